@@ -24,10 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import common
 import torch
 from torch import Tensor
 
+from benchmarks import common
 from dilocox.compression import Geometry, LowRank, compressor, frame_bytes
 
 CODECS = (

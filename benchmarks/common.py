@@ -1,6 +1,6 @@
 """What all benchmarks share: arguments, the machine, intervals, and how results are written.
 
-A benchmark is run as `python benchmarks/NAME.py [--quick] [--json FILE]`. Its JSON file holds
+A benchmark is run as `python -m benchmarks.NAME [--quick] [--json FILE]`. Its JSON file holds
 `benchmark`, `command`, `machine`, `settings` (what was measured on) and `rows`, a list of flat
 objects.
 """
@@ -29,6 +29,9 @@ from typing import Any
 import tomli_w
 
 Row = dict[str, Any]
+ROOT = Path(__file__).parents[1]
+"""The repository."""
+RESULTS = ROOT / "benchmarks" / "results"
 CONFIDENCE = 0.95
 
 
@@ -149,8 +152,10 @@ def _ask_the_processor(_progress: Callable[[str, float], None]) -> dict[str, Any
 
 def command() -> str:
     """The command as it was typed, with the benchmark named as from the repository's root."""
-    script = Path(sys.argv[0])
-    return shlex.join(["python", f"{script.resolve().parent.name}/{script.name}", *_told()])
+    script = Path(sys.argv[0]).resolve().with_suffix("")
+    steps = script.parts[script.parts.index("benchmarks") :] if "benchmarks" in script.parts else ()
+    module = ".".join(step for step in steps if step != "__main__") or script.name
+    return shlex.join(["python", "-m", module, *_told()])
 
 
 def _told() -> list[str]:

@@ -18,10 +18,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import common
-from tiny_run import tiny_run
-
 import dilocox
+from benchmarks import common
+from benchmarks.tiny_run import tiny_run
 from dilocox.training.portable_checkpoint_export import hand_over
 
 

@@ -20,15 +20,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import common
-import wan_run
-from wan_grid import NONE, SITES, Settings
-
+from benchmarks import common
+from benchmarks.wan import run as wan_run
+from benchmarks.wan.grid import NONE, SITES, Settings
 from dilocox.errors import DilocoxError
 from dilocox.tools.testbed import Lab
 from dilocox.tools.testbed.testbed import unsupported_reason
 
-RESULTS = Path(__file__).parent / "results" / "latency-cpu.json"
+RESULTS = common.RESULTS / "latency-cpu.json"
 LINK = "20mbit"
 ROUND_TRIPS_MS = (0, 30, 100)
 QUICK_MS = (100,)

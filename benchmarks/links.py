@@ -20,11 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
-from rendezvous import MemoryStore
 
+from benchmarks import common
+from benchmarks.rendezvous import MemoryStore
 from dilocox.config.run_config import NetworkSection
 from dilocox.coordinator.identity import Authority, Identity, new_request
 from dilocox.coordinator.protocol.timeouts import Timeouts

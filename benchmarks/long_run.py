@@ -29,8 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import common
-
+from benchmarks import common
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.identity import new_request
 from dilocox.coordinator.metrics.run_metrics import RunMetrics
@@ -45,7 +44,7 @@ from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.writer.notary import TransparencyLogSink, commitment, contribution
 from dilocox.version import __version__
 
-RESULTS = Path(__file__).parent / "results" / "long_run-cpu.json"
+RESULTS = common.RESULTS / "long_run-cpu.json"
 SITES = tuple("abcdefgh")
 STAGES, SHARDS, FRAGMENTS = 2, 4, 4
 PLACES = [(i, j) for i in range(STAGES) for j in range(SHARDS)]
@@ -330,9 +329,21 @@ def main() -> int:
         folder = options.folder or Path(temporary) / "run"
         rows = drive(run_config(folder, rounds), rounds)
         for part in ("restart", "verify"):
-            command = [sys.executable, __file__, "--part", part, "--folder", str(folder)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.long_run",
+                "--part",
+                part,
+                "--folder",
+                str(folder),
+            ]
             said = subprocess.run(
-                [*command, "--rounds", str(rounds)], check=True, capture_output=True, text=True
+                [*command, "--rounds", str(rounds)],
+                check=True,
+                capture_output=True,
+                text=True,
+                cwd=common.ROOT,
             )
             rows.append(json.loads(said.stdout.splitlines()[-1]))
             print(json.dumps(rows[-1]), flush=True)

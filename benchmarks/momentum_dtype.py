@@ -15,10 +15,10 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-import common
 import torch
-import uneven_weights as lm
 
+from benchmarks import common
+from benchmarks.uneven import weights as lm
 from dilocox.compression import codec
 from dilocox.coordinator.protocol.schedule import boundary_slots
 from dilocox.coordinator.protocol.step_share import FULL

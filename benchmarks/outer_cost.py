@@ -37,8 +37,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import common
-
+from benchmarks import common
 from dilocox.config.run_config import load_run
 from dilocox.inner.memory import outer_bytes_per_parameter
 from dilocox.models import count_parameters, load_model_config

@@ -36,9 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common
-
 import dilocox
+from benchmarks import common
 from dilocox.config.run_config import RunConfig
 from dilocox.models import count_parameters, load_model_config
 from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links
@@ -273,7 +272,7 @@ def row(name: Setting | None, courses: list[Course], alone: Course) -> common.Ro
     """Medians over repetitions; `name` none: the sites alone."""
 
     def median(field: str) -> float:
-        return statistics.median(getattr(course, field) for course in courses)
+        return float(statistics.median(getattr(course, field) for course in courses))
 
     speed = median("tokens_per_second")
     return {

@@ -23,19 +23,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import common
-import overlap
-import wan_grid
-import wan_rows
-import wan_run
-
 import dilocox
+from benchmarks import common, overlap
+from benchmarks.wan import grid as wan_grid
+from benchmarks.wan import rows as wan_rows
+from benchmarks.wan import run as wan_run
 from dilocox.config.run_config import RunConfig
 from dilocox.tools.planner.hardware_table import Device, HardwareTable, Link
 from dilocox.tools.planner.predict import predict
 
-RESULTS = Path(__file__).parent / "results" / "overlap-cpu.json"
-WAN = Path(__file__).parent / "results" / "wan-cpu.json"
+RESULTS = common.RESULTS / "overlap-cpu.json"
+WAN = common.RESULTS / "wan-cpu.json"
 ROUNDS, ROUNDS_CHOSEN = 12, 60
 """Simulated: where the run file says how long rounds are, and where the controller does."""
 

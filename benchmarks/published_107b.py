@@ -27,8 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import common
-
+from benchmarks import common
 from dilocox.config.run_config import RunConfig, load_run
 from dilocox.tools.planner.hardware_table import GpuPlacement, HardwareTable, Host
 from dilocox.tools.planner.model_outline import ModelOutline

@@ -37,8 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common
-
+from benchmarks import common
 from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import STATES
 from dilocox.record.log.signed_note import NoteKey

@@ -40,13 +40,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 import numpy.typing as npt
 import torch
-from plain_loop import PlainLoop, Recipe
 
 import dilocox
+from benchmarks import common
+from benchmarks.plain_loop import PlainLoop, Recipe
 from dilocox.config.run_config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.inner import (
@@ -250,7 +250,8 @@ class Side:
         ready = wait([self.pipe, self.process.sentinel])
         if self.pipe in ready:
             with contextlib.suppress(EOFError):
-                return self.pipe.recv()
+                turn: Turn = self.pipe.recv()
+                return turn
         self.process.join(1.0)
         said = ""
         if self.log is not None and self.log.exists():

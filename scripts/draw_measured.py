@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
-import quality_plot  # noqa: E402 - benchmarks are no package
-import quality_report  # noqa: E402
-import wan_plot  # noqa: E402
 from benchmarks.gpu import tables  # noqa: E402
-from quality_rows import LEAD  # noqa: E402
-from wan_grid import RATIO  # noqa: E402
+from benchmarks.quality import plot as quality_plot  # noqa: E402
+from benchmarks.quality import report as quality_report  # noqa: E402
+from benchmarks.quality.rows import LEAD  # noqa: E402
+from benchmarks.wan import plot as wan_plot  # noqa: E402
+from benchmarks.wan.grid import RATIO  # noqa: E402
 
 SITES = 2
 """Of the picture of speed, where all methods and peers were measured."""

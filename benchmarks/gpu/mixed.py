@@ -62,4 +62,4 @@ def _train(context: Context, path: Path) -> Outcome:
 
 
 def _speed(folder: Path, site: str) -> float:
-    return max(each["tokens_per_second"] for each in runs.rounds(folder, site))
+    return float(max(each["tokens_per_second"] for each in runs.rounds(folder, site)))

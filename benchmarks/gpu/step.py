@@ -118,7 +118,8 @@ def _on_gpu(site: product.Site) -> Counter[str]:
 def _on_cpu(site: product.Site) -> Counter[str]:
     with _Reads() as reads:
         site.step()
-    return reads.found
+    found: Counter[str] = reads.found
+    return found
 
 
 def compiled(context: Context, checkpointing: bool) -> Outcome:

@@ -7,12 +7,12 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import quality_data
-import quality_run
-from quality_jobs import Job
-from quality_rows import Entry
+from benchmarks.quality import data as quality_data
+from benchmarks.quality import run as quality_run
+from benchmarks.quality.jobs import Job
+from benchmarks.quality.rows import Entry
 
 
 def main() -> None:

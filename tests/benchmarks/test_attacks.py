@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import attacks
 import pytest
-from attacks_lm import Text
-from attacks_moves import MOVES
-from attacks_sites import ATTACKERS, SITES, Course, Length
+from benchmarks.attacks.command import command as attacks
+from benchmarks.attacks.lm import Text
+from benchmarks.attacks.moves import MOVES
+from benchmarks.attacks.sites import ATTACKERS, SITES, Course, Length
 
 MOVE = {move.name: move for move in MOVES}
 

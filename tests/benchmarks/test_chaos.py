@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-import chaos
-import chaos_rows
-import chaos_run
 import pytest
-from chaos_rows import Blow
+from benchmarks.chaos import rows as chaos_rows
+from benchmarks.chaos import run as chaos_run
+from benchmarks.chaos.command import command as chaos
+from benchmarks.chaos.rows import Blow
 
 from tests.support.mounting import need_mounts
 

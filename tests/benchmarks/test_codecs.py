@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-# By its path: the standard library has a module of this name.
-_PATH = Path(__file__).parents[2] / "benchmarks" / "codecs.py"
-_SPEC = importlib.util.spec_from_file_location("codecs_benchmark", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-codecs = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = codecs
-_SPEC.loader.exec_module(codecs)
+from benchmarks import codecs
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-import plan_check
-import quality
-import quality_data
-import quality_docs
-import quality_jobs
-import quality_report
-import quality_rows
-import quality_run
-import quality_tuning
-import scaling
-import wan_beside
-import wan_docs
-import wan_rows
-from quality_data import Text
+from benchmarks.quality import data as quality_data
+from benchmarks.quality import docs as quality_docs
+from benchmarks.quality import jobs as quality_jobs
+from benchmarks.quality import report as quality_report
+from benchmarks.quality import rows as quality_rows
+from benchmarks.quality import run as quality_run
+from benchmarks.quality import tuning as quality_tuning
+from benchmarks.quality.command import command as quality
+from benchmarks.quality.data import Text
+from benchmarks.scaling.command import command as scaling
+from benchmarks.wan import beside as wan_beside
+from benchmarks.wan import docs as wan_docs
+from benchmarks.wan import rows as wan_rows
 
+from benchmarks import plan_check
 from dilocox.coordinator.controller import link_policy
 from dilocox.coordinator.controller.link_estimator import declared
 from dilocox.training.payload_sizes import payload_sizes

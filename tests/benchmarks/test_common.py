@@ -7,8 +7,9 @@ import random
 import sys
 from pathlib import Path
 
-import common
 import pytest
+
+from benchmarks import common
 
 
 def test_interval_covers_the_median_as_often_as_it_says() -> None:
@@ -29,11 +30,13 @@ def test_interval_of_nothing_is_refused() -> None:
 def test_command_names_the_benchmark_from_the_root_and_no_folder_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    script = tmp_path / "benchmarks" / "overlap.py"
+    script = tmp_path / "benchmarks" / "overlap" / "__main__.py"
     arguments = [str(script), "--quick", "--json", "/somewhere/here.json", "--json=/else/o.json"]
     monkeypatch.setattr(sys, "argv", arguments)
-    expected = "python benchmarks/overlap.py --quick --json here.json --json=o.json"
+    expected = "python -m benchmarks.overlap --quick --json here.json --json=o.json"
     assert common.command() == expected
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "benchmarks" / "wan" / "beside.py")])
+    assert common.command() == "python -m benchmarks.wan.beside"
 
 
 def test_rows_are_flat(tmp_path: Path) -> None:

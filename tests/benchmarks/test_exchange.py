@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import exchange
 import pytest
-from exchange import Round, Setting
-from exchange_engine import Turn
+from benchmarks.exchange.command import Round, Setting
+from benchmarks.exchange.command import command as exchange
+from benchmarks.exchange.engine import Turn
 
 from dilocox.tools.testbed import unsupported_reason
 from dilocox.tools.testbed.link_spec import Line

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import latency
 import pytest
-import scaling_check
-import wan_run
+from benchmarks.scaling import check as scaling_check
+from benchmarks.wan import run as wan_run
 
+from benchmarks import latency
 from dilocox.config.run_config import RunConfig
 from dilocox.tools.planner.hardware_table import HardwareTable
 from dilocox.tools.testbed import LabError

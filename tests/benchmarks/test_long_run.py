@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import long_run
+from benchmarks import long_run
 
 
 def test_a_short_run_is_driven_started_again_and_read(tmp_path: Path) -> None:

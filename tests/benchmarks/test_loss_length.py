@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-import loss_length
 import pytest
-import quality_data
 import torch
-from common import Row
-from loss_length import Job, best, jobs
-from loss_length_model import LAYOUT, SITES, Text, first_weights, losses, views
-from loss_length_run import Inner, Outer, Outside, Plan, reduction, train
+from benchmarks.common import Row
+from benchmarks.loss_length.command import Job, best, jobs
+from benchmarks.loss_length.command import command as loss_length
+from benchmarks.loss_length.model import LAYOUT, SITES, Text, first_weights, losses, views
+from benchmarks.loss_length.run import Inner, Outer, Outside, Plan, reduction, train
+from benchmarks.quality import data as quality_data
 
 
 def row(plan: Plan, steps: int, rate: float, loss: float | None, iid: bool = False) -> Row:

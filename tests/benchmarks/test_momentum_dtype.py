@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import momentum_dtype
 import pytest
 import torch
+
+from benchmarks import momentum_dtype
 
 
 def test_a_row_by_hand() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import outer_cost
 import pytest
 
+from benchmarks import outer_cost
 from dilocox.coordinator.metrics.run_metrics import CHOSEN
 
 

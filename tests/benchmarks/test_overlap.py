@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import overlap
 import pytest
+
+from benchmarks import overlap
 
 
 def records(seconds: float, wait: float, exchange: float, rounds: int) -> list[dict[str, Any]]:

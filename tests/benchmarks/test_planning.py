@@ -9,12 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import plan_check
-import published_107b
 import pytest
-import scaling
-import scaling_plot
+from benchmarks.scaling import plot as scaling_plot
+from benchmarks.scaling.command import command as scaling
 
+from benchmarks import plan_check, published_107b
 from dilocox.tools.planner.hardware_table import HardwareTable
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-import quality_data
+from benchmarks.quality import data as quality_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quality
-import quality_grid
-import quality_jobs
-import quality_run
-from quality_data import Text
-from quality_grid import label
+from benchmarks.quality import grid as quality_grid
+from benchmarks.quality import jobs as quality_jobs
+from benchmarks.quality import run as quality_run
+from benchmarks.quality.command import command as quality
+from benchmarks.quality.data import Text
+from benchmarks.quality.grid import label
 
 from dilocox.coordinator.controller import loss_model
 

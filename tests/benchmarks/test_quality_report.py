@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
-import quality_docs
-import quality_plot
-import quality_report
+from benchmarks.quality import docs as quality_docs
+from benchmarks.quality import plot as quality_plot
+from benchmarks.quality import report as quality_report
 
 
 def row(label: str, loss: float | None, reduction: float, **more: Any) -> dict[str, Any]:

@@ -8,15 +8,15 @@ import math
 from pathlib import Path
 
 import pytest
-import quality
-import quality_jobs
-import quality_rows
-import quality_run
-import quality_tuning
-from quality_data import Text
-from quality_jobs import Job
-from quality_rows import Entry
-from quality_tuning import Rates
+from benchmarks.quality import jobs as quality_jobs
+from benchmarks.quality import rows as quality_rows
+from benchmarks.quality import run as quality_run
+from benchmarks.quality import tuning as quality_tuning
+from benchmarks.quality.command import command as quality
+from benchmarks.quality.data import Text
+from benchmarks.quality.jobs import Job
+from benchmarks.quality.rows import Entry
+from benchmarks.quality.tuning import Rates
 
 ENTRIES = quality_rows.all_entries()
 

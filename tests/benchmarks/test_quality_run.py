@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quality
-import quality_data
-import quality_run
-from quality_jobs import Job
+from benchmarks.quality import data as quality_data
+from benchmarks.quality import run as quality_run
+from benchmarks.quality.command import command as quality
+from benchmarks.quality.jobs import Job
 
 from dilocox.errors import DilocoxError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import record
+from benchmarks import record
 from dilocox.config.run_config import load_run
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.record.log import statements as s

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import single_site
+
+from benchmarks import single_site
 
 
 class FakeSide:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quality_report
-from quality_rows import LEAD
+from benchmarks.quality import report as quality_report
+from benchmarks.quality.rows import LEAD
 
 from tests.benchmarks.test_committed import committed
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uneven
-import uneven_weights
+from benchmarks.uneven import weights as uneven_weights
+from benchmarks.uneven.command import command as uneven
 
 from dilocox.tools.testbed.results import RunResult, SiteResult, Window
 

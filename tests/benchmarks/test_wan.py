@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wan
-from wan_grid import ALONE, BY_NAME, NONE, OURS, Case, Extent, cases
+from benchmarks.wan.command import command as wan
+from benchmarks.wan.grid import ALONE, BY_NAME, NONE, OURS, Case, Extent, cases
 
 from dilocox.tools.testbed import Checked, LabError, Measured
 

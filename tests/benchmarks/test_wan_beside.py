@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wan_beside
-import wan_run
-from common import course_of, tokens_at
-from wan_beside import VOCABULARY, Load, report, speeds
+from benchmarks.common import course_of, tokens_at
+from benchmarks.wan import beside as wan_beside
+from benchmarks.wan import run as wan_run
+from benchmarks.wan.beside import VOCABULARY, Load, report, speeds
 
 from dilocox.models import count_parameters, load_model_config
 from dilocox.tools.testbed import LabError

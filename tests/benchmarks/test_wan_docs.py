@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import wan_docs
-import wan_plot
-from wan_grid import NONE
+from benchmarks.wan import docs as wan_docs
+from benchmarks.wan import plot as wan_plot
+from benchmarks.wan.grid import NONE
 
 TEXT = """\
 a

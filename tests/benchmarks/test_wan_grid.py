@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import wan_grid
-from hypothesis import given
-from hypothesis import strategies as st
-from wan_grid import (
+from benchmarks.wan import grid as wan_grid
+from benchmarks.wan.grid import (
     ALONE,
     BY_NAME,
     FULL,
@@ -27,6 +25,8 @@ from wan_grid import (
     link_of,
     synchronous_bits,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 TINY = Extent(3, 2, 2, 1, 100, 50, (40, 400, 4000), (2, 4), ("allreduce", OURS, "ddp"))
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
-import wan_grid
-import wan_peers
-import wan_run
+from benchmarks.wan import grid as wan_grid
+from benchmarks.wan import peer_runs as wan_peers
+from benchmarks.wan import run as wan_run
+from benchmarks.wan.grid import BY_NAME, METHODS, Extent
 from peers.peer import Outcome, PeerJob, allreduce_bytes
-from wan_grid import BY_NAME, METHODS, Extent
 
 from dilocox.tools.testbed import Lab, LabError
 from tests.support.lab_needs import needs_lab
 
 pytestmark = pytest.mark.alone
 
-sys.path.insert(0, str(wan_peers.PEERS))
 PEERS = [method for method in METHODS if method.kind == "peer"]
 
 
@@ -66,7 +64,7 @@ def test_jobs_are_read_as_they_were_written(method: wan_grid.Method, tmp_path: P
 
 def test_every_parameter_is_in_one_of_torchfts_fragments() -> None:
     pytest.importorskip("torchft", reason="torchft is not installed (extra: peers)")
-    from torchft_site import fragments
+    from benchmarks.wan.peers.torchft_site import fragments
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tiny = {**wan_grid.MODEL, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 300}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import wan_plot
-import wan_rows
-from wan_grid import ALONE, NONE, OURS, synchronous_bits
+from benchmarks.wan import plot as wan_plot
+from benchmarks.wan import rows as wan_rows
+from benchmarks.wan.grid import ALONE, NONE, OURS, synchronous_bits
 
 PARAMETERS = 1_000_000
 

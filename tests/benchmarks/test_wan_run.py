@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wan_run
-from wan_grid import BY_NAME, LIGHT, METHODS, NO_EXCHANGE, OURS, SITES
+from benchmarks.wan import run as wan_run
+from benchmarks.wan.grid import BY_NAME, LIGHT, METHODS, NO_EXCHANGE, OURS, SITES
 
 from dilocox.config.run_config import RunConfig
 from dilocox.tools.testbed import LabError

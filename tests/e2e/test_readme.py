@@ -32,7 +32,7 @@ JOIN = (
     " --token-file TOKEN_FILE"
 )
 PLAN = "dilocox plan examples/qwen1.5-107b.toml --gpu a800-40g:8x10 --link 1gbit"
-QUALITY = "python benchmarks/quality.py --regime paper --sites 4 --iid no --only core"
+QUALITY = "python -m benchmarks.quality --regime paper --sites 4 --iid no --only core"
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
     "make setup": "the first thing that `make quickstart` does",
@@ -41,31 +41,31 @@ RUN_ELSEWHERE = {
     "dilocox export --release": "tests/tools/release",
     "dilocox status RUN_FOLDER": "tests/tools/report/test_status.py",
     "dilocox publish RUN_FOLDER --to DIR": "tests/tools/release/test_publish.py",
-    "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
-    "python benchmarks/overlap.py --quick": "tests/benchmarks",
-    "python benchmarks/wan.py --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
-    "python benchmarks/wan.py --ratio 400 --sites 4 --json NEW.json": "tests/benchmarks",
-    "python benchmarks/wan.py --docs docs/measured.md": "tests/benchmarks",
-    "python benchmarks/wan_beside.py --work 0.005 --json NEW.json": "tests/benchmarks",
-    "python benchmarks/wan_beside.py --work 0.005 --blocks 6 --allreduce 2 --json NEW.json": (
+    "python -m benchmarks.single_site --pairs 16": "tests/benchmarks",
+    "python -m benchmarks.overlap --quick": "tests/benchmarks",
+    "python -m benchmarks.wan --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
+    "python -m benchmarks.wan --ratio 400 --sites 4 --json NEW.json": "tests/benchmarks",
+    "python -m benchmarks.wan --docs docs/measured.md": "tests/benchmarks",
+    "python -m benchmarks.wan.beside --work 0.005 --json NEW.json": "tests/benchmarks",
+    "python -m benchmarks.wan.beside --work 0.005 --blocks 6 --allreduce 2 --json NEW.json": (
         "tests/benchmarks"
     ),
-    "python benchmarks/wan_beside.py --batch 32 --width 256 --allreduce 2 --json NEW.json": (
+    "python -m benchmarks.wan.beside --batch 32 --width 256 --allreduce 2 --json NEW.json": (
         "tests/benchmarks"
     ),
-    "python benchmarks/wan_beside.py --ratio 40 --blocks 2 --json NEW.json": "tests/benchmarks",
+    "python -m benchmarks.wan.beside --ratio 40 --blocks 2 --json NEW.json": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python -m benchmarks.gpu --minutes 9 --json FILE": "tests/benchmarks",
     "python scripts/draw_measured.py": "tests/test_docs.py",
-    "python benchmarks/codecs.py": "tests/benchmarks",
-    "python benchmarks/latency.py": "tests/benchmarks",
-    "python benchmarks/exchange.py": "tests/benchmarks",
-    "python benchmarks/outer_cost.py": "tests/benchmarks",
-    "python benchmarks/record.py --pairs 3 --rounds 14": "tests/benchmarks",
-    "python benchmarks/attacks.py": "tests/benchmarks",
-    "python benchmarks/uneven.py --inner-steps 40 --rounds 8": "tests/benchmarks",
-    "python benchmarks/chaos.py --parts 9": "tests/benchmarks",
-    "python benchmarks/long_run.py --rounds 10000": "tests/benchmarks",
+    "python -m benchmarks.codecs": "tests/benchmarks",
+    "python -m benchmarks.latency": "tests/benchmarks",
+    "python -m benchmarks.exchange": "tests/benchmarks",
+    "python -m benchmarks.outer_cost": "tests/benchmarks",
+    "python -m benchmarks.record --pairs 3 --rounds 14": "tests/benchmarks",
+    "python -m benchmarks.attacks": "tests/benchmarks",
+    "python -m benchmarks.uneven --inner-steps 40 --rounds 8": "tests/benchmarks",
+    "python -m benchmarks.chaos --parts 9": "tests/benchmarks",
+    "python -m benchmarks.long_run --rounds 10000": "tests/benchmarks",
     "python -m pytest tests/e2e/test_wire_bytes.py": "itself",
     "python -m pytest tests/e2e/test_resume.py": "itself",
     "python -m pytest tests/e2e/test_engine.py": "itself",

@@ -1,0 +1,361 @@
+"""What faults cost a run: a seeded schedule of kills, cuts and full disks against three real sites.
+
+Three sites of two stages train together between network namespaces, started as their users would
+(`dilocox coordinator`, `dilocox join`), on lines of 20 Mbit/s. First the run is made undisturbed,
+then again with faults, one after the other: each is struck when all sites contribute, and the
+next when they do again. The kinds come in an order that the seed decides:
+
+- `rank-kill`, `rank-stop`: SIGKILL or SIGSTOP of one rank of a site;
+- `site-kill`: all processes of a site die, and its join line is typed again;
+- `joiner-kill`: the same, and the site is killed again while it fetches its state;
+- `link-cut`: a site's line is gone for twice the heartbeat; `link-slow`: a tenth of it for 10 s;
+- `coordinator-kill`: SIGKILL, and the same command a second later;
+- `disk-full`: a site's disk is full while a checkpoint falls due;
+- `rogue`: a stranger tries to join with a token of its own, and sends noise to the coordinator.
+
+Per fault: `stall_seconds`, the longest time without a round of any site that was not struck (of
+all sites where the coordinator was), less the usual time of a round; `recovery_seconds`, until
+every site has contributed to a round that began after the fault. For all runs together (row `run`):
+hangs, divergence (the coordinator compares all anchors every round), rounds, rounds of a site that
+were begun and thrown away, sequences trained on twice or accounted for nowhere, and held-out loss
+over that of the undisturbed run.
+
+A full run is a soak of 9 parts, each a run of its own with 12 faults under a seed of its own: more
+than 100 faults and an hour. With --json every part is kept when it is done, in NAME-parts.json;
+started again, the benchmark goes on with the parts that are missing. --quick is one shorter part.
+
+Needs root and iproute2: else one line says so, exit code 3. It exits with 1 if a run hung,
+diverged, or trained on a sequence twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.chaos import rows as chaos_rows
+from benchmarks.chaos import run as chaos_run
+from benchmarks.chaos.rows import Blow, Row
+from benchmarks.chaos.run import HEARTBEAT, HUB, RATE, SITES, SMALL_DISK, HangError, Run
+from dilocox.coordinator.client.enrolment import enrol
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.protocol.token_format import JoinToken
+from dilocox.errors import JoinError
+from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links
+from dilocox.tools.testbed.netns import inside
+
+BEFORE = 3
+"""Rounds of all sites together before a fault."""
+SLOW_SECONDS = 10.0
+
+
+def rank_kill(run: Run, site: str, draw: random.Random) -> None:
+    """One rank dies."""
+    ranks = run.ranks(site)
+    chaos_run.kill([ranks[draw.choice(sorted(ranks))]])
+
+
+def rank_stop(run: Run, site: str, draw: random.Random) -> None:
+    """One rank hangs."""
+    ranks = run.ranks(site)
+    chaos_run.kill([ranks[draw.choice(sorted(ranks))]], signal.SIGSTOP)
+
+
+def site_kill(run: Run, site: str, _draw: random.Random) -> None:
+    """A site's machine loses power and comes back."""
+    run.kill(site)
+    run.join(site)
+
+
+def joiner_kill(run: Run, site: str, draw: random.Random) -> None:
+    """The same, twice: the second time while the site enters."""
+    before = run.said().count(f"{site} enters")
+    site_kill(run, site, draw)
+    run.until(lambda: run.said().count(f"{site} enters") > before, f"entering of {site}")
+    site_kill(run, site, draw)
+
+
+def link_cut(run: Run, site: str, _draw: random.Random) -> None:
+    """A site has no network for a while."""
+    run.cut(site, down=True)
+    time.sleep(2 * HEARTBEAT)
+    run.cut(site, down=False)
+
+
+def link_slow(run: Run, site: str, _draw: random.Random) -> None:
+    """A site's line is ten times slower for a while."""
+    run.network.shape({site: RATE / 10})
+    time.sleep(SLOW_SECONDS)
+    run.network.shape({site: RATE})
+
+
+def coordinator_kill(run: Run, _site: str, _draw: random.Random) -> None:
+    """The coordinator dies and is started again."""
+    run.kill(HUB)
+    time.sleep(1.0)
+    run.start_coordinator()
+
+
+def disk_full(run: Run, _site: str, _draw: random.Random) -> None:
+    """A disk is full until a checkpoint could not be written."""
+    filler, before = run.folder(SMALL_DISK) / "filler", run.said().count("was not written")
+    with filler.open("wb") as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 20))
+            file.flush()
+    try:
+        run.until(
+            lambda: run.over or run.said().count("was not written") > before,
+            "word of a checkpoint that was not written",
+        )
+    finally:
+        filler.unlink()
+
+
+def rogue(run: Run, site: str, _draw: random.Random) -> None:
+    """A stranger knocks. Raises `HangError` if it is let in."""
+    host, port = run.address.rsplit(":", 1)
+    tokens = run.config.folder / "coordinator" / "tokens"
+    token = (tokens / site).read_text(encoding="ascii").strip()
+    forged = JoinToken(JoinToken.parse(token).fingerprint, "0" * 32)
+    with inside(run.network.namespace(HUB)):
+        with socket.create_connection((host, int(port)), timeout=5.0) as noise:
+            noise.sendall(b"\x16\x03\x01" + bytes(range(256)) * 64)
+        try:
+            enrol(
+                f"https://{run.address}",
+                str(forged),
+                site=site,
+                run_digest=run.config.digest(),
+                stages=2,
+                shards=1,
+                timeouts=Timeouts.derive(run.config.network),
+            )
+        except JoinError:
+            return
+    raise HangError("a stranger with a token of its own was let in")
+
+
+KINDS: dict[str, Callable[[Run, str, random.Random], None]] = {
+    "rank-kill": rank_kill,
+    "rank-stop": rank_stop,
+    "site-kill": site_kill,
+    "joiner-kill": joiner_kill,
+    "link-cut": link_cut,
+    "link-slow": link_slow,
+    "coordinator-kill": coordinator_kill,
+    "disk-full": disk_full,
+    "rogue": rogue,
+}
+
+
+def schedule(seed: int, faults: int) -> list[tuple[str, str]]:
+    """Kinds and sites: every kind once before any comes again. The same for a seed."""
+    draw = random.Random(seed)
+    found: list[tuple[str, str]] = []
+    while len(found) < faults:
+        kinds = list(KINDS)
+        draw.shuffle(kinds)
+        found += [(kind, draw.choice(SITES)) for kind in kinds]
+    struck = {"coordinator-kill": HUB, "disk-full": SMALL_DISK}
+    return [(kind, struck.get(kind, site)) for kind, site in found[:faults]]
+
+
+def all_contribute(run: Run, after: int) -> Callable[[], bool]:
+    """Whether every site has reported a round above `after`, or the run is over."""
+    return lambda: (
+        run.over
+        or all((rows := run.reported(site)) and rows[-1]["round"] > after for site in SITES)
+    )
+
+
+def torment(run: Run, faults: Iterable[tuple[str, str]], seed: int, blows: list[Blow]) -> None:
+    """Strike until the run is over or `faults` are through; what was struck goes into `blows`.
+    Raises `HangError`."""
+    draw = random.Random(seed)
+    for kind, site in faults:
+        run.until(all_contribute(run, run.last_round() + BEFORE), "rounds of all sites")
+        if run.over:
+            break
+        began = time.time()
+        KINDS[kind](run, site, draw)
+        run.until(all_contribute(run, run.last_round() + 1), f"recovery from {kind} at {site}")
+        if run.over:
+            break
+        blows.append(Blow(kind, site, began, time.time()))
+        common.say(f"{kind} at {site}: all contribute again after {time.time() - began:.1f} s")
+
+
+COLUMNS: dict[str, Any] = {
+    "fault": "s",
+    "count": "d",
+    "stall_seconds": ".2f",
+    "stall_worst": ".2f",
+    "recovery_seconds": ".1f",
+    "recovery_worst": ".1f",
+    "hangs": "d",
+    "diverged": "d",
+    "rounds": "d",
+    "discarded": "d",
+    "tokens_doubled": "d",
+    "tokens_lost": "d",
+    "loss_ratio": ".4f",
+}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured."""
+
+    seed: int
+    """Of the first part; each has the next one."""
+    parts: int
+    faults: int
+    """Per part, at most."""
+    rounds: int
+    """Per part."""
+
+
+QUICK = Extent(0, 1, 9, 200)
+FULL = Extent(0, 9, 12, 300)
+
+
+class Soak:
+    """One call of the benchmark: the parts so far, and the file they go to."""
+
+    def __init__(self, extent: Extent, results: Path | None) -> None:
+        self.extent = extent
+        self._file = results and results.with_name(f"{results.stem}-parts.json")
+        self.on = common.machine()
+        self.reference: float | None = None
+        """Held-out loss of the undisturbed run."""
+        self.parts: list[Row] = []
+        self.faults: list[Row] = []
+        if self._file is not None and self._file.exists():
+            self._take_up(self._file)
+
+    def _take_up(self, file: Path) -> None:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        before = found["settings"]
+        for key in ("seed", "faults", "rounds"):
+            if before[key] != getattr(self.extent, key):
+                common.say(f"{file}: was made with --{key} {before[key]}; name another file")
+                sys.exit(2)
+        self.reference = before["reference"]
+        self.parts = [row for row in found["rows"] if "fault" not in row]
+        self.faults = [row for row in found["rows"] if "fault" in row]
+
+    def keep(self) -> None:
+        """Write what there is, whole or not at all."""
+        if self._file is None:
+            return
+        settings = {**vars(self.extent), "reference": self.reference}
+        unfinished = self._file.with_name(f".{self._file.name}.unfinished")
+        common.write_json(unfinished, "chaos-parts", self.on, settings, [*self.parts, *self.faults])
+        unfinished.replace(self._file)
+
+    def run(self, root: Path) -> None:
+        """Make the parts that are missing. Raises `LabError`; `HangError` if the undisturbed run
+        hangs."""
+        extent = self.extent
+        missing = [
+            part for part in range(extent.parts) if all(row["part"] != part for row in self.parts)
+        ]
+        if not missing:
+            return
+        file = chaos_run.run_file(root, "data", extent.rounds)
+        common.say("preparing token files")
+        command = [sys.executable, "-m", "dilocox", "data", "prepare", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        with Network([HUB, *SITES]) as network:
+            network.shape(dict.fromkeys(SITES, RATE))
+            verify_links(network)
+            if self.reference is None:
+                with started(network, root, "undisturbed", extent.rounds) as run:
+                    self.reference = float(run.finish()["val_loss_last"])
+                common.say(f"undisturbed: held-out loss {self.reference:.4f}")
+                self.keep()
+            for part in missing:
+                self._part(network, root, part, self.reference)
+                network.shape(dict.fromkeys(SITES, RATE))
+
+    def _part(self, network: Network, root: Path, part: int, reference: float) -> None:
+        extent, began = self.extent, time.monotonic()
+        seed = extent.seed + part
+        blows: list[Blow] = []
+        with started(network, root, f"disturbed-{part}", extent.rounds) as run:
+            try:
+                torment(run, schedule(seed, extent.faults), seed, blows)
+                row = chaos_rows.part_row(run.finish(), run.ledger(), reference)
+            except HangError as error:
+                common.say(f"part {part}: {error}")
+                row = dict(chaos_rows.HUNG)
+            faults = chaos_rows.fault_rows(blows, run.records())
+        self.faults += [{"part": part, **fault} for fault in faults]
+        seconds = round(time.monotonic() - began)
+        self.parts.append({"part": part, "seed": seed, "seconds": seconds, **row})
+        self.keep()
+        common.say(f"part {part}: {len(faults)} faults, {seconds} s")
+
+    def rows(self) -> list[Row]:
+        """Of the parts so far, as they are reported."""
+        return chaos_rows.rows_of(list(KINDS), self.faults, self.parts)
+
+
+@contextlib.contextmanager
+def started(network: Network, root: Path, name: str, rounds: int) -> Iterator[Run]:
+    """A run on the network, which is ended in the end."""
+    with chaos_run.small_disk(root / SMALL_DISK):
+        run = Run(network, root, name, rounds)
+        try:
+            yield run
+        finally:
+            run.close()
+
+
+def main() -> int:
+    """Measure what is missing, print, write."""
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule (0)")
+    parser.add_argument("--parts", type=int, help="runs (1 with --quick, else 9)")
+    parser.add_argument("--faults", type=int, help="per part at most (9 with --quick, else 12)")
+    parser.add_argument("--rounds", type=int, help="per part (200 with --quick, else 300)")
+    options = parser.parse_args()
+    common.end_on_signals()
+    if common.cannot("chaos", unsupported_reason()):
+        return common.CANNOT
+    usual = QUICK if options.quick else FULL
+    extent = Extent(
+        options.seed,
+        options.parts or usual.parts,
+        options.faults or usual.faults,
+        options.rounds or usual.rounds,
+    )
+    soak = Soak(extent, options.json)
+    root = Path(tempfile.mkdtemp(prefix="dilocox-chaos-"))
+    try:
+        soak.run(root)
+    except (LabError, HangError) as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    rows = soak.rows()
+    print(common.table(rows, COLUMNS))
+    if options.json:
+        about = {**vars(extent), "heartbeat": HEARTBEAT, "line_mbit": RATE / 1e6}
+        common.write_json(options.json, "chaos", soak.on, about, rows)
+    return 1 if any(rows[-1][key] for key in ("hangs", "diverged", "tokens_doubled")) else 0

@@ -1,0 +1,223 @@
+"""A run of several sites in network namespaces whose processes and links can be struck.
+
+`dilocox coordinator` runs on `hub`, `dilocox join` at every site, as their users would start them.
+One site's run folder is a small file system of its own, so that its disk can be filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.tiny_run import tiny_run
+from dilocox.config.run_config import load_run
+from dilocox.tools.testbed import Network
+from dilocox.tools.testbed.commands import ip
+
+HUB = "hub"
+SITES = ("paris", "lyon", "oslo")
+SMALL_DISK = "oslo"
+DISK_MIB = 48
+RATE = 20e6
+"""Bits per second of every site's line."""
+HEARTBEAT = 2.5
+LIMIT = 120.0
+"""Seconds after which something that has to happen counts as a hang."""
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "999"}
+Record = dict[str, Any]
+
+
+class HangError(Exception):
+    """Something that had to happen did not."""
+
+
+def run_file(root: Path, name: str, rounds: int) -> Path:
+    """Write a run file and return its path."""
+    content = tiny_run(root, rounds)
+    content["data"]["validation_sequences"] = 64
+    content["site"]["stages"] = 2
+    content["outer"]["min_sites"] = 1
+    content |= {
+        "run": {"name": name, "folder": str(root / HUB / "{name}")},
+        "checkpoint": {"every_rounds": 8},
+        "network": {"link_timeout": 30.0, "heartbeat": HEARTBEAT},
+        "sites": {site: {} for site in SITES},
+    }
+    return common.write_run_file(root, name, content)
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to processes that may be gone already."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """`folder` is a file system of `DISK_MIB` MiB, empty each time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "dilocox-chaos", str(folder)]
+    subprocess.run(mount, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+class Run:
+    """One run under way."""
+
+    def __init__(self, network: Network, root: Path, name: str, rounds: int) -> None:
+        self.network, self.root, self.rounds = network, root, rounds
+        self.file = run_file(root, name, rounds)
+        self._host = f"network.host={network.address(HUB)}"
+        self.config = load_run(self.file, [self._host])
+        self.log = root / f"{name}.log"
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._seen: list[Record] = []
+        self._read = 0
+        self.start_coordinator()
+        found = self.until(lambda: re.search(r"dilocox join (\S+) ", self.said()), "its join lines")
+        self.address = found[1]
+        for site in SITES:
+            self.join(site)
+
+    def start_coordinator(self) -> None:
+        """`dilocox coordinator`, the same command whether the run begins or goes on."""
+        self._start(HUB, "coordinator", str(self.file), "--set", self._host)
+
+    def join(self, site: str) -> None:
+        """The join line of a site."""
+        token = self.config.folder / "coordinator" / "tokens" / site
+        place = f"run.folder={self.folder(site)}/{{name}}"
+        self._start(
+            site, "join", self.address, "--site", site, "--run-file", str(self.file),
+            "--token-file", str(token), "--set", self._host, "--set", place,
+        )  # fmt: skip
+
+    def folder(self, site: str) -> Path:
+        """Where a site has its run folders."""
+        return self.root / site
+
+    def _start(self, host: str, *arguments: str) -> None:
+        with self.log.open("a") as log:
+            self._processes[host] = self.network.start(
+                host,
+                [sys.executable, "-m", "dilocox", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **ENVIRONMENT},
+            )
+
+    def said(self) -> str:
+        """All that coordinator and sites have printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def records(self) -> list[Record]:
+        """The lines of metrics.jsonl so far."""
+        path = self.config.folder / "metrics.jsonl"
+        if path.exists():
+            with path.open(encoding="utf-8") as file:
+                file.seek(self._read)
+                while (line := file.readline()).endswith("\n"):
+                    self._seen.append(json.loads(line))
+                    self._read = file.tell()
+        return self._seen
+
+    def reported(self, site: str) -> list[Record]:
+        """A site's rounds."""
+        return [r for r in self.records() if r["kind"] == "round" and r.get("site") == site]
+
+    def last_round(self) -> int:
+        """The highest round that anyone has reported; -1 before the first."""
+        rows = [record for site in SITES for record in self.reported(site)[-1:]]
+        return max((row["round"] for row in rows), default=-1)
+
+    @property
+    def over(self) -> bool:
+        """The coordinator has ended the run."""
+        return (self.config.folder / "summary.json").exists()
+
+    def until(self, ready: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
+        """What `ready` returns once it is true. Raises `HangError` after `limit` seconds."""
+        deadline = time.monotonic() + limit
+        while not (found := ready()):
+            if time.monotonic() > deadline:
+                raise HangError(f"no {what} after {limit:g} s\n{self.said()[-3000:]}")
+            time.sleep(0.05)
+        return found
+
+    def ranks(self, site: str) -> dict[str, int]:
+        """Process ids of a site's living ranks by name."""
+        found = {}
+        for pid in tree(self._processes[site].pid):
+            with contextlib.suppress(OSError):
+                name = (Path("/proc") / str(pid) / "comm").read_text().strip()
+                if name.startswith(f"{site}:"):
+                    found[name] = pid
+        return found
+
+    def kill(self, host: str) -> None:
+        """Everything that runs on a host dies, as in a power cut."""
+        kill(tree(self._processes[host].pid))
+        self._processes[host].wait()
+
+    def cut(self, site: str, down: bool) -> None:
+        """Take a site's line away, or give it back."""
+        layout = self.network.layout
+        state = "down" if down else "up"
+        ip("-n", layout.switch, "link", "set", layout.port(site), state)
+
+    def finish(self) -> Record:
+        """Wait for the end of all processes, as long as something is recorded; the summary.
+
+        Raises `HangError`.
+        """
+        for host, process in self._processes.items():
+            known = -1
+            while process.poll() is None:
+                known, before = len(self.records()), known
+                if known == before:
+                    raise HangError(f"no end of {host}, and no round for {LIMIT:g} s")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LIMIT)
+        summary: Record = json.loads((self.config.folder / "summary.json").read_text())
+        return summary
+
+    def ledger(self) -> list[Record]:
+        """Who was given which token ranges."""
+        found = json.loads((self.config.folder / "ledger.json").read_text(encoding="utf-8"))
+        entries: list[Record] = found["entries"]
+        return entries
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self._processes.values():
+            kill(tree(process.pid))
+            process.wait()

@@ -1,0 +1,1 @@
+"""What a plan costs in runs of different length: four sites of a small model, simulated."""

@@ -1,0 +1,226 @@
+"""What a plan costs in runs of different length: four sites of a small model, simulated.
+
+What local steps cost shrinks as runs grow, what a sparse codec withholds less so: the controller's
+loss table has both lengths that are simulated here. Runs of the engine long enough to see that take
+half an hour and more each (quality.py --regime long); this takes a minute or two. It is no engine:
+four copies of a transformer of 0.06M parameters over bytes step side by side in one process, one
+batched computation for all of them, and exchange through the engine's own codecs, with residuals as
+docs/algorithm.md has them, in one fragment, by the overlap rule `keep`. Batches are of 4 sequences
+of 48 bytes per site and step; the text is Python's standard library, a contiguous quarter for each
+site, or all of it for each (--iid).
+
+A row is one plan at one length and one inner rate: of four in the shortest runs, in longer ones of
+the best before and half of it, unless --rates says others. Outer rates, beta and lambda (`gamma`,
+`mu`, `beta`, `view`) are those of the controller's table, unless --gamma and so on say others.
+`gap` is its held-out loss over that of synchronous training of the same length and seed at its best
+rate, less one. `reduction` is what synchronous training sends over what the plan sends to three
+others (`gather`), without the flush.
+
+Rows are written as they are made; started again with the same --json the benchmark goes on. All of
+it takes about an hour on two cores; --quick makes the shortest length of four plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from benchmarks.loss_length.model import BATCH, HELD_OUT, LENGTH, SITES, Text, shapes
+from benchmarks.loss_length.run import SYNCHRONOUS, Outside, Plan, reduction, train
+
+RESULTS = common.RESULTS / "loss_length-cpu.json"
+LENGTHS = (640, 3300)
+"""Inner steps of a run."""
+RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+"""Inner rates of the shortest runs. Longer ones have the best before, and half of it."""
+PLANS = (
+    (1, "topk:20"), (2, "topk:8"), (2, "topk:17"), (5, "topk:7"), (5, "topk:24"), (5, "topk:58"),
+    (2, "top1:512"), (5, "top1:600"),
+    (8, "topk:13"), (12, "topk:23"), (12, "topk:64"), (20, "topk:41"), (20, "topk:328"),
+    (30, "topk:64"), (30, "topk:164"), (20, "none"), (66, "int2"), (125, "int4"), (125, "int2"),
+)  # fmt: skip
+QUICK = ((2, "topk:17"), (20, "none"), (30, "topk:64"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to make."""
+
+    plan: Plan
+    steps: int
+    rate: float
+    seed: int
+    outside: Outside
+    iid: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells rows apart."""
+        return self.plan.name, self.steps, self.rate, self.seed, self.iid, *astuple(self.outside)
+
+
+def key_of(row: common.Row) -> tuple[object, ...]:
+    """The `Job.key` that a row is of."""
+    named = ("plan", "steps", "rate", "seed", "iid", *(field.name for field in fields(Outside)))
+    return tuple(row[name] for name in named)
+
+
+def jobs(
+    rows: Sequence[common.Row],
+    plans: Sequence[Plan],
+    lengths: Sequence[int],
+    seed: int,
+    given: Sequence[float] = (),
+    outside: Mapping[str, float] | None = None,
+    iid: bool = False,
+) -> list[Job]:
+    """Those that are not among `rows` and can be made now, the shortest runs first: a longer one
+    goes by the best rate of the length before, when all of that are there. `given`: rates of all
+    lengths instead. `outside`: what is not to be as in the controller's table. `iid`: the same text
+    at all sites."""
+    made, found = {key_of(row) for row in rows}, []
+    for plan in plans:
+        for number, steps in enumerate(lengths):
+            rates: Sequence[float] = given or RATES
+            if number and not given:
+                best_rate = _best_rate(rows, plan, lengths[number - 1], seed, iid)
+                rates = (best_rate, best_rate / 2)
+            wanted = Outside.of_table(plan, steps)
+            if plan.inner_steps and outside:
+                wanted = replace(wanted, **outside)
+            missing = [Job(plan, steps, rate, seed, wanted, iid) for rate in rates]
+            missing = [job for job in missing if job.key not in made]
+            found += missing
+            if missing:
+                break
+    return sorted(found, key=lambda job: job.steps)
+
+
+def _best_rate(rows: Sequence[common.Row], plan: Plan, steps: int, seed: int, iid: bool) -> float:
+    """Of the runs of a plan that are so long."""
+    wanted = (plan.name, steps, seed, iid)
+    same = [row for row in rows if _run_of(row) == wanted]
+    return float(min(same, key=_loss)["rate"])
+
+
+def _run_of(row: common.Row) -> tuple[object, ...]:
+    """What rows have in common that differ in their rates alone."""
+    return row["plan"], row["steps"], row["seed"], row["iid"]
+
+
+def _loss(row: common.Row) -> float:
+    return math.inf if row["loss"] is None else float(row["loss"])
+
+
+def best(rows: Sequence[common.Row]) -> list[common.Row]:
+    """The best rates of every plan, length, seed and choice of text, with its gap."""
+    chosen: dict[tuple[object, ...], common.Row] = {}
+    for row in sorted(rows, key=_loss, reverse=True):
+        chosen[_run_of(row)] = row
+    found = []
+    for (_, *same), row in chosen.items():
+        base = chosen.get((SYNCHRONOUS, *same))
+        gap = None if base is None else _loss(row) / _loss(base) - 1
+        found.append({**row, "gap": gap})
+    return sorted(found, key=lambda row: (row["iid"], row["steps"], row["seed"], row["reduction"]))
+
+
+_text = functools.cache(Text.read)
+
+
+def _make(job: Job) -> common.Row:
+    text = _text(job.iid)
+    began = time.monotonic()
+    found = train(text, job.plan, job.rate, job.steps, job.seed, job.outside)
+    return {
+        "plan": job.plan.name,
+        "inner_steps": job.plan.inner_steps,
+        "codec": job.plan.codec,
+        "steps": job.steps,
+        "rate": job.rate,
+        "seed": job.seed,
+        "iid": job.iid,
+        **asdict(job.outside),
+        "loss": found if math.isfinite(found) else None,
+        "reduction": reduction(job.plan),
+        "seconds": round(time.monotonic() - began, 1),
+        "commit": common.commit(),
+        "date": common.today(),
+    }
+
+
+def made(wanted: Sequence[Job], workers: int) -> Iterator[common.Row]:
+    """Their rows, as they come."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
+        try:
+            for done in as_completed([pool.submit(_make, job) for job in wanted]):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def report(rows: Sequence[common.Row]) -> str:
+    """The best rows as a table."""
+    return common.table(
+        best(rows),
+        {
+            "steps": ",d", "seed": "d", "iid": str, "plan": str, "reduction": ",.0f", "rate": "g",
+            "gamma": "g", "beta": "g", "view": "g", "loss": ".3f", "gap": "+.1%", "seconds": ".0f",
+        },
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Make what is missing, print and write what came of it."""
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--steps", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="instead of searching")
+    parser.add_argument(
+        "--plans", nargs="+", metavar="H:CODEC", help="such as 2:topk:17; 0: synchronous training"
+    )
+    parser.add_argument("--iid", action="store_true", help="the same text at all sites")
+    for field in fields(Outside):
+        parser.add_argument(f"--{field.name}", type=float, help="instead of the controller's")
+    options = parser.parse_args()
+    common.end_on_signals()
+    given = {field.name: getattr(options, field.name) for field in fields(Outside)}
+    outside = {name: value for name, value in given.items() if value is not None}
+    path = options.json or (None if options.quick else RESULTS)
+    plans = [Plan(0, ""), *itertools.starmap(Plan, QUICK if options.quick else PLANS)]
+    if options.plans:
+        cut = [text.partition(":") for text in options.plans]
+        plans = [Plan(int(steps), codec) for steps, _, codec in cut]
+    lengths = [LENGTHS[0]] if options.quick else options.steps
+    rows: list[common.Row] = []
+    if path is not None and path.exists():
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    on = common.machine()
+    settings: Mapping[str, Any] = {
+        "sites": SITES, "parameters": sum(map(math.prod, shapes().values())), "batch": BATCH,
+        "sequence_length": LENGTH, "held_out": SITES * HELD_OUT,
+    }  # fmt: skip
+    while wanted := jobs(rows, plans, lengths, options.seed, options.rates, outside, options.iid):
+        for number, row in enumerate(made(wanted, on["cores"])):
+            rows.append(row)
+            if path is not None:
+                common.write_json(path, "loss_length", on, settings, rows)
+            reached = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
+            common.say(
+                f"{row['steps']} steps, {row['plan']} at {row['rate']:g}: {reached}; "
+                f"{row['seconds']:.0f} s, {len(wanted) - number - 1} to come"
+            )
+    print(report(rows))
+    return 0

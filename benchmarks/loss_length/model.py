@@ -1,0 +1,147 @@
+"""A small transformer in several copies side by side, and its text: what loss_length.py trains.
+
+One batched computation serves all copies; their parameters are rows of one flat tensor, laid out as
+the engine lays out a fragment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.quality import data as quality_data
+from dilocox.outer.layout import Layout
+
+SITES = 4
+WIDTH, HEADS, HIDDEN, LAYERS = 48, 2, 96, 2
+BATCH, LENGTH = 4, 48
+"""Sequences of a site in a step, and bytes of one."""
+HELD_OUT = 256
+"""Sequences that the loss is measured on, of each site's text as many."""
+EVERY = 50
+"""A document in so many is held out."""
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """The model's tensors: two-dimensional ones as rows by columns."""
+    found: dict[str, tuple[int, ...]] = {"embedding": (quality_data.VOCABULARY, WIDTH)}
+    for layer in range(LAYERS):
+        found |= {
+            f"{layer}.norm1": (WIDTH,),
+            f"{layer}.qkv": (3 * WIDTH, WIDTH),
+            f"{layer}.out": (WIDTH, WIDTH),
+            f"{layer}.norm2": (WIDTH,),
+            f"{layer}.up": (2 * HIDDEN, WIDTH),
+            f"{layer}.down": (WIDTH, HIDDEN),
+        }
+    return {**found, "norm": (WIDTH,)}
+
+
+LAYOUT = Layout.of(shapes())
+
+
+def first_weights(seed: int) -> Tensor:
+    """One model's, flat."""
+    draw = torch.Generator().manual_seed(seed)
+    flat = torch.zeros(LAYOUT.length)
+    for name, view in LAYOUT.views(flat).items():
+        if view.dim() == 1:
+            view.fill_(1.0)
+        else:
+            deep = name.endswith(("out", "down"))
+            scale = 0.02 / math.sqrt(2 * LAYERS) if deep else 0.02
+            view.copy_(scale * torch.randn(view.shape, generator=draw))
+    return flat
+
+
+def views(flat: Tensor) -> dict[str, Tensor]:
+    """The tensors of all copies: [copies, ...] each, of `flat` [copies, length]."""
+    return {
+        name: flat[:, offset : offset + math.prod(shape)].view(len(flat), *shape)
+        for name, shape, offset in zip(LAYOUT.names, LAYOUT.shapes, LAYOUT.offsets, strict=True)
+    }
+
+
+def _rotation() -> tuple[Tensor, Tensor]:
+    half = WIDTH // HEADS // 2
+    angle = torch.arange(LENGTH)[:, None] / 10_000 ** (torch.arange(half) / half)
+    return angle.cos(), angle.sin()
+
+
+_COS, _SIN = _rotation()
+
+
+def losses(flat: Tensor, ids: Tensor) -> Tensor:
+    """Mean cross-entropy of each copy [copies] on its sequences `ids` [copies, n, LENGTH + 1]."""
+    tensors, (copies, n, _) = views(flat), ids.shape
+
+    def times(x: Tensor, name: str) -> Tensor:
+        return torch.bmm(x, tensors[name].mT)
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * tensors[name][:, None]
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * _COS - second * _SIN, second * _COS + first * _SIN), -1)
+
+    inputs, targets = ids[..., :-1].reshape(copies, -1), ids[..., 1:].reshape(-1)
+    which = torch.arange(copies)[:, None]
+    x = tensors["embedding"][which, inputs]
+    for layer in range(LAYERS):
+        qkv = times(normed(x, f"{layer}.norm1"), f"{layer}.qkv")
+        parts = qkv.view(copies * n, LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(
+            turned(parts[0]), turned(parts[1]), parts[2], is_causal=True
+        )
+        x = x + times(seen.transpose(1, 2).reshape(copies, n * LENGTH, WIDTH), f"{layer}.out")
+        gate, up = times(normed(x, f"{layer}.norm2"), f"{layer}.up").chunk(2, -1)
+        x = x + times(functional.silu(gate) * up, f"{layer}.down")
+    logits = torch.bmm(normed(x, "norm"), tensors["embedding"].mT)
+    each = functional.cross_entropy(logits.reshape(len(targets), -1), targets, reduction="none")
+    return each.view(copies, -1).mean(-1)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes of each site's text, and sequences of all that nobody trains on."""
+
+    parts: Sequence[Tensor]
+    held_out: Tensor
+
+    @classmethod
+    def read(cls, iid: bool = False) -> Text:
+        """The standard library, a contiguous part for each site; `iid`: all of it for each. What is
+        held out is the same."""
+        parts, held = [], []
+        for documents in quality_data.contiguous(quality_data.read_corpus(None), SITES):
+            kept = [text for number, text in enumerate(documents) if number % EVERY]
+            parts.append(_bytes(kept))
+            aside = _bytes(documents[::EVERY])
+            starts = torch.linspace(0, len(aside) - LENGTH - 1, HELD_OUT).long()
+            held.append(_sequences(aside, starts))
+        if iid:
+            parts = [torch.cat(parts)] * SITES
+        return cls(parts, torch.cat(held))
+
+    def batch(self, draw: torch.Generator) -> Tensor:
+        """The next sequences of every site: [SITES, BATCH, LENGTH + 1]."""
+        found = []
+        for part in self.parts:
+            starts = torch.randint(len(part) - LENGTH - 1, (BATCH,), generator=draw)
+            found.append(_sequences(part, starts))
+        return torch.stack(found)
+
+
+def _bytes(documents: Sequence[str]) -> Tensor:
+    joined = "\n".join(documents).encode("utf-8", "replace")
+    return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+
+
+def _sequences(text: Tensor, starts: Tensor) -> Tensor:
+    return text[starts[:, None] + torch.arange(LENGTH + 1)].long()

@@ -1,0 +1,197 @@
+"""One simulated run of loss_length.py: copies step side by side and exchange what they learned.
+
+The inner optimizer is AdamW, written for all copies at once. Codec, outer step and landing are the
+engine's own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.loss_length.model import (
+    BATCH,
+    LAYOUT,
+    LENGTH,
+    SITES,
+    Text,
+    first_weights,
+    losses,
+    views,
+)
+from dilocox.compression import LowRank, compressor
+from dilocox.compression.compressor import Part
+from dilocox.compression.second_moments import PERIOD
+from dilocox.coordinator.controller import loss_model
+from dilocox.outer.optimizer import nesterov_step
+from dilocox.outer.overlap import Rule, local_view
+
+CLIP, DECAY, BETAS, EPS = 1.0, 0.1, (0.9, 0.95), 1e-8
+SYNCHRONOUS = "synchronous"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rounds of `inner_steps` with `codec`; `none` and no exchange of parameters but of gradients
+    after every step where it is synchronous training (0 steps)."""
+
+    inner_steps: int
+    codec: str
+
+    @property
+    def name(self) -> str:
+        """As rows have it."""
+        return f"H={self.inner_steps} {self.codec}" if self.inner_steps else SYNCHRONOUS
+
+    @property
+    def delay(self) -> int:
+        """Steps after which a round lands: a quarter of it."""
+        return max(1, round(self.inner_steps / 4))
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Outer learning rate and momentum, residual decay and the residual's share in view."""
+
+    gamma: float
+    mu: float
+    beta: float
+    view: float
+
+    @classmethod
+    def of_table(cls, plan: Plan, steps: int) -> Outside:
+        """As the controller has them for a plan in a run of so many inner steps; of synchronous
+        training, which has none, those that change nothing."""
+        if plan.inner_steps == 0:
+            return cls(1.0, 0.0, 1.0, 0.0)
+        asked = plan.inner_steps, plan.codec, steps
+        return cls(
+            *loss_model.outer_rates(*asked),
+            loss_model.residual_decay(*asked),
+            loss_model.residual_view(*asked),
+        )
+
+
+class Inner:
+    """AdamW of all copies, with clipping, warm-up and a cosine to a tenth of the rate."""
+
+    def __init__(self, copies: int, rate: float, steps: int) -> None:
+        self.first = torch.zeros(copies, LAYOUT.length)
+        self.second = torch.zeros(copies, LAYOUT.length)
+        self._rate, self._steps, self._taken = rate, steps, 0
+        self._decay = torch.zeros(LAYOUT.length)
+        for view in LAYOUT.views(self._decay).values():
+            view.fill_(DECAY if view.dim() > 1 else 0.0)
+
+    def step(self, flat: Tensor, gradients: Tensor) -> None:
+        """One step of every copy, in place; `gradients` are used up."""
+        norms = gradients.norm(dim=1, keepdim=True)
+        gradients *= (CLIP / (norms + 1e-6)).clamp(max=1.0)
+        self._taken += 1
+        warm = max(1, self._steps // 16)
+        done = max(0.0, (self._taken - warm) / max(1, self._steps - warm))
+        rate = self._rate * min(1.0, self._taken / warm)
+        rate *= 0.55 + 0.45 * math.cos(math.pi * done)
+        self.first.lerp_(gradients, 1 - BETAS[0])
+        self.second.mul_(BETAS[1]).addcmul_(gradients, gradients, value=1 - BETAS[1])
+        root = (self.second / (1 - BETAS[1] ** self._taken)).sqrt_().add_(EPS)
+        flat.mul_(1 - rate * self._decay)
+        flat.addcdiv_(self.first, root, value=-rate / (1 - BETAS[0] ** self._taken))
+
+    def share_moments(self, due: int) -> None:
+        """Scale rows of second moments, every `PERIOD`th from `due` on, to the mean over copies."""
+        for second in views(self.second).values():
+            if second.dim() > 2:
+                rows = second[:, due::PERIOD]
+                means = rows.mean(-1, keepdim=True)
+                # A row without moments has nothing to scale.
+                rows *= torch.where(means > 0, means.mean(0) / means, 1.0)
+
+
+def train(text: Text, plan: Plan, rate: float, steps: int, seed: int, outside: Outside) -> float:
+    """Held-out loss of the anchor after `steps` inner steps of every site."""
+    draw = torch.Generator().manual_seed(seed)
+    synchronous = plan.inner_steps == 0
+    copies = 1 if synchronous else SITES
+    live = first_weights(seed).repeat(copies, 1).requires_grad_()
+    inner = Inner(copies, rate, steps)
+    outer = None if synchronous else Outer(live.detach(), plan, steps, outside)
+    for taken in range(1, steps + 1):
+        ids = text.batch(draw)
+        if synchronous:
+            ids = ids.view(1, SITES * BATCH, LENGTH + 1)
+        (gradients,) = torch.autograd.grad(losses(live, ids).sum(), live)
+        with torch.no_grad():
+            inner.step(live, gradients)
+            if outer is not None:
+                outer.after(taken, live, inner)
+    found = live.detach() if outer is None else outer.anchor[None]
+    with torch.no_grad():
+        pieces = text.held_out.view(SITES, 1, -1, LENGTH + 1)
+        return sum(float(losses(found, piece)) for piece in pieces) / SITES
+
+
+class Outer:
+    """Anchor, momentum, residuals and what is under way: one fragment, overlap `keep`."""
+
+    def __init__(self, live: Tensor, plan: Plan, steps: int, outside: Outside) -> None:
+        self.anchor = live[0].clone()
+        self._momentum = torch.zeros_like(self.anchor)
+        self._reference = live.clone()
+        self._residual = torch.zeros_like(live)
+        self._plan, self._steps, self._rounds = plan, steps, 0
+        self._mean: Tensor | None = None
+        self._part = whole_part(plan.codec)
+        self._rule = Rule("keep", outside.gamma, outside.mu, residual=outside.view)
+        self._decay = outside.beta
+
+    def after(self, taken: int, live: Tensor, inner: Inner) -> None:
+        """What is due after so many inner steps: a landing, then a boundary; all at the end."""
+        plan, last = self._plan, taken == self._steps
+        since = taken % plan.inner_steps
+        if self._mean is not None and (since == plan.delay % plan.inner_steps or last):
+            self._land(live)
+        if since == 0 or last:
+            self._boundary(live, inner)
+        if last:
+            self._land(live)
+
+    def _boundary(self, live: Tensor, inner: Inner) -> None:
+        delta = self._reference - live
+        self._reference.copy_(live)
+        wanted = delta + self._decay * self._residual
+        sent = torch.stack([self._through(each) for each in wanted])
+        self._residual = wanted - sent
+        self._mean = sent.mean(0)
+        inner.share_moments(self._rounds % PERIOD)
+        self._rounds += 1
+
+    def _through(self, values: Tensor) -> Tensor:
+        return self._part.decode(self._part.encode(values.contiguous()))
+
+    def _land(self, live: Tensor) -> None:
+        assert self._mean is not None
+        rule = self._rule
+        nesterov_step(self.anchor, self._momentum, self._mean, rule.learning_rate, rule.momentum)
+        moved = live - self._reference
+        live.copy_(local_view(rule, self.anchor, moved, None, self._residual))
+        self._reference = live - moved
+        self._mean = None
+
+
+def whole_part(codec: str) -> Part:
+    """The engine's codec of that name, for all of the model at once."""
+    found = compressor(codec, LAYOUT.geometry)
+    assert not isinstance(found, LowRank)
+    return found.part(0, LAYOUT.length)
+
+
+def reduction(plan: Plan) -> float:
+    """Bytes of synchronous training over the plan's, to every other site."""
+    if plan.inner_steps == 0:
+        return 1.0
+    payload = whole_part(plan.codec).payload_bytes
+    return 8 * LAYOUT.length * plan.inner_steps / SITES / payload

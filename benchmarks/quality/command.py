@@ -1,0 +1,376 @@
+"""Held-out loss of every method against the bytes it sends, side by side in one engine.
+
+Every row is a real run of `dilocox.train`: sites as processes of this machine, one rank each with
+one thread, the same text, tokens, model, batch and seeds (a qwen3 of 0.67M parameters over bytes,
+128 tokens per sequence, 32 sequences per step). The text is Python's standard library and, where
+they are at hand, parts of WikiText-2 (--wikitext). Non-IID, each site trains on a contiguous part
+of it. A seed decides initial weights, order of the text and what is held out.
+
+The held-out loss is that of the anchor on 1,024 sequences spread over all of the text: a standard
+error of 0.35 to 0.55 % of the loss, and of 0.25 % at most for the difference of two rows of a seed,
+which are measured on the same sequences. `gap` is the
+loss over that of synchronous training (`allreduce`) with the same inner optimizer, text and seed,
+less one. Reductions count bytes that sites handed to the network, against fp32 vectors exchanged in
+the same way (per transfer) and against what synchronous training sends (in all; what is flushed at
+the end of training is in it).
+
+Regimes: `paper`, 640 steps, 32 rounds of the paper's method; `long`, 3,300 steps, 20 tokens per
+parameter. Rounds of published methods are scaled to these runs (H in the rows, the published one
+beside it). The links of dilocox's rows are declared, one per target reduction R: synchronous
+training would need R times the declared step time on 90 % of it.
+
+Learning rates are tuned, by the same rule for every method, in short and in long runs: --tune makes
+the trials, and results/quality-tuning.json holds them. The row called "published" has the published
+outer lr and momentum and the best inner learning rate for these.
+
+A full run (no options) takes hours. Every row is written when it is done; started again, the
+benchmark goes on with the rows that are missing. --quick trains seven rows of the first
+regime, 320 steps each, so that it ends within 12 minutes on two idle cores (seen: 9.7 minutes, and
+13.5 on slower ones).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.quality import data as quality_data
+from benchmarks.quality import docs as quality_docs
+from benchmarks.quality import grid as quality_grid
+from benchmarks.quality import plot as quality_plot
+from benchmarks.quality import report as quality_report
+from benchmarks.quality import rows as quality_rows
+from benchmarks.quality import tuning as quality_tuning
+from benchmarks.quality.data import Text
+from benchmarks.quality.jobs import SEEDS, Job, select
+from benchmarks.quality.rows import LEAD, LONG, REGIMES
+from benchmarks.quality.run import Row, configuration, parameters, train
+from dilocox.coordinator.controller import loss_model
+from dilocox.data import TokenFiles
+from dilocox.errors import DilocoxError
+
+LOSS_TABLE = Path(loss_model.__file__).with_name("loss_table.json")
+QUICK_STEPS = 320
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    made = common.parser(__doc__ or "")
+    made.add_argument("--wikitext", type=Path, metavar="DIR", help="folder of wikitext2-*.txt")
+    made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep token files")
+    made.add_argument("--keep", action="store_true", help="keep run folders (with --folder)")
+    made.add_argument("--tune", action="store_true", help="make the tuning trials instead")
+    made.add_argument(
+        "--tuning", type=Path, metavar="FILE", default=common.RESULTS / "quality-tuning.json"
+    )
+    made.add_argument(
+        "--only", nargs="+", metavar="NAME", help="labels, methods, `core`, `muon`, `ablations`"
+    )
+    made.add_argument("--regime", nargs="+", choices=list(REGIMES), default=list(REGIMES))
+    made.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    made.add_argument("--sites", nargs="+", type=int, choices=(2, 4), default=[2, 4])
+    made.add_argument("--iid", choices=("no", "yes", "both"), default="both")
+    made.add_argument("--docs", action="store_true", help="write the tables of docs/methods.md")
+    made.add_argument(
+        "--loss-table",
+        action="store_true",
+        help="train the grid that the controller's loss table is made from, and write it",
+    )
+    made.add_argument("--steps", type=int, help="shorter runs, to try the benchmark itself out")
+    made.add_argument(
+        "--try",
+        dest="tried",
+        nargs="+",
+        default=[],
+        metavar="SETTINGS",
+        help='only these entries, as in "method=dilocox outer.inner_steps=5 inner.clip=0.5"',
+    )
+    return made
+
+
+def main() -> int:
+    """Train what is missing, print and write what came of it; 1 if a row could not be made."""
+    parser = arguments()
+    options = parser.parse_args()
+    common.end_on_signals()
+    if options.loss_table and (options.quick or options.steps):
+        parser.error(
+            "--loss-table: its runs are as long as those of the table; leave out --quick, --steps"
+        )
+    if options.tune and (options.steps or options.quick):
+        parser.error("--tune: trials have steps of their own; leave out --steps, --quick")
+    trying = bool(options.steps or options.tried)
+    if options.steps is None and options.quick:
+        options.steps = QUICK_STEPS
+    if options.json is None and not options.quick and not trying:
+        name = "quality-grid-cpu.json" if options.loss_table else "quality-cpu.json"
+        options.json = common.RESULTS / name
+    if options.docs:
+        return write_docs(options.json, common.ROOT / "docs" / "methods.md")
+    with tempfile.TemporaryDirectory(prefix="dilocox-quality-") as temporary:
+        bench = Bench(options, (options.folder or Path(temporary)).resolve())
+        code = bench.tune() if options.tune else bench.measure()
+    if options.loss_table and code == 0:
+        write_loss_table(options.json)
+    return code
+
+
+def write_loss_table(results: Path) -> None:
+    """Make the controller's loss table anew, of the rows of the grid. Raises as
+    `quality_grid.measured_table`."""
+    rows = [row for row in _read_rows(results) if row["label"].startswith("grid ")]
+    steps = sorted({row["steps"] for row in rows})
+    about = (
+        f"{quality_grid.ABOUT} Runs of {', '.join(map(str, steps))} steps, seed "
+        f"{rows[0]['seed']}, benchmarks/results/{results.name}."
+    )
+    made = quality_grid.measured_table(rows, loss_model.committed(), about)
+    LOSS_TABLE.write_text(quality_grid.as_text(made), encoding="utf-8")
+
+
+def write_docs(results: Path | None, document: Path) -> int:
+    """Put the tables of a results file into a document. Raises `OSError` without one."""
+    known = quality_report.points(quality_report.with_gaps(_read_rows(results)))
+    text = document.read_text(encoding="utf-8")
+    document.write_text(quality_docs.filled(text, known), encoding="utf-8")
+    return 0
+
+
+class Bench:
+    """One call of the benchmark: its text, its folder, the rows so far and the file they go to."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._folder = folder
+        self._on = common.machine()
+        self._text = Text.write(folder / "text", _wikitext(options.wikitext))
+        self._tokenised: dict[tuple[int, int], bool] = {}
+        self._seconds: dict[str, list[float]] = {}
+        self._failures = 0
+
+    def measure(self) -> int:
+        """The table: all jobs that have no row yet, then table, plot and verdicts.
+
+        Tries and shorter runs are written to a file that was named, never among the results.
+        """
+        path = self._options.json
+        rows = _read_rows(path)
+        tuning = self._options.tuning
+        known = [quality_tuning.read(tuning, regime) for regime in (LEAD[0], LONG)]
+        jobs = list(select(self._options, *known))
+        if not jobs:
+            common.say("quality: these options leave nothing to train")
+            return 2
+        for earlier in rows:
+            self._learn(earlier)
+        missing = [job for job in jobs if not any(self._is_of(row, job) for row in rows)]
+        for number, job in enumerate(missing):
+            row = self._train(job, missing[number:])
+            if row is None:
+                continue
+            rows = [other for other in rows if not _same(other, job)] + [row]
+            rows = quality_report.with_gaps(rows)
+            self._write(path, rows)
+        rows = quality_report.with_gaps(rows)
+        self._show([row for row in rows if any(_same(row, job) for job in jobs)])
+        if path is not None and missing:
+            _draw(path.with_suffix(".svg"), rows)
+        return 1 if self._failures else 0
+
+    def tune(self) -> int:
+        """The tuning trials that are not made yet: those of short runs, then those of long ones."""
+        path = self._options.tuning
+        rows = _read_rows(path)
+        entries = quality_rows.tuning_entries()
+        names = self._options.only or list(entries)
+        if unknown := set(names) - set(entries):
+            common.say(f"quality: --only {min(unknown)!r}: tuned are {', '.join(entries)}")
+            return 2
+        for regime in (name for name in REGIMES if name in self._options.regime):
+            self._options.steps = quality_tuning.TRIAL_STEPS if regime == LEAD[0] else None
+            for tuned_as in names:
+                if regime == LONG and entries[tuned_as].group == "muon":
+                    continue
+                if not self._try_rates(regime, tuned_as, entries[tuned_as], rows):
+                    return 1
+        print(common.table(rows, dict.fromkeys(rows[-1], str) if rows else {}))
+        return 0
+
+    def _try_rates(
+        self, regime: str, tuned_as: str, entry: quality_rows.Entry, rows: list[Row]
+    ) -> bool:
+        """Make the open trials of one method and add them to `rows`; whether all of them are made.
+
+        Trials on another text are not to be compared with: they end the program.
+        """
+        seed = quality_tuning.SEED if regime == LEAD[0] else quality_tuning.LONG_SEED
+        while (trial := _open_trial(regime, tuned_as, entry, rows)) is not None:
+            job = Job(entry, regime, *LEAD[1:], seed, trial.settings)
+            self._tokenise(job)
+            text = self._described(seed)["digest"]
+            if any(row["seed"] == seed and row["text"] != text for row in rows if row.get("text")):
+                sys.exit(f"{self._options.tuning}: trials on another text; name another file")
+            row = self._train(job, [job])
+            if row is None:
+                return False
+            rows.append(quality_tuning.row(tuned_as, trial, row))
+            self._write(self._options.tuning, rows)
+        return True
+
+    def _train(self, job: Job, to_come: Sequence[Job]) -> Row | None:
+        """One row, said in one line; none for a run that failed in any way but diverging."""
+        self._tokenise(job)
+        run = self._folder / "run"
+        log = self._folder / "run.log"
+        try:
+            config = configuration(job, self._text, run, self._options.steps)
+            row = train(job, config, log, keep=self._options.keep)
+        except DilocoxError as error:
+            common.say(f"{job}: {error}")
+            self._failures += 1
+            return None
+        if row is None:
+            common.say("stopped; started again, the benchmark goes on with this row")
+            sys.exit(130)
+        row["text"] = self._described(job.seed)["digest"]
+        row["date"] = common.today()
+        self._learn(row)
+        reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
+        less = f"{row['reduction_total']:,.0f}x" if row["reduction_total"] else "-"
+        common.say(
+            f"{job}: {reached}, {less} in all, {row['seconds']:.0f} s; "
+            f"{len(to_come) - 1} rows to come, {self._remaining(to_come[1:])}"
+        )
+        if self._options.keep:
+            run.rename(self._folder / f"run-{time.time_ns()}")
+        return row
+
+    def _tokenise(self, job: Job) -> None:
+        counts = [] if job.iid else [job.sites]
+        if not all(self._tokenised.get((job.seed, count)) for count in counts or [0]):
+            self._text.tokenise(job.seed, counts)
+            self._tokenised |= {(job.seed, count): True for count in [*counts, 0]}
+
+    def _learn(self, row: Row) -> None:
+        self._seconds.setdefault(row["method"], []).append(row["seconds"] / row["steps"])
+
+    def _remaining(self, jobs: Sequence[Job]) -> str:
+        """Expected time of `jobs`, from what a step of the same method, or of any, has taken."""
+        known = [value for values in self._seconds.values() for value in values]
+        total = 0.0
+        for job in jobs:
+            values = self._seconds.get(job.entry.method, known)
+            steps = self._options.steps or REGIMES[job.regime].steps
+            total += steps * sum(values) / len(values)
+        hours, minutes = divmod(round(total / 60), 60)
+        return f"about {hours}:{minutes:02d} h"
+
+    def _is_of(self, row: Row, job: Job) -> bool:
+        """True if `row` is what `job` would give."""
+        steps = self._options.steps or REGIMES[job.regime].steps
+        return _same(row, job) and row["settings"] == job.settings_text and row["steps"] == steps
+
+    def _write(self, path: Path | None, rows: Sequence[Row]) -> None:
+        """Whole or not at all: what was measured before is never lost."""
+        if path is None:
+            return
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        settings = self._settings()
+        # Rows of seeds that are not trained now keep what is said of their text.
+        settings["text"] = {**_read_text(path), **settings["text"]}
+        common.write_json(unfinished, "quality", self._on, settings, rows)
+        unfinished.replace(path)
+
+    def _described(self, seed: int) -> dict[str, Any]:
+        """What the text of `seed` is; its digest says in which order it is trained on, too."""
+        return quality_data.describe(TokenFiles.open(self._text.mixture(seed)))
+
+    def _settings(self) -> dict[str, Any]:
+        digests = {}
+        for seed, sites in sorted(self._tokenised):
+            if sites == 0:
+                digests[str(seed)] = self._described(seed)
+        sample = Job(quality_rows.core_entries()[0], *LEAD, 0, {})
+        return {
+            "model": dict(quality_rows.MODEL),
+            "parameters": parameters(configuration(sample, self._text, self._folder / "run")),
+            "batch": quality_rows.BATCH,
+            "sequence_length": quality_data.SEQUENCE_LENGTH,
+            "steps": {name: regime.steps for name, regime in REGIMES.items()},
+            "warmup_steps": {name: regime.warmup_steps for name, regime in REGIMES.items()},
+            "step_seconds": quality_rows.STEP_SECONDS,
+            "utilisation": quality_rows.UTILISATION,
+            "text": digests,
+        }
+
+    def _show(self, rows: Sequence[Row]) -> None:
+        known = quality_report.points(rows)
+        for where in quality_report.cells(known):
+            inside = [point for point in known if point.cell == where]
+            print(f"\n{quality_report.title(where)}")
+            print(quality_report.table(inside))
+            for line in quality_report.verdicts(inside):
+                print(f"- {line}")
+
+
+def _open_trial(
+    regime: str, tuned_as: str, entry: quality_rows.Entry, rows: Sequence[Row]
+) -> quality_tuning.Rates | None:
+    """The next trial; none when all of them are made."""
+    done = quality_tuning.from_rows(rows, regime).get(tuned_as, {})
+    if regime == LEAD[0]:
+        trials = quality_tuning.open_trials(tuned_as, done)
+    else:
+        short = quality_tuning.from_rows(rows).get(tuned_as)
+        if not short:
+            sys.exit(f"quality: {tuned_as}: make the trials of short runs first (--regime paper)")
+        trials = quality_tuning.open_long_trials(quality_tuning.chosen(entry, short), done)
+    return trials[0] if trials else None
+
+
+def _draw(path: Path, rows: Sequence[Row]) -> None:
+    """The picture of all rows that there are, whichever were asked for."""
+    known = quality_report.points(rows)
+    if any(point.group == "core" for point in known):
+        path.write_text(quality_plot.picture(known), encoding="utf-8")
+
+
+def _wikitext(given: Path | None) -> Path | None:
+    """The folder that was given, or the one beside the checkout; none if there is no such text."""
+    folder = given or common.ROOT.parent / "shared" / "data"
+    if any(folder.glob(quality_data.WIKITEXT)):
+        return folder
+    if given is not None:
+        sys.exit(f"quality: --wikitext {given}: no {quality_data.WIKITEXT} in it")
+    common.say("quality: no WikiText-2 at hand, the standard library alone")
+    return None
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    """What an earlier call has written. Ends the program for a file of something else."""
+    if path is None or not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("benchmark") != "quality":
+        common.say(f"{path}: holds results of another benchmark; name another file")
+        sys.exit(2)
+    return found
+
+
+def _read_rows(path: Path | None) -> list[Row]:
+    return list(_read(path).get("rows", []))
+
+
+def _read_text(path: Path) -> dict[str, Any]:
+    return dict(_read(path).get("settings", {}).get("text", {}))
+
+
+def _same(row: Row, job: Job) -> bool:
+    return all(row[key] == value for key, value in job.key.items())

@@ -1,0 +1,204 @@
+"""One row of the quality benchmark: a run file, a real run with all its sites, what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import dilocox
+from benchmarks.common import commit
+from benchmarks.quality.data import Text
+from benchmarks.quality.jobs import Job
+from benchmarks.quality.rows import BATCH, MODEL, REGIMES, uplink
+from dilocox.config.run_config import RunConfig
+from dilocox.errors import DilocoxError
+from dilocox.models import count_parameters, load_model_config
+
+Row = dict[str, Any]
+NOT_FINITE = "not finite"
+"""In the reason of a run that has diverged: that is a result, other failures are none."""
+
+PATIENT = {"heartbeat": 20.0, "link_timeout": 600.0}
+"""Sites share two cores: on a busy machine none of them is to be taken for dead."""
+
+
+def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) -> RunConfig:
+    """The run of `job` in `folder`; `steps` instead of the regime's. Raises `ConfigError`."""
+    regime = REGIMES[job.regime]
+    share = BATCH // job.sites
+    raw: dict[str, Any] = {
+        "run": {"name": "quality", "folder": str(folder), "seed": job.seed},
+        "model": {"architecture": dict(MODEL)},
+        "data": {**text.section(), "folder": str(text.mixture(job.seed))},
+        "site": {
+            "batch_size": share,
+            "micro_batch_size": share,
+            "threads": 1,
+            "device": "cpu",
+            "precision": "fp32",
+        },
+        "inner": {"warmup_steps": regime.warmup_steps},
+        "outer": {"method": job.entry.method, "steps": steps or regime.steps},
+        # Rows are compared at the same tokens, however busy the machine is.
+        "control": {"steps": "equal"},
+        "checkpoint": {"every_rounds": 0},
+        "evaluation": {"completion_tokens": 0},
+        "network": PATIENT,
+        "sites": {
+            f"site-{number}": {}
+            if job.iid
+            else {"data": str(text.site(job.seed, number, job.sites))}
+            for number in range(job.sites)
+        },
+    }
+    for key, value in job.settings.items():
+        section, _, name = key.partition(".")
+        raw.setdefault(section, {})[name] = value
+    if job.entry.target is not None:
+        size = parameters(dilocox.resolve_run(raw))
+        raw.setdefault("control", {})["link"] = uplink(job.entry.target, job.sites, size)
+    return dilocox.resolve_run(raw)
+
+
+def parameters(config: RunConfig) -> int:
+    """Parameters of the run's model, a tied one counted once."""
+    vocabulary = config.data.vocabulary_size
+    return int(count_parameters(load_model_config(config.model, vocabulary)))
+
+
+def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
+    """Train and measure; the run's folder is removed unless `keep`. What is printed goes to `log`.
+
+    A run that diverged has no `val_loss` and says why in `failed`. None if it was stopped by an
+    interrupt. Raises `DilocoxError` for any other failure.
+    """
+    began, cpu = time.monotonic(), _cpu_seconds()
+    failed = None
+    try:
+        with log.open("w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
+            result = dilocox.train(config, overwrite=True)
+        if not result.finished:
+            return None
+    except DilocoxError as error:
+        if NOT_FINITE not in str(error):
+            raise
+        failed = str(error)
+    records = read_records(config.folder / "metrics.jsonl")
+    summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
+    check_attendance(records, job.sites)
+    row = {
+        **job.key,
+        **described(job, config),
+        **measures(summary, records),
+        **most_rounds([] if config.exchanges_gradients else records),
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(_cpu_seconds() - cpu, 1),
+        "commit": commit(),
+        "failed": failed,
+    }
+    if failed is not None:
+        row["val_loss"] = None
+    if not keep:
+        shutil.rmtree(config.folder, ignore_errors=True)
+    return row
+
+
+def check_attendance(records: list[Row], sites: int) -> None:
+    """Raise `DilocoxError` for a run in which a site was away: it is not the method's figure."""
+    for record in records:
+        if record.get("kind") == "round" and not record.get("site") and record["sites"] != sites:
+            raise DilocoxError(
+                f"round {record['round']} had {record['sites']} of {sites} sites: this machine was "
+                "too busy; call again"
+            )
+
+
+def _cpu_seconds() -> float:
+    """CPU time of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def read_records(path: Path) -> list[Row]:
+    """The records of a run."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def described(job: Job, config: RunConfig) -> Row:
+    """What a row says of its run before it is made."""
+    return {
+        "method": job.entry.method,
+        "group": job.entry.group,
+        "steps": config.total_steps,
+        "published_inner_steps": job.entry.published_inner_steps,
+        "optimizer": config.inner.optimizer,
+        "learning_rate": config.inner.learning_rate,
+        "target": job.entry.target,
+        "link": config.control.link,
+        "settings": job.settings_text,
+    }
+
+
+def measures(summary: Mapping[str, Any], records: list[Row]) -> Row:
+    """What a row says of a run that was made: loss, tokens and reductions.
+
+    The reduction per transfer is over the rounds, against fp32 vectors exchanged in the same way;
+    the one in all is against synchronous training's bytes, the flush at the end included.
+    `inner_steps` (a mean) and `plans` are what the rounds really had; `dropped` counts how often a
+    site's contribution to a round was not finite.
+    """
+    rounds = [r for r in records if r.get("kind") == "round" and r.get("site")]
+    whole = [r for r in records if r.get("kind") == "round" and not r.get("site")]
+    flush = sum(r["payload_bytes"] for r in records if r.get("kind") == "flush")
+    payload = sum(r["payload_bytes"] for r in rounds)
+    dense = sum(r["ratio_per_transfer"] * r["payload_bytes"] for r in rounds)
+    everything = summary["payload_bytes"]
+    lengths = [r["steps"] for r in rounds if r["steps"]]
+    return {
+        "val_loss": summary["val_loss_last"],
+        "reduction_per_transfer": dense / payload if payload else None,
+        "reduction_total": summary["ratio_per_token"] if everything else None,
+        "flush_share": flush / everything if everything else None,
+        "tokens": summary["tokens"],
+        "rounds": len(whole),
+        "inner_steps": sum(lengths) / len(lengths) if lengths else None,
+        "dropped": sum("dropped" in r for r in rounds),
+        "plans": plans([r for r in records if r.get("kind") == "plan"], len(whole)),
+    }
+
+
+def most_rounds(records: list[Row]) -> Row:
+    """The outer learning rate, momentum and number of fragments that most rounds had, whoever
+    chose them; none without a plan."""
+    changes = [r for r in records if r.get("kind") == "plan"]
+    whole = [r for r in records if r.get("kind") == "round" and not r.get("site")]
+    counts: dict[tuple[float, float, int], int] = {}
+    for plan, held in _held(changes, len(whole)):
+        had = plan["learning_rate"], plan["momentum"], plan["fragments"]
+        counts[had] = counts.get(had, 0) + held
+    rate, momentum, fragments = max(counts, key=lambda had: counts[had], default=(None, None, None))
+    return {"outer_learning_rate": rate, "outer_momentum": momentum, "fragments": fragments}
+
+
+def plans(changes: list[Row], rounds: int) -> str | None:
+    """Codec and inner steps of the rounds, and how many rounds had each, by first use.
+
+    `changes` are the records of plans, each of which holds until the next one.
+    """
+    counts: dict[str, int] = {}
+    for plan, held in _held(changes, rounds):
+        name = f"{plan['codec']} H={plan['inner_steps']}"
+        counts[name] = counts.get(name, 0) + held
+    return ", ".join(f"{name} x{count}" for name, count in counts.items()) or None
+
+
+def _held(changes: list[Row], rounds: int) -> list[tuple[Row, int]]:
+    """Records of plans, each with the number of rounds until the next one."""
+    ends = [plan["round"] for plan in changes[1:]] + [rounds]
+    return [(plan, end - plan["round"]) for plan, end in zip(changes, ends, strict=False)]

@@ -1,0 +1,148 @@
+"""Learning rates of the quality benchmark: the same trials for every method.
+
+Those of short runs are half the paper's regime, D=4, non-IID, with a seed that no quoted row has,
+and six of each. Every method is tried at the same four inner learning rates. One with an outer
+optimizer of its own has the published outer lr and momentum there, and then two other pairs at the
+best of the four; one without, and dilocox, which chooses them itself, is tried at two rates beside
+the best. Methods that differ in a dense codec only (diloco, opendiloco, intellect1) share trials.
+
+In long runs the inner rate begins at that of short ones and is doubled as long as that is better;
+where already twice is not, it is halved as long as that is; with the outer rates of short runs:
+two trials or more beside its own, by the same rule for everyone. They are whole
+runs of the first quoted seed, since each takes a quarter of an hour; what does best is its row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.quality.rows import LEAD, OUTER_PUBLISHED, Entry, Settings
+
+TRIALS = 6
+TRIAL_STEPS = 320
+SEED = 1000
+INNER_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+OUTER_PAIRS = ((0.8, 0.5), (1.5, 0.5))
+UNTUNED_RATE = 6e-3
+LONG_SEED = 0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Inner learning rate, and outer learning rate and momentum if they are set."""
+
+    inner: float
+    outer: tuple[float, float] | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """As keys of the run file."""
+        keys = {"inner.learning_rate": self.inner}
+        if self.outer is not None:
+            keys |= {"outer.learning_rate": self.outer[0], "outer.momentum": self.outer[1]}
+        return keys
+
+
+ROW = ("val_loss", "label", "reduction_total", "seconds", "regime", "steps", "seed", "text")
+"""What a trial keeps of a row."""
+Losses = Mapping[Rates, float]
+"""Held-out loss by what was tried; infinite where training failed."""
+Trials = Mapping[str, Losses]
+"""By `tuned_as` of the entries."""
+
+
+def published_rates(tuned_as: str, inner: float) -> Rates:
+    """An inner learning rate with the published outer ones, where there are any."""
+    return Rates(inner, OUTER_PUBLISHED.get(tuned_as))
+
+
+def open_trials(tuned_as: str, done: Losses) -> list[Rates]:
+    """What can be tried next, without what is done; nothing when all trials are made."""
+    outer = OUTER_PUBLISHED.get(tuned_as)
+    first = [Rates(inner, outer) for inner in INNER_RATES]
+    missing = [trial for trial in first if trial not in done]
+    if missing:
+        return missing
+    best = min(first, key=lambda trial: done[trial]).inner
+    if outer is None:
+        second = [Rates(_round(best * factor)) for factor in (math.sqrt(0.5), math.sqrt(2.0))]
+    else:
+        second = [Rates(best, pair) for pair in OUTER_PAIRS]
+    return [trial for trial in second if trial not in done]
+
+
+def open_long_trials(start: Rates, done: Losses) -> list[Rates]:
+    """What is tried next in long runs, the rates of short ones being `start`; nothing: the end."""
+    for factor in (2.0, 0.5):
+        tried, best = start, math.inf
+        while tried in done and done[tried] < best:
+            best = done[tried]
+            tried = replace(tried, inner=_round(factor * tried.inner))
+        if tried not in done:
+            return [tried]
+        if best < done[start]:
+            return []
+    return []
+
+
+def _round(rate: float) -> float:
+    return float(f"{rate:.2g}")
+
+
+def chosen(entry: Entry, done: Losses, longer: Losses | None = None) -> Rates:
+    """The learning rates of `entry`, of the trials of its `tuned_as`; untuned if there are none.
+
+    `longer` are the trials in long runs, if it is for those: the outer rates stay.
+    """
+    rates = _of_short_runs(entry, done)
+    alike = {trial: loss for trial, loss in (longer or {}).items() if trial.outer == rates.outer}
+    return min(alike, key=lambda trial: alike[trial]) if alike else rates
+
+
+def _of_short_runs(entry: Entry, done: Losses) -> Rates:
+    if not done:
+        return Rates(UNTUNED_RATE)
+    allowed = done
+    if entry.rates == "inner":
+        outer = OUTER_PUBLISHED.get(entry.tuned_as)
+        allowed = {trial: loss for trial, loss in done.items() if trial.outer == outer}
+    return min(allowed, key=lambda trial: allowed[trial])
+
+
+def read(path: Path, regime: str = LEAD[0]) -> dict[str, dict[Rates, float]]:
+    """Trials by `tuned_as`, from the rows of a results file; none if there is no file."""
+    if not path.exists():
+        return {}
+    return from_rows(json.loads(path.read_text(encoding="utf-8"))["rows"], regime)
+
+
+def from_rows(
+    rows: Iterable[Mapping[str, Any]], regime: str = LEAD[0]
+) -> dict[str, dict[Rates, float]]:
+    """Trials of a regime by `tuned_as`, from rows as `row` makes them."""
+    trials: dict[str, dict[Rates, float]] = {}
+    for row in rows:
+        if row.get("regime", LEAD[0]) != regime:
+            continue
+        pair = row["outer_learning_rate"], row["outer_momentum"]
+        rates = Rates(row["learning_rate"], None if None in pair else pair)
+        loss = row["val_loss"]
+        trials.setdefault(row["tuned_as"], {})[rates] = math.inf if loss is None else loss
+    return trials
+
+
+def row(tuned_as: str, rates: Rates, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial as a row of the tuning file."""
+    outer, momentum = rates.outer or (None, None)
+    return {
+        "tuned_as": tuned_as,
+        "learning_rate": rates.inner,
+        "outer_learning_rate": outer,
+        "outer_momentum": momentum,
+        **{key: measured.get(key) for key in ROW},
+    }

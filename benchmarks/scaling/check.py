@@ -1,0 +1,200 @@
+"""The scaling simulation against runs in a lab, at two and at four sites.
+
+The same runs are made in a lab (`dilocox.tools.testbed`: shaped links, hard CPU quotas) and played
+by the simulation that `scaling.py` uses, which is given the run file, the link, and the time of a
+step without exchange as measured before and after. One number was set by these runs: how much more
+processor time exchanges take on cores that train (`SHARED_WORK`), which plans follow from.
+
+- `waits`: every site waits for its exchange at each round's end, payloads in 8 bits to everyone;
+- `waits, reduce`: the same, averaged in parts;
+- `hides`: `dilocox` with a plan of its own: 4 bits, four fragments, half a round of delay;
+- `chooses`: `dilocox` as shipped, whose controller measures the link.
+
+With more sites `gather` sends more over the same link, `reduce` hardly: that is what is compared.
+Printed: predicted over measured, the median error and the worst. Some six minutes on two idle
+cores, half of it with --quick. Needs what `dilocox lab` needs, else one line says so, exit code 3.
+--again plays the runs of a results file anew, with the simulation as it is now, and measures
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common, plan_check
+from benchmarks.wan import run as wan_run
+from benchmarks.wan.grid import SITES, Settings, link_of, synchronous_bits
+from benchmarks.wan.rows import TOKENS
+from dilocox.errors import DilocoxError
+from dilocox.models import count_parameters, load_model_config
+from dilocox.tools.planner.hardware_table import HardwareTable
+from dilocox.tools.testbed import Lab
+from dilocox.tools.testbed.testbed import unsupported_reason
+
+RESULTS = common.RESULTS / "scaling_check-cpu.json"
+RATIO = 40
+"""Time of a synchronous exchange over that of a step: exchanges of 8 bits then take a third of a
+round of 20 steps at two sites, half of it at four."""
+ROUND = 20
+ALONE_ROUNDS, ALONE_STEPS = 3, 60
+LIMIT = 600.0
+"""Seconds after which a run is given up."""
+MOST = 0.9
+"""Of the machine, for all sites together."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is made and played."""
+
+    name: str
+    steps: int
+    settings: Settings = field(default_factory=dict)
+
+
+WAITS: Settings = {
+    "outer.method": "diloco",
+    "outer.inner_steps": ROUND,
+    "compression.codec": "int8",
+    "compression.error_feedback": True,
+}
+CASES = (
+    Case("waits", 8 * ROUND, WAITS),
+    Case("waits, reduce", 8 * ROUND, {**WAITS, "outer.exchange": "reduce"}),
+    Case(
+        "hides",
+        8 * ROUND,
+        {
+            "outer.inner_steps": ROUND,
+            "outer.slots": 4,
+            "outer.delay": 2,
+            "compression.codec": "int4",
+            "control.adapt": "off",
+        },
+    ),
+    Case("chooses", 20 * ROUND),
+)
+QUICK = ("waits", "hides")
+
+
+def measure(
+    sites: int, cases: tuple[Case, ...], folder: Path, table: HardwareTable
+) -> list[common.Row]:
+    """Make all runs with so many sites, and play them. Raises `LabError`."""
+    names = list(SITES[:sites])
+    parameters = parameters_of(folder)
+    with Lab(names) as lab:
+        common.say(f"{sites} sites: measuring the time of a step")
+        speeds = [alone(lab, folder)]
+        rate = link_of(RATIO, parameters, sites, TOKENS / speeds[0])
+        lab.shape(f"{rate / 1e3:.3f}kbit")
+        found = []
+        for case in cases:
+            found.append(wan_run.measure_run(lab, folder, case.settings, case.steps, limit=LIMIT))
+            speed = found[-1]["tokens_per_second"]
+            common.say(f"{sites} sites, {case.name}: {speed:,.0f} tokens/s")
+        checked = lab.verify()
+        rtt, cores = checked.round_trip, lab.quota
+        rate = sum(link.bits_per_second for link in checked.links) / len(checked.links)
+        speeds.append(alone(lab, folder))
+    step = TOKENS / (sum(speeds) / len(speeds))
+    rows = []
+    for case, measured in zip(cases, found, strict=True):
+        run = wan_run.configuration(folder, sites, case.settings, case.steps, rate)
+        name = f"{case.name}, {sites} sites"
+        row = plan_check.compare(name, run, measured, rate, step, cores, table, rtt)
+        rows.append(
+            {
+                "sites": sites,
+                **row,
+                "cores": cores,
+                "link_bits_per_second": round(rate),
+                "comm_to_compute": round(synchronous_bits(parameters, sites) / rate / step, 1),
+                "step_ms": round(1000 * step, 2),
+                "step_drift": round(speeds[-1] / speeds[0] - 1, 4),
+                "round_trip_ms": round(1000 * rtt, 2),
+                "plan": measured["plan"],
+            }
+        )
+    return rows
+
+
+def played_again(known: Mapping[str, Any], table: HardwareTable) -> list[common.Row]:
+    """The rows of a results file with what is predicted of their runs now."""
+    cases, rows = {case.name: case for case in CASES}, []
+    with tempfile.TemporaryDirectory(prefix="dilocox-scaling-") as folder:
+        for row in known["rows"]:
+            case, rate = cases[row["run"].rpartition(", ")[0]], row["link_bits_per_second"]
+            run = wan_run.configuration(Path(folder), row["sites"], case.settings, case.steps, rate)
+            measured = {
+                "tokens_per_second": row["measured"],
+                "wait_share": row["measured_waited"],
+                "payload_bytes": row["measured_payload"],
+                "work_share": row["measured_work"],
+            }
+            step, rtt = row["step_ms"] / 1000, row["round_trip_ms"] / 1000
+            cores = row["cores"]
+            found = plan_check.compare(row["run"], run, measured, rate, step, cores, table, rtt)
+            rows.append({**row, **found})
+    return rows
+
+
+def alone(lab: Lab, folder: Path) -> float:
+    """Tokens per second of all sites with no exchange between them."""
+    found = wan_run.measure_none(lab, folder, ALONE_ROUNDS, ALONE_STEPS)
+    return float(found["tokens_per_second"])
+
+
+def parameters_of(folder: Path) -> int:
+    """Of the benchmark's model."""
+    run = wan_run.configuration(folder, 2, {}, 1)
+    return int(count_parameters(load_model_config(run.model, run.data.vocabulary_size)))
+
+
+def main() -> int:
+    """Measure, predict, print, write."""
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="play its runs anew")
+    options = parser.parse_args()
+    common.end_on_signals()
+    if options.again is not None:
+        known = json.loads(options.again.read_text(encoding="utf-8"))
+        rows = played_again(known, HardwareTable.load())
+        plan_check.show(rows)
+        if options.json:
+            common.write_json(
+                options.json, "scaling_check", known["machine"], known["settings"], rows
+            )
+        return 0
+    if common.cannot("scaling_check", unsupported_reason()):
+        return common.CANNOT
+    on, table = common.machine(), HardwareTable.load()
+    cases = tuple(case for case in CASES if not options.quick or case.name in QUICK)
+    rows, code = [], 0
+    with tempfile.TemporaryDirectory(prefix="dilocox-scaling-") as folder:
+        for sites in (2, 4):
+            try:
+                rows += measure(sites, cases, Path(folder), table)
+            except DilocoxError as error:
+                # What was measured before it stands.
+                common.say(f"scaling_check: {error}")
+                code = 1
+                break
+    if not rows:
+        return code
+    plan_check.show(rows)
+    path = options.json or (None if options.quick else RESULTS)
+    if path:
+        common.write_json(path, "scaling_check", on, {"ratio": RATIO, "quota_of_machine": MOST},
+                          rows)  # fmt: skip
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

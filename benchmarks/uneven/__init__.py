@@ -1,0 +1,1 @@
+"""Sites of unequal speed: how much of their summed speed a run with all of them has."""

@@ -1,0 +1,385 @@
+"""What `dilocox` keeps of its speed on a slow link, with sites that have no network to wait for
+running beside it at the same time.
+
+wan.py measures one after the other, and a machine whose speed changes by a fifth from minute to
+minute (a virtual one with neighbours) hides a share of 97 % in that. Here four hosts of one lab
+train at once, under quotas of a quarter of 90 % of the machine each: two sites in one run over
+their links, and two by themselves, with no codec and an outer step every 100 inner steps (every 12
+where these are eight times as long, which is some 0.3 % of their speed). What the machine does, it
+does to both. Which hosts are which changes from block to block.
+
+The link is wan.py's: 2 fp32 gradients of the model take 400 times as long on it as a step, or as
+many times as `--ratio` says. `share`
+is tokens/s of the two over those of the others, in the rounds of the others that lie in the second
+part of the run (until then the controller gets to know the link; a last round that is cut to the
+steps that are left, in which nothing hides, is not measured either); the median over blocks, with a
+bootstrap interval. `--work` sets `control.work`: the most that exchanges may take of the processor.
+On this machine whatever they take is taken from inner steps, for no core is idle; a smaller share
+makes rounds longer. So do small steps, since every exchange has a price of its own: `--batch` is
+the sequences that a site takes per step and `--width` the model's hidden size; runs have as many
+steps fewer as these are more. The loss of the plans is quality.py's business: they are in the rows.
+
+`--allreduce N` measures the speed-up as well: when the blocks are made, two of the same hosts take
+N steps of synchronous training over the same links, after one that is not measured. A step takes
+as many times longer than one without a network as the link's ratio says.
+
+Every block is written when it is done; started again with the same --json, on the same machine, the
+benchmark goes on.
+Eight blocks take three quarters of an hour, --quick makes two of them. Needs what `dilocox lab`
+needs, else one line says so, exit code 3.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.common import Course, course_of, tokens_at
+from benchmarks.wan import run as wan_run
+from benchmarks.wan.grid import (
+    MODEL,
+    NO_EXCHANGE,
+    OURS,
+    RATIO,
+    RATIOS,
+    SEQUENCE_LENGTH,
+    SITES,
+    SYNCHRONOUS,
+    VOCABULARY,
+    Settings,
+    link_of,
+    synchronous_bits,
+)
+from dilocox.config.run_config import RunConfig
+from dilocox.errors import DilocoxError
+from dilocox.models import count_parameters, load_model_config
+from dilocox.tools.testbed import Checked, Lab, LabError
+from dilocox.tools.testbed.results import RunResult, rounds_by_site
+from dilocox.tools.testbed.run import Run, alone, check, finish, in_lab, of_sites, run_alone
+from dilocox.tools.testbed.testbed import unsupported_reason
+
+RESULTS = common.RESULTS / "wan-beside-cpu.json"
+BLOCKS, QUICK_BLOCKS = 8, 2
+BATCH = 8
+"""Sequences per step and site, as in wan.py with two sites."""
+WIDTH = int(MODEL["hidden_size"])
+STEPS, KNOWN_AFTER = 1600, 800
+"""Inner steps of a run of such steps, and of its part that is not measured."""
+ALONE_STEPS, ALONE_ROUNDS = 100, 40
+"""A round of the sites by themselves, and more of them than they are left time for."""
+PAIRS = ((0, 1), (0, 2), (2, 3), (1, 3))
+"""Which hosts train together, block by block: each as often as it trains by itself."""
+PROBE_STEPS = 40
+PATIENCE, START_LIMIT = 5.0, 300.0
+"""A run is given up after so many times what it should take, and these seconds."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step computes."""
+
+    batch: int = BATCH
+    """Sequences of a site."""
+    width: int = WIDTH
+    """The model's hidden size."""
+
+    def steps(self, usual: int) -> int:
+        """Steps instead of `usual` ones of the usual load: fewer as they are longer."""
+        return max(1, usual * BATCH * WIDTH // (self.batch * self.width))
+
+    @property
+    def settings(self) -> Settings:
+        """Keys of the run file."""
+        scale = self.width // WIDTH
+        wider = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        model = {**MODEL, **{name: MODEL[name] * scale for name in wider}}
+        return {
+            "model.architecture": model,
+            "site.batch_size": self.batch,
+            "site.micro_batch_size": min(BATCH, self.batch),
+        }
+
+
+def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tuple[float, float]:
+    """(tokens/s of `ours`, of `others`) in the whole rounds of each of the others after `begin`,
+    while ours go on. Raises `LabError` where there are none."""
+    end = min(course[-1][0] for course in ours)
+    mine, theirs = [], []
+    for course in others:
+        inside = [(moment, tokens) for moment, tokens in course if begin <= moment <= end]
+        if len(inside) < 2:
+            raise LabError("no whole round without exchange lies in the measured part of the run")
+        (first, before), (last, after) = inside[0], inside[-1]
+        theirs.append((after - before) / (last - first))
+        trained = sum(tokens_at(own, last) - tokens_at(own, first) for own in ours)
+        mine.append(trained / (last - first))
+    return sum(mine) / len(mine), sum(theirs) / len(theirs) * len(ours)
+
+
+def made(lab: Lab, folder: Path, load: Load, settings: Settings, steps: int) -> RunConfig:
+    """A run of all of the lab's hosts."""
+    own = {**settings, **load.settings}
+    link = wan_run.slowest(lab)
+    return in_lab(lab, wan_run.configuration(folder, len(lab.sites), own, steps, link))
+
+
+def step_seconds(lab: Lab, folder: Path, load: Load) -> float:
+    """Seconds of a step while all hosts train by themselves."""
+    probe = load.steps(PROBE_STEPS)
+    steps = {**NO_EXCHANGE, "outer.inner_steps": probe}
+    config = made(lab, folder, load, steps, 2 * probe)
+    found = run_alone(lab, config, overwrite=True, warm_up=1).values()
+    speed = statistics.fmean(each.tokens_per_second for each in found)
+    return load.batch * SEQUENCE_LENGTH / speed
+
+
+def measure(
+    lab: Lab,
+    folder: Path,
+    load: Load,
+    together: Sequence[str],
+    work: float | None,
+    limit: float,
+) -> common.Row:
+    """One block: the hosts `together` in one run, each of the others by itself. Raises `LabError`,
+    also if it takes more than `limit` s."""
+    settings: Settings = {"outer.method": OURS}
+    if work is not None:
+        settings["control.work"] = work
+    config = made(lab, folder, load, settings, load.steps(STEPS))
+    own_steps = load.steps(ALONE_STEPS)
+    steps = {**NO_EXCHANGE, "outer.inner_steps": own_steps}
+    apart = made(lab, folder, load, steps, own_steps * ALONE_ROUNDS)
+    check(config)
+    checked = lab.verify()
+    others: dict[str, Run] = {}
+    try:
+        for site in lab.sites:
+            if site not in together:
+                others[site] = Run(lab, alone(apart, site), overwrite=True)
+        ours = Run(lab, of_sites(config, together), overwrite=True)
+        finish(lab, [ours], limit=limit)
+        for each in others.values():
+            each.check()
+            each.new_records()
+    finally:
+        for each in others.values():
+            each.end()
+    first = wan_run.first_after(ours.records, together, load.steps(KNOWN_AFTER))
+    mine = rounds_by_site(ours.records, together)
+    begin = max(r["time"] for site in together for r in mine[site] if r["round"] == first - 1)
+    theirs = [
+        course_of(rounds_by_site(each.records, [site])[site]) for site, each in others.items()
+    ]
+    result = ours.result(first)
+    whole = {site: [r for r in mine[site] if r["round"] <= result.window.last] for site in together}
+    own, reference = speeds([course_of(whole[site]) for site in together], theirs, begin)
+    return {
+        **described(checked, result, together),
+        "tokens_per_second": own,
+        "no_network_tokens_per_second": reference,
+        "share": own / reference,
+    }
+
+
+def synchronous(
+    lab: Lab, folder: Path, load: Load, together: Sequence[str], steps: int, limit: float
+) -> common.Row:
+    """`steps` of synchronous training at the hosts `together`, after one that is not measured; the
+    others are idle. Raises `LabError`, also if it takes more than `limit` s."""
+    settings: Settings = {"outer.method": SYNCHRONOUS, "outer.inner_steps": 1}
+    config = made(lab, folder, load, settings, 1 + steps)
+    check(config)
+    checked = lab.verify()
+    run = Run(lab, of_sites(config, together), overwrite=True)
+    finish(lab, [run], limit=limit)
+    return described(checked, run.result(1), together)
+
+
+def described(checked: Checked, result: RunResult, together: Sequence[str]) -> common.Row:
+    """What a run came to, and on which links."""
+    link = statistics.fmean(one.bits_per_second for one in checked.links)
+    return {
+        "method": result.method,
+        "sites": len(together),
+        "hosts": " ".join(together),
+        "link_bits_per_second": round(link),
+        "round_trip_ms": round(1000 * checked.round_trip, 2),
+        **wan_run.engine_row(result, link),
+    }
+
+
+def speed_up(rows: Sequence[common.Row]) -> str | None:
+    """How much faster the blocks are than synchronous training on their link; none if that was
+    not measured."""
+    slow = [row for row in rows if row["method"] == SYNCHRONOUS]
+    if not slow:
+        return None
+    blocks = blocks_of(rows)
+    base = statistics.median(row["tokens_per_second"] for row in slow)
+    alone = statistics.median(row["no_network_tokens_per_second"] for row in blocks)
+    found = common.median_interval([row["tokens_per_second"] / base for row in blocks])
+    return (
+        f"allreduce, measured on the same link after them: {base:,.1f} tokens/s, "
+        f"{base / alone:.2%} of the speed without a network; dilocox is {found.median:.0f} times "
+        f"as fast ({found.low:.0f} to {found.high:.0f})"
+    )
+
+
+def blocks_of(rows: Sequence[common.Row]) -> list[common.Row]:
+    """The rows that are blocks of `dilocox`."""
+    return [row for row in rows if row["method"] == OURS]
+
+
+def report(every: Sequence[common.Row]) -> str:
+    """The blocks as a table, and what they come to."""
+    percent = ".1%"
+    rows = blocks_of(every)
+    table = common.table(
+        rows,
+        {
+            "block": str, "hosts": str, "tokens_per_second": ",.0f",
+            "no_network_tokens_per_second": ",.0f", "share": percent, "wait_share": percent,
+            "work_share": percent, "inner_steps": ".1f", "plan": str,
+        },
+    )  # fmt: skip
+    found = common.median_interval([row["share"] for row in rows])
+    ratios = [row["ratio"] for row in rows]
+    trips = [row["round_trip_ms"] for row in rows]
+    told = (
+        f"{table}\n\nshare of the speed without a network: {found.median:.1%} "
+        f"({found.low:.1%} to {found.high:.1%}) in {len(rows)} blocks, on "
+        f"{rows[0]['link_bits_per_second'] / 1e3:,.0f} kbit/s, where gradients take "
+        f"{min(ratios):.0f} to {max(ratios):.0f} times as long as a step; round trips of "
+        f"{min(trips):.1f} to {max(trips):.1f} ms"
+    )
+    faster = speed_up(every)
+    return told if faster is None else f"{told}\n{faster}"
+
+
+def measured(
+    folder: Path,
+    load: Load,
+    before: Sequence[common.Row],
+    blocks: int,
+    settings: dict[str, Any],
+    allreduce: int,
+) -> Iterator[common.Row]:
+    """Blocks that follow those `before`, until there are so many; then, if it is asked for and not
+    among them, as many steps of `allreduce`. Raises `DilocoxError`."""
+    model = wan_run.configuration(folder, 2, load.settings, 1).model
+    parameters = int(count_parameters(load_model_config(model, VOCABULARY)))
+    bits = synchronous_bits(parameters, 2)
+    known = blocks_of(before)
+    with Lab(list(SITES)) as lab:
+        if known:
+            asked, step = known[0]["link_asked_bits_per_second"], step_of(known, load)
+        else:
+            common.say("measuring the time of a step")
+            step = step_seconds(lab, folder, load)
+            asked = link_of(settings["ratio"], parameters, 2, step)
+        lab.shape(f"{asked / 1e3:.3f}kbit")
+        for block in range(len(known), blocks):
+            began = time.monotonic()
+            together = [lab.sites[number] for number in PAIRS[block % len(PAIRS)]]
+            limit = PATIENCE * load.steps(STEPS) * step + START_LIMIT
+            row = measure(lab, folder, load, together, settings["work"], limit)
+            known = [*known, row]
+            ratio = bits / row["link_bits_per_second"] / step_of([row], load)
+            yield {"block": block, **row, **dated(asked, ratio, began)}
+        if lacks_synchronous(before, allreduce):
+            began = time.monotonic()
+            together = [lab.sites[number] for number in PAIRS[0]]
+            limit = PATIENCE * (1 + allreduce) * bits / asked + START_LIMIT
+            row = synchronous(lab, folder, load, together, allreduce, limit)
+            ratio = bits / row["link_bits_per_second"] / step_of(known, load)
+            yield {"block": None, **row, **dated(asked, ratio, began)}
+
+
+def lacks_synchronous(rows: Sequence[common.Row], steps: int) -> bool:
+    """Steps of `allreduce` are asked for and not among the rows."""
+    return steps > 0 and not any(row["method"] == SYNCHRONOUS for row in rows)
+
+
+def step_of(blocks: Sequence[common.Row], load: Load) -> float:
+    """Seconds of a step without a network, in the median of `blocks`."""
+    speed = float(statistics.median(row["no_network_tokens_per_second"] for row in blocks))
+    return 2 * load.batch * SEQUENCE_LENGTH / speed
+
+
+def dated(asked: float, ratio: float, began: float) -> common.Row:
+    """The link that a row was asked for on and what it came to, when it was made, and how long
+    that took."""
+    return {
+        "ratio": ratio,
+        "link_asked_bits_per_second": asked,
+        "commit": common.commit(),
+        "date": common.today(),
+        "took": round(time.monotonic() - began, 1),
+    }
+
+
+def said(row: common.Row) -> str:
+    """A row in one line."""
+    took = f"{row['took']:.0f} s"
+    if row["method"] == OURS:
+        return f"block {row['block']}: {row['share']:.1%}; {took}"
+    return f"{row['method']}: {row['tokens_per_second']:,.1f} tokens/s; {took}"
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--work", type=float, metavar="SHARE", help="control.work of the run")
+    parser.add_argument("--ratio", type=int, default=RATIO, choices=RATIOS, help="the link")
+    parser.add_argument("--blocks", type=int, help=f"{BLOCKS}, or {QUICK_BLOCKS} with --quick")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences per step and site")
+    parser.add_argument(
+        "--width", type=int, default=WIDTH, choices=[WIDTH * n for n in (1, 2, 3, 4)],
+        help="hidden size of the model",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allreduce", type=int, default=0, metavar="N", help="steps of it, after the blocks"
+    )
+    options = parser.parse_args()
+    load = Load(options.batch, options.width)
+    common.end_on_signals()
+    if common.cannot("wan_beside", unsupported_reason()):
+        return common.CANNOT
+    blocks = options.blocks or (QUICK_BLOCKS if options.quick else BLOCKS)
+    results = options.json or (None if options.quick else RESULTS)
+    on = common.machine()
+    settings = {
+        "work": options.work, "steps": load.steps(STEPS),
+        "known_after": load.steps(KNOWN_AFTER), "batch": load.batch, "width": load.width,
+        "ratio": options.ratio,
+    }  # fmt: skip
+    rows = common.read_rows(results, "wan-beside", settings)
+    lacking = len(blocks_of(rows)) < blocks or lacks_synchronous(rows, options.allreduce)
+    if rows and lacking:
+        common.refuse_other_machine(results, on)
+    with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
+        try:
+            for row in measured(
+                Path(temporary), load, list(rows), blocks, settings, options.allreduce
+            ):
+                rows.append(row)
+                common.say(said(row))
+                if results is not None:
+                    common.write_json(results, "wan-beside", on, settings, rows)
+        except DilocoxError as error:
+            common.say(f"wan_beside: {error}")
+            return 1
+    print(report(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""Tokens/s of every method and of its peers over slow links, against sites without a network.
+
+Sites are hosts of a lab (`dilocox.tools.testbed`): network namespaces joined through a bridge, each
+with a shaped up- and downlink and a hard CPU quota, together 90 % of the machine, in the runs
+without exchange too. Links, round trips and quotas are measured before anything else; nothing is
+reported if a link is off by more than 5 %. The coordinator (and torchft's Lighthouse) has a host of
+its own.
+
+Links are made for the machine at hand: the time of a step is measured first, and a link's ratio is
+the time in which fp32 gradients cross it over that of a step: 400 (at which `allreduce` keeps a
+quarter per cent), 40 and 4,000. The ratio at which things were really measured is in the rows.
+
+- Methods of the engine: real runs. `dilocox` is as shipped, `dilocox-work-0.005` may spend half a
+  per cent of the processor on exchanges instead of three; what they cost until the controller has
+  measured the link is not counted (the first half of a run), nor a last round that is cut to the
+  steps that are left.
+- Peers: PyTorch DDP, DDP with the PowerSGD hook, torchft's DiLoCo and Streaming DiLoCo: one script
+  per peer, started once per site, same model, same tokens per step, same links, same quota.
+- No network, for the engine: every site in a run of its own, all at the same time, under the same
+  quotas, one outer step every 200 inner steps, no codec. For the peers: the plain loop that they
+  train in, by itself. So a share counts all that sending costs: waiting, CPU time of codecs and
+  protocols, control traffic.
+
+Measurements are made in blocks of some minutes, every second one in reverse order, and shares are
+taken within blocks: no exchange and `dilocox` in each, the others spread over them. Figures are
+medians with bootstrap intervals. Bytes are per site and round: payloads as the engine counts them
+(of peers: as the collective's algorithm has it), wire bytes as the site's interface counts them,
+control traffic included. Efficiency is payload bits over what the link carries while payloads cross
+it. Loss is not compared here: quality.py does.
+
+A full run (no options) takes 2.5 hours where a step takes 60 ms. Every measurement is written when
+it is done; started again on the same machine, the benchmark goes on with what is missing.
+--minutes N begins nothing that would last longer, so that a full run can be made in parts; --quick
+has nine and a half of them. --docs writes tables into documents that have marks for them
+(`wan_docs.py`), also when nothing is left to measure.
+
+Needs Linux, root, iproute2 and control groups, else one line says so, exit code 3; the peers of
+torchft need `pip install -c constraints.txt -e '.[peers]'` and are left out without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.wan import docs as wan_docs
+from benchmarks.wan import peer_runs as wan_peers
+from benchmarks.wan import plot as wan_plot
+from benchmarks.wan import rows as wan_rows
+from benchmarks.wan import run as wan_run
+from benchmarks.wan.grid import (
+    ALONE,
+    BY_NAME,
+    FULL,
+    MODEL,
+    NONE,
+    PROBE_ROUNDS,
+    PROBE_STEPS,
+    RATIOS,
+    SEQUENCE_LENGTH,
+    SHORT,
+    SHORT_MINUTES,
+    SITES,
+    VOCABULARY,
+    Case,
+    Extent,
+    batch,
+    cases,
+    duration,
+    link_of,
+)
+from benchmarks.wan.rows import TOKENS
+from dilocox.errors import DilocoxError
+from dilocox.models import count_parameters, load_model_config
+from dilocox.tools.testbed import Lab
+from dilocox.tools.testbed.testbed import unsupported_reason
+
+Row = dict[str, Any]
+RESULTS = common.RESULTS / "wan-cpu.json"
+PATIENCE, START_LIMIT = 5.0, 300.0
+"""A run of the engine is given up after so many times what it should take, and these seconds."""
+CONGESTION = "cubic"
+"""Of all TCP among more than two sites, of methods and peers alike: where several flows meet before
+a narrow link, `bbr` leaves a fifth of it empty (docs/notes/exchange.md)."""
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    made = common.parser(__doc__ or "")
+    made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep logs")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="methods and peers, beside none")
+    made.add_argument("--ratio", nargs="+", type=int, choices=RATIOS, help="links")
+    made.add_argument("--sites", nargs="+", type=int, choices=(2, 4))
+    made.add_argument("--docs", nargs="+", type=Path, metavar="FILE", help="fill in their tables")
+    made.add_argument("--minutes", type=float, metavar="N", help="begin nothing that lasts longer")
+    return made
+
+
+def main() -> int:
+    """Measure what is missing, print and write; 1 if something could not be measured."""
+    options = arguments().parse_args()
+    common.end_on_signals()
+    if common.cannot("wan", unsupported_reason()):
+        return common.CANNOT
+    extent = SHORT if options.quick else FULL
+    if options.json is None and not options.quick:
+        options.json = RESULTS
+    if options.minutes is None and options.quick:
+        options.minutes = SHORT_MINUTES
+    if unknown := sorted(set(options.only or ()) - set(BY_NAME)):
+        common.say(f"wan: --only {unknown[0]!r}: no such method; there are {', '.join(BY_NAME)}")
+        return 2
+    wanted = [case for case in cases(extent) if chosen(case, options)]
+    if not wanted:
+        common.say("wan: these options leave nothing to measure")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="dilocox-wan-") as temporary:
+        folder = (options.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        bench = Bench(folder, options.json, extent, options.minutes)
+        try:
+            bench.measure(wanted)
+        except DilocoxError as error:
+            common.say(f"wan: {error}")
+            return 1
+        finally:
+            reported = bench.report(options.docs or ())
+    return reported
+
+
+def chosen(case: Case, options: argparse.Namespace) -> bool:
+    """True if the options leave this measurement in."""
+    if options.ratio and case.ratio not in options.ratio:
+        return False
+    if options.sites and case.sites not in options.sites:
+        return False
+    return not options.only or case.method in (NONE, ALONE, *options.only)
+
+
+class Bench:
+    """One call of the benchmark: the measurements so far, and the files they go to.
+
+    `results` gets rows, and beside it `NAME-runs.json` the single measurements; none: they are
+    only printed.
+    """
+
+    def __init__(
+        self, folder: Path, results: Path | None, extent: Extent, minutes: float | None = None
+    ) -> None:
+        """`minutes`: nothing is begun that would last longer, counted from now."""
+        self._folder = folder
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self._results = results
+        self._extent = extent
+        self._on = common.machine()
+        self._runs = read_runs(self._runs_file, extent)
+        self._failures = 0
+        config = wan_run.configuration(folder, 2, {}, 1)
+        self._parameters = int(count_parameters(load_model_config(config.model, VOCABULARY)))
+
+    @property
+    def _runs_file(self) -> Path | None:
+        if self._results is None:
+            return None
+        return self._results.with_name(f"{self._results.stem}-runs.json")
+
+    def measure(self, wanted: Sequence[Case]) -> None:
+        """Make the measurements that are missing, one lab after the other."""
+        missing = [case for case in wanted if not any(_is_of(run, case) for run in self._runs)]
+        if missing and self._runs:
+            common.refuse_other_machine(self._runs_file, self._on)
+        for sites in dict.fromkeys(case.sites for case in missing):
+            inside = [case for case in missing if case.sites == sites]
+            with Lab(list(SITES[:sites])) as lab:
+                if sites > 2:
+                    lab.network.congest(CONGESTION)
+                step = self._step(lab)
+                lasts = sum(duration(case, self._extent, step) for case in inside) / 60
+                common.say(f"{sites} sites: {len(inside)} measurements, some {lasts:.0f} minutes")
+                for ratio in dict.fromkeys(case.ratio for case in inside):
+                    lab.shape(f"{self._link(sites, ratio, step) / 1e3:.3f}kbit")
+                    for case in inside:
+                        if case.ratio == ratio:
+                            self._take(lab, case, duration(case, self._extent, step))
+
+    def _step(self, lab: Lab) -> float:
+        """Seconds of a step without exchange: as measured before, or measured now."""
+        known = [r for r in self._runs if r["sites"] == len(lab.sites) and r["method"] == NONE]
+        if known:
+            return TOKENS / wan_rows.median_speed(known)
+        common.say(f"{len(lab.sites)} sites: measuring the time of a step")
+        lab.shape()
+        found = wan_run.measure_none(lab, self._folder, PROBE_ROUNDS, PROBE_STEPS)
+        return TOKENS / float(found["tokens_per_second"])
+
+    def _link(self, sites: int, ratio: int, step: float) -> float:
+        """Bits per second: as measured on before, or made for the time of a step."""
+        for run in self._runs:
+            if (run["sites"], run["ratio"]) == (sites, ratio):
+                return float(run["link_asked_bits_per_second"])
+        return link_of(ratio, self._parameters, sites, step)
+
+    def _take(self, lab: Lab, case: Case, lasts: float) -> None:
+        """One measurement of so many seconds, said in one line; one that fails leaves the others
+        as they are."""
+        began = time.monotonic()
+        name = f"{case.sites} sites, {case.ratio}x, {case.method}, block {case.block}"
+        lacking = wan_peers.missing(BY_NAME[case.method]) if case.method in BY_NAME else None
+        if lacking is not None:
+            common.say(f"{name}: left out, {lacking}")
+            return
+        if began + lasts > self._end:
+            common.say(f"{name}: left out, it takes some {lasts:.0f} s and the time is over")
+            return
+        try:
+            found = self._measured(lab, case, PATIENCE * lasts + START_LIMIT)
+            checked = lab.verify()
+        except DilocoxError as error:
+            common.say(f"{name}: {error}")
+            self._failures += 1
+            return
+        links = [link.bits_per_second for link in checked.links]
+        run = {
+            **case.key,
+            "link_asked_bits_per_second": checked.links[0].asked_bits_per_second,
+            "link_bits_per_second": round(sum(links) / len(links)),
+            "round_trip_ms": round(1000 * checked.round_trip, 2),
+            "congestion": CONGESTION if case.sites > 2 else common.congestion(),
+            **found,
+            "commit": common.commit(),
+            "date": common.today(),
+            "took": round(time.monotonic() - began, 1),
+        }
+        self._runs.append(run)
+        self._write()
+        common.say(f"{name}: {run['tokens_per_second']:,.1f} tokens/s; {run['took']:.0f} s")
+
+    def _measured(self, lab: Lab, case: Case, limit: float) -> Row:
+        if case.method == NONE:
+            return wan_run.measure_none(lab, self._folder)
+        if case.method == ALONE:
+            return wan_peers.measure_alone(lab, self._folder, self._extent)
+        method = BY_NAME[case.method]
+        if method.kind == "engine":
+            return wan_run.measure_engine(
+                lab, self._folder, method, case.ratio, self._extent, limit=limit
+            )
+        step = self._step(lab)
+        return wan_peers.measure_peer(lab, self._folder, method, case.ratio, self._extent, step)
+
+    def _write(self) -> None:
+        """Whole or not at all: what was measured before is never lost."""
+        if self._results is None or self._runs_file is None:
+            return
+        for path, name, rows in (
+            (self._runs_file, "wan-runs", self._runs),
+            (self._results, "wan", wan_rows.rows(self._runs, self._parameters)),
+        ):
+            unfinished = path.with_name(f".{path.name}.unfinished")
+            common.write_json(unfinished, name, self._on, self._settings(), rows)
+            unfinished.replace(path)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "model": dict(MODEL),
+            "parameters": self._parameters,
+            "vocabulary": VOCABULARY,
+            "sequence_length": SEQUENCE_LENGTH,
+            "tokens_per_step": TOKENS,
+            "sequences_per_step_and_site": {str(count): batch(count) for count in (2, 4)},
+            "threads_per_site": 1,
+            "quota_of_machine": 0.9,
+            "extent": {k: v for k, v in vars(self._extent).items() if isinstance(v, int)},
+            "peers": {name: installed(name) for name in ("torch", "torchft")},
+        }
+
+    def report(self, documents: Sequence[Path] = ()) -> int:
+        """Print table and verdicts, write the picture, fill in the tables of `documents`; 1 if
+        something could not be measured."""
+        known = wan_rows.rows(self._runs, self._parameters)
+        print(wan_rows.table(known))
+        for line in wan_rows.verdicts(known):
+            print(f"- {line}")
+        if self._results is not None and known:
+            picture = wan_plot.picture(known)
+            self._results.with_suffix(".svg").write_text(picture, encoding="utf-8")
+        for page in documents:
+            filled = wan_docs.filled(page.read_text(encoding="utf-8"), known)
+            page.write_text(filled, encoding="utf-8")
+        return 1 if self._failures else 0
+
+
+def _is_of(run: Row, case: Case) -> bool:
+    return all(run[key] == value for key, value in case.key.items())
+
+
+def read_runs(path: Path | None, extent: Extent) -> list[Row]:
+    """What was measured before, of as large a model and for as long. Ends the program for a file of
+    something else."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    settings = found.get("settings", {})
+    same = settings.get("model") == MODEL and settings.get("tokens_per_step") == TOKENS
+    steps = settings.get("extent", {}).get("ours_steps")
+    if found.get("benchmark") != "wan-runs" or not same or steps != extent.ours_steps:
+        common.say(f"{path}: holds results of another benchmark, model or extent; name another")
+        sys.exit(2)
+    return list(found["rows"])
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed package."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None

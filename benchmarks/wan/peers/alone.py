@@ -1,0 +1,13 @@
+"""No exchange at all: the loop that the peers train in, by itself."""
+
+from benchmarks.wan.peers.peer import job, make_loop, measure
+
+
+def main() -> None:
+    """Train at one site."""
+    told = job()
+    measure(told, make_loop(told), lambda: 0.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""What all peers share: their job, the loop that they train in, and what they say at the end.
+
+A peer is a script that is started once per site, `python benchmarks/peers/ddp.py --job FILE`, with
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment as `torchrun` sets them, and
+GLOO_SOCKET_IFNAME. It imports nothing of dilocox: the model is the whole Hugging Face model in
+`plain_loop.py`. When it is done it prints one line of JSON, an `Outcome`.
+
+Time is taken over whole cycles (of a synchronous peer: steps), by the clock on the wall, from the
+end of the last warm-up cycle to the end of the last one. Wire bytes are what the site's interface
+has counted meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from benchmarks.plain_loop import PlainLoop, Recipe
+
+DEVICE = "eth0"
+"""Interface whose counters are read."""
+
+
+@dataclass(frozen=True)
+class PeerJob:
+    """What a peer is told; the same at all sites."""
+
+    model: dict[str, Any]
+    """A Hugging Face configuration, `model_type` and vocabulary included."""
+    batch: int
+    """Sequences per step and site."""
+    sequence_length: int
+    warm_up: int
+    """Cycles that are not measured."""
+    cycles: int
+    """Cycles that are."""
+    sites: int
+    sync_every: int = 1
+    """Steps in a cycle: between two exchanges of the same parameters."""
+    fragments: int = 1
+    delay: int = 0
+    """Steps between sending a fragment and using what came back."""
+    keep: float = 0.0
+    """Share of the site's own parameters in what it goes on from."""
+    rank: int = 1
+    """Of PowerSGD's factors."""
+
+    @classmethod
+    def load(cls, file: Path) -> PeerJob:
+        """What `save` wrote."""
+        return cls(**json.loads(file.read_text(encoding="utf-8")))
+
+    def save(self, file: Path) -> None:
+        """Write it as JSON."""
+        file.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one site measured."""
+
+    seconds: float
+    steps: int
+    tokens: int
+    cycles: int
+    payload_bytes: float
+    """That this site sent for these cycles, as the collective's algorithm has it."""
+    wire_bytes: int
+    loss: float
+
+
+def job() -> PeerJob:
+    """The job on the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--job", type=Path, required=True, metavar="FILE")
+    return PeerJob.load(parser.parse_args().job)
+
+
+def make_loop(
+    told: PeerJob, wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model
+) -> PlainLoop:
+    """The plain loop on one CPU thread in fp32, with equal weights at every site."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    steps = (told.warm_up + told.cycles) * told.sync_every
+    recipe = Recipe(
+        batch=told.batch,
+        micro_batch=told.batch,
+        learning_rate=1e-3,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        clip=1.0,
+        warmup_steps=20,
+        total_steps=steps,
+        final_fraction=0.1,
+    )
+    config = AutoConfig.for_model(**told.model)
+    return PlainLoop(config, recipe, torch.device("cpu"), torch.float32, "sdpa", wrap)
+
+
+def parameters(loop: PlainLoop) -> int:
+    """Parameters of the model, a tied one counted once."""
+    return sum(each.numel() for each in loop.model.parameters())
+
+
+def allreduce_bytes(values: float, sites: int) -> float:
+    """Bytes that a site sends when fp32 `values` are averaged over `sites` in a ring."""
+    return 4 * values * 2 * (sites - 1) / sites
+
+
+def measure(told: PeerJob, loop: PlainLoop, payload: Callable[[], float]) -> None:
+    """Train, and print the outcome. `payload`: bytes that this site has sent so far."""
+    draw = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    shape = (told.batch, told.sequence_length)
+    tokens = torch.randint(0, told.model["vocab_size"], (16, *shape), generator=draw)
+    begin = time.monotonic(), payload(), _sent()
+    loss = torch.zeros(())
+    for cycle in range(told.warm_up + told.cycles):
+        if cycle == told.warm_up:
+            begin = time.monotonic(), payload(), _sent()
+        for step in range(told.sync_every):
+            batch = tokens[(cycle * told.sync_every + step) % len(tokens)]
+            loss = loop.step(batch, batch.roll(-1, 1))
+    end = time.monotonic(), payload(), _sent()
+    steps = told.cycles * told.sync_every
+    outcome = Outcome(
+        seconds=end[0] - begin[0],
+        steps=steps,
+        tokens=steps * told.batch * told.sequence_length,
+        cycles=told.cycles,
+        payload_bytes=end[1] - begin[1],
+        wire_bytes=end[2] - begin[2],
+        loss=float(loss),
+    )
+    print(json.dumps(asdict(outcome)), flush=True)
+
+
+def _sent() -> int:
+    """Bytes that the interface has sent."""
+    for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, counted = line.partition(":")
+        if name.strip() == DEVICE:
+            return int(counted.split()[8])
+    return 0
