@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.attacks.command import command as attacks
+from benchmarks.attacks import command as attacks
 from benchmarks.attacks.lm import Text
 from benchmarks.attacks.moves import MOVES
 from benchmarks.attacks.sites import ATTACKERS, SITES, Course, Length

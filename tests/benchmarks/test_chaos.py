@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from benchmarks.chaos import command as chaos
 from benchmarks.chaos import rows as chaos_rows
 from benchmarks.chaos import run as chaos_run
-from benchmarks.chaos.command import command as chaos
 from benchmarks.chaos.rows import Blow
 
 from tests.support.mounting import need_mounts

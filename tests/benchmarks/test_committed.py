@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality import command as quality
 from benchmarks.quality import data as quality_data
 from benchmarks.quality import docs as quality_docs
 from benchmarks.quality import jobs as quality_jobs
@@ -13,9 +14,8 @@ from benchmarks.quality import report as quality_report
 from benchmarks.quality import rows as quality_rows
 from benchmarks.quality import run as quality_run
 from benchmarks.quality import tuning as quality_tuning
-from benchmarks.quality.command import command as quality
 from benchmarks.quality.data import Text
-from benchmarks.scaling.command import command as scaling
+from benchmarks.scaling import command as scaling
 from benchmarks.wan import beside as wan_beside
 from benchmarks.wan import docs as wan_docs
 from benchmarks.wan import rows as wan_rows

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.exchange import command as exchange
 from benchmarks.exchange.command import Round, Setting
-from benchmarks.exchange.command import command as exchange
 from benchmarks.exchange.engine import Turn
 
 from dilocox.tools.testbed import unsupported_reason

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from benchmarks.common import Row
+from benchmarks.loss_length import command as loss_length
 from benchmarks.loss_length.command import Job, best, jobs
-from benchmarks.loss_length.command import command as loss_length
 from benchmarks.loss_length.model import LAYOUT, SITES, Text, first_weights, losses, views
 from benchmarks.loss_length.run import Inner, Outer, Outside, Plan, reduction, train
 from benchmarks.quality import data as quality_data

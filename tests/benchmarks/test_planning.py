@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.scaling import command as scaling
 from benchmarks.scaling import plot as scaling_plot
-from benchmarks.scaling.command import command as scaling
 
 from benchmarks import plan_check, published_107b
 from dilocox.tools.planner.hardware_table import HardwareTable

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.quality import command as quality
 from benchmarks.quality import grid as quality_grid
 from benchmarks.quality import jobs as quality_jobs
 from benchmarks.quality import run as quality_run
-from benchmarks.quality.command import command as quality
 from benchmarks.quality.data import Text
 from benchmarks.quality.grid import label
 

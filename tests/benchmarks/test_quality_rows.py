@@ -8,11 +8,11 @@ import math
 from pathlib import Path
 
 import pytest
+from benchmarks.quality import command as quality
 from benchmarks.quality import jobs as quality_jobs
 from benchmarks.quality import rows as quality_rows
 from benchmarks.quality import run as quality_run
 from benchmarks.quality import tuning as quality_tuning
-from benchmarks.quality.command import command as quality
 from benchmarks.quality.data import Text
 from benchmarks.quality.jobs import Job
 from benchmarks.quality.rows import Entry

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.quality import command as quality
 from benchmarks.quality import data as quality_data
 from benchmarks.quality import run as quality_run
-from benchmarks.quality.command import command as quality
 from benchmarks.quality.jobs import Job
 
 from dilocox.errors import DilocoxError

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.uneven import command as uneven
 from benchmarks.uneven import weights as uneven_weights
-from benchmarks.uneven.command import command as uneven
 
 from dilocox.tools.testbed.results import RunResult, SiteResult, Window
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.wan.command import command as wan
+from benchmarks.wan import command as wan
 from benchmarks.wan.grid import ALONE, BY_NAME, NONE, OURS, Case, Extent, cases
 
 from dilocox.tools.testbed import Checked, LabError, Measured

@@ -10,7 +10,7 @@ from benchmarks.wan import grid as wan_grid
 from benchmarks.wan import peer_runs as wan_peers
 from benchmarks.wan import run as wan_run
 from benchmarks.wan.grid import BY_NAME, METHODS, Extent
-from peers.peer import Outcome, PeerJob, allreduce_bytes
+from benchmarks.wan.peers.peer import Outcome, PeerJob, allreduce_bytes
 
 from dilocox.tools.testbed import Lab, LabError
 from tests.support.lab_needs import needs_lab

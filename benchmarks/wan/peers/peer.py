@@ -1,7 +1,7 @@
 """What all peers share: their job, the loop that they train in, and what they say at the end.
 
-A peer is a script that is started once per site, `python -m benchmarks.wan.peers.ddp --job FILE`, with
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment as `torchrun` sets them, and
+A peer is a module that is started once per site, `python -m benchmarks.wan.peers.ddp --job FILE`,
+with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment as `torchrun` sets them, and
 GLOO_SOCKET_IFNAME. It imports nothing of dilocox: the model is the whole Hugging Face model in
 `plain_loop.py`. When it is done it prints one line of JSON, an `Outcome`.
 
