@@ -107,6 +107,6 @@ def test_documented_commands_measure_and_do_not_stop_at_another_file() -> None:
     told = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
-        told += re.findall(r"`(python benchmarks/wan_beside\.py[^`]*)`", text)
+        told += re.findall(r"`(python -m benchmarks\.wan\.beside[^`]*)`", text)
     assert len(told) >= 5
     assert [command for command in told if "--json NEW.json" not in command] == []

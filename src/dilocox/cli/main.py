@@ -115,14 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         "--wait-for", type=int, metavar="N", help="begin with N sites (default: all of the file)"
     )
     coordinator.add_argument("--verbose", action="store_true", help="print all time-outs, too")
-    coordinator.add_argument(
-        "--wireguard", type=Path, metavar="DIR",
-        help="write WireGuard configurations for all sites into DIR, and start nothing",
-    )  # fmt: skip
-    coordinator.add_argument(
-        "--endpoint", dest="endpoints", metavar="NAME=HOST[:PORT]", action="append", default=[],
-        help="with --wireguard: where site NAME is reached from outside; may be left out for one",
-    )  # fmt: skip
     coordinator.set_defaults(call=_coordinator)
 
     join = commands.add_parser("join", parents=[common], help="join a run as one site")
@@ -294,20 +286,6 @@ def _coordinator(options: argparse.Namespace) -> int:
     from dilocox.config.run_config import load_run
 
     config = load_run(options.run, options.overrides)
-    if options.wireguard is not None:
-        from dilocox.utils import wireguard
-
-        endpoints = wireguard.parse_endpoints(options.endpoints)
-        sites = list(config.sites)
-        for path in wireguard.write(options.wireguard, config.run.name, sites, endpoints):
-            print(path)
-        print(
-            f"copy each to its site and start it there as root (wg-quick up ./{path.name}); then "
-            f"join with --set network.interface={wireguard.INTERFACE}"
-        )
-        return 0
-    if options.endpoints:
-        raise ConfigError("--endpoint: belongs to --wireguard DIR; add that, or leave this out")
     from dilocox.training.launch.coordinator_process import coordinate
 
     return coordinate(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.errors import RecordError
-from dilocox.record.log.digests import TensorDigest, stage_root, state_root, tensor_digest
+from dilocox.record.log.digests import TensorDigest, stage_root, tensor_digest
 from dilocox.record.log.merkle import leaf_hash, node_hash
 
 
@@ -24,9 +24,6 @@ def test_by_hand() -> None:
     leaf_a = leaf_hash(f'["a","int16",[1,1],"{two.sha256}"]'.encode())
     leaf_b = leaf_hash(f'["b","float32",[2],"{one.sha256}"]'.encode())
     assert stage_root([one, two]) == node_hash(leaf_a, leaf_b)
-    assert state_root([b"x" * 32, b"y" * 32]) == node_hash(
-        leaf_hash(b"x" * 32), leaf_hash(b"y" * 32)
-    )
 
 
 @settings(deadline=None, max_examples=50)

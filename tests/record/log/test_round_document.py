@@ -16,7 +16,6 @@ from dilocox.record.log.round_document import (
     Document,
     Fingerprint,
     checksum,
-    class_digest,
     fingerprint,
     steps_from_bytes,
     steps_to_bytes,
@@ -98,8 +97,3 @@ def test_fingerprints_and_back(rows: list[tuple[float, float, int]]) -> None:
 def test_what_is_no_list_of_fingerprints(data: bytes) -> None:
     with pytest.raises(RecordError):
         steps_from_bytes(data)
-
-
-def test_classes() -> None:
-    assert class_digest(FACTS) == class_digest(dict(reversed(FACTS.items())))
-    assert class_digest(FACTS) != class_digest({**FACTS, "threads": 2})

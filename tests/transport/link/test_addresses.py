@@ -12,7 +12,6 @@ from dilocox.errors import ConfigError, ExchangeError
 from dilocox.transport.link.addresses import (
     Announcement,
     announce,
-    check_sites,
     connects,
     door_of,
     parse_advertise,
@@ -106,7 +105,7 @@ def test_a_range_gives_one_port_to_each_rank(first: int, more: int, ranks: int) 
 
 def test_a_range_that_is_too_small_says_so() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_sites({"kyiv": Keys(), "lyon": Keys(ports="29500-29501")}, ranks=4)
+        door_of("lyon", Keys(ports="29500-29501"), 0, 4)
     assert str(caught.value) == "sites.lyon.ports: 2 ports for 4 ranks; give at least 4"
 
 

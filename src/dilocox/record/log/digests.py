@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +115,3 @@ def stage_root(tensors: Iterable[TensorDigest]) -> bytes:
     if len(set(names)) != len(names):
         raise RecordError("a state names a tensor twice")
     return root_of([each.leaf for each in found])
-
-
-def state_root(stages: Sequence[bytes]) -> bytes:
-    """Root of a whole model state from the roots of its stages, first stage first."""
-    return root_of([leaf_hash(stage) for stage in stages])

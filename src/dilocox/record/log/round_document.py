@@ -7,7 +7,6 @@ bits, and a checksum of the parameters after it; it says where a repetition begi
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,11 +90,6 @@ class Document:
             )
         except (ValueError, KeyError, TypeError):
             raise RecordError("not the document of a round's state") from None
-
-
-def class_digest(facts: Mapping[str, Any]) -> str:
-    """SHA-256 of a determinism class, hex."""
-    return hashlib.sha256(rfc8785.dumps(dict(facts))).hexdigest()
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -51,12 +50,6 @@ class Announcement:
     """32 hex digits: names the group at that rank."""
     chosen: bool
     """The run file says how that site is reached."""
-
-
-def check_sites(sites: Mapping[str, SiteKeys], ranks: int) -> None:
-    """Raise the `ConfigError` that a rank of any of `sites` would meet."""
-    for name, site in sites.items():
-        door_of(name, site, 0, ranks)
 
 
 def door_of(name: str, site: SiteKeys, number: int, ranks: int) -> Door:
