@@ -1,10 +1,10 @@
 """Writes docs/run-file.md from the run file's own definition (src/dilocox/config*.py).
 
-Types, limits and defaults come from the pydantic models, meanings from the text below each key in
-the source; what a key's name says by itself has its line in `PLAIN` here.
+Types, limits and defaults come from the pydantic models. The meaning of a key is the text below the
+key in the source, or else its entry in `PLAIN`.
 
     python scripts/write_run_file_docs.py           writes the file
-    python scripts/write_run_file_docs.py --check   says whether it is up to date
+    python scripts/write_run_file_docs.py --check   exits with 1 if the file is not up to date
 """
 
 from __future__ import annotations
@@ -29,88 +29,101 @@ from dilocox.config.methods import METHODS, method_defaults
 TARGET = Path(__file__).parents[1] / "docs" / "run-file.md"
 
 PLAIN = {
-    "run.name": "Name of the run; part of its folder.",
-    "run.seed": "Seed of fresh weights, of the order of the text and of what is held out.",
+    "run.name": "Name of the run. The default of `run.folder` contains it.",
+    "run.seed": "Random seed of initial weights, of the order of the text, and of the choice of "
+    "held-out text.",
     "model.revision": "Hub models: branch, tag or commit.",
-    "model.attention": "Attention implementation of transformers.",
+    "model.attention": "Attention implementation of the transformers library.",
     "data.revision": "Hub datasets: branch, tag or commit.",
-    "data.licence": "Licence of the text, for the manifest; for hub datasets the one on the card, "
-    "if not given.",
-    "data.max_documents": "Read no more documents than this.",
+    "data.licence": "Licence of the text, which is written to the manifest. For hub datasets, the "
+    "default is the licence on the dataset card.",
+    "data.max_documents": "Largest number of documents that are read. If not set, all are read.",
     "data.sequence_length": "Tokens that are predicted per sequence.",
-    "data.validation_fraction": "Share of documents held out, without `validation_source`.",
+    "data.validation_fraction": "Fraction of documents that are held out, if "
+    "`validation_source` is not set.",
     "site.stages": "M: pipeline stages per site.",
     "site.shards": "K: FSDP ranks per stage.",
     "site.schedule": "Pipeline schedule.",
-    "site.device": "`auto` takes a GPU where PyTorch sees one.",
-    "site.deterministic": "Take kernels that give the same bits in every run. On a GPU an "
-    "operation may have none: the run says so at its start and trains without.",
-    "inner.optimizer": "`muon` trains the matrices of the layers by Muon (scaled as in arXiv "
-    "2502.16982, so that AdamW's learning rate and weight decay fit) and all else, embedding and "
-    "head too, by AdamW. `sgd` is plain: no momentum, no weight decay.",
-    "inner.learning_rate": "Peak of the schedule.",
-    "inner.betas": "AdamW: decay of the two moments, per step.",
+    "site.device": "Device of the training. `auto`: a GPU if PyTorch finds one, else the CPU.",
+    "site.deterministic": "Use kernels that give the same bits in every run. If a GPU operation "
+    "has no such kernel, the run reports it at the start and trains with the usual kernel.",
+    "inner.optimizer": "Optimizer of the inner steps. `muon`: Muon for the matrices of the layers, "
+    "AdamW for all other parameters, embedding and head included. Muon's updates are scaled as in "
+    "arXiv 2502.16982, so that AdamW's learning rate and weight decay fit. `sgd`: without momentum "
+    "and weight decay.",
+    "inner.learning_rate": "Peak learning rate.",
+    "inner.betas": "AdamW: decay rates of the two moments, per step.",
     "inner.eps": "AdamW: epsilon.",
-    "inner.weight_decay": "AdamW and Muon, decoupled; not on tensors of one dimension.",
-    "inner.schedule": "After the warm-up: half a cosine, constant with a linear decay at the end, "
-    "or constant.",
+    "inner.weight_decay": "Decoupled weight decay of AdamW and Muon. Tensors of one dimension are "
+    "not decayed.",
+    "inner.schedule": "Learning rate after the warm-up. `cosine`: half a cosine. `wsd`: constant, "
+    "with a linear decay at the end. `constant`: constant.",
     "inner.warmup_steps": "Inner steps of linear warm-up.",
-    "outer.method": "What the keys left out are set to: see [methods](#methods).",
-    "outer.overlap": "What a site goes on from at a landing.",
-    "outer.exchange": "`gather`: every site gets every payload. `reduce`: every site averages a "
-    "part and hands it round, 2(D-1)/D payloads per site.",
-    "compression.error_feedback": "Keep what the codec withheld (the residual) and add it to the "
-    "next contribution.",
-    "control.adapt": "What follows what: see above.",
-    "evaluation.completion_tokens": "Length of that completion; 0 samples none.",
+    "outer.method": "Method whose values the keys take that the run file leaves out: see "
+    "[methods](#methods).",
+    "outer.overlap": "Rule for the parameters from which a site goes on at a landing: see "
+    "[the algorithm](algorithm.md#2-a-round).",
+    "outer.exchange": "How payloads are exchanged. `gather`: every site receives every payload. "
+    "`reduce`: every site averages a part of the values and sends its mean to all; each site "
+    "receives 2(D-1)/D payloads, where D is the number of sites.",
+    "compression.error_feedback": "Keep the residual, which is the part of a contribution that the "
+    "codec left out, and add it to the next contribution.",
+    "control.adapt": "How settings are chosen: see above.",
+    "evaluation.completion_tokens": "Length of that completion in tokens. 0: no completion.",
     "record.enabled": "Write the record; see [verification](verification.md).",
-    "metrics.sinks": "Where else the round's numbers go. Each needs its own package.",
+    "metrics.sinks": "Further services that receive the metrics. Each needs its own package.",
     "metrics.project": "Project name at Weights & Biases and Trackio.",
 }
-"""Keys that have no text of their own in config.py."""
+"""Meanings of keys that have no text in the source, by `section.key`."""
 
 HEAD = """\
 # The run file
 
-<!-- Written by scripts/write_run_file_docs.py from src/dilocox/config/run_config.py and -->
-<!-- its neighbours (config_site.py, config_rounds.py and so on). Change it there. -->
+<!-- Written by scripts/write_run_file_docs.py from the modules in src/dilocox/config. -->
+<!-- Change the texts there. -->
 
-One TOML file describes a run. Every key can also be given on the command line, as
-`--set section.key=value` (TOML values; a bare word is text). Unknown keys and wrong types are
-refused with the nearest valid key. What was resolved is written to `run.toml` in the run's folder.
+A run file is one TOML file that describes a run. Every key can also be given on the command line as
+`--set section.key=value`. The value is a TOML value; a bare word is text. Unknown keys are refused
+with the nearest valid key, and wrong types with the expected type. The resolved run file, with the
+values of all keys, is written to `run.toml` in the run's folder.
 
-A run file needs `[model]` and at least one `[sites.NAME]`. All sites must use the same file and
-the same `--set` options, but for what belongs to one machine: `run.folder`, `data.folder`,
-`checkpoint.store`, `record.store`, `record.anchor`, `site.device`, `site.threads`, `[network]` but
-for its time-outs, all of `[metrics]`, and in `[sites.NAME]` the keys `interface`, `advertise` and
-`ports`; of `data` there only whether it is set. A site whose file differs otherwise is refused
-when it joins.
+A run file needs `[model]` and at least one `[sites.NAME]`. All sites must use the same file and the
+same `--set` options, and a site with other values is refused when it joins. Only the settings of
+one machine may differ:
 
-A working one: [examples/quickstart.toml](../examples/quickstart.toml).
+- `run.folder`, `data.folder`, `checkpoint.store`, `record.store` and `record.anchor`;
+- `site.device` and `site.threads`;
+- all of `[network]` except `link_timeout` and `heartbeat`, and all of `[metrics]`;
+- in `[sites.NAME]` the keys `interface`, `advertise`, `ports`, and the folder in `data`. All sites
+  must agree on whether a site sets `data`.
+
+[examples/quickstart.toml](../examples/quickstart.toml) is a working run file.
 """
 
 METHODS_HEAD = """\
 ## Methods
 
-`outer.method` names a composition of the same parts (src/dilocox/config/methods.py). It sets these
-keys where the run file leaves them out; a run file may set every one of them itself.
+`outer.method` gives these keys their defaults (src/dilocox/config/methods.py). A run file may set
+each of the keys itself.
 """
 
 METHODS_TAIL = """\
-If you set some of these keys, the others follow: `outer.slots` is `outer.inner_steps` with several
-fragments or overlap `keep`, else 1; `outer.delay` is 0 for `none`, all slots for `naive` and
-`eager`, and the time between two fragments' boundaries (slots / fragments, at least 1) for `keep`.
-`dilocox` with another overlap rule and `dilocox-paper` with another codec than `lowrank` do not
-adapt.
+Some defaults depend on keys that the run file sets:
 
-`allreduce` and `cocktailsgd` average the gradients of every inner step; their round is only the
-interval of accounting, and the outer optimizer is not used. Of `outer.delay` see above; the keys
-`outer.slots` and `outer.fragments` have no effect on what they compute.
+- `outer.slots` is `outer.inner_steps` with several fragments or overlap `keep`, else 1.
+- `outer.delay` is 0 with overlap `none`, and `outer.slots` with `naive` and `eager`. With `keep`,
+  it is the number of slots between two fragments' boundaries: slots / fragments, at least 1.
+- `control.adapt` is `off` for `dilocox` with an overlap rule other than `keep`, and for
+  `dilocox-paper` with a codec other than `lowrank`.
+
+`allreduce` and `cocktailsgd` average the gradients of every inner step. Their round is only the
+interval of accounting, and the outer optimizer is not used. Their `outer.delay` is explained above.
+The keys `outer.slots` and `outer.fragments` do not change their results.
 """
 
 
 def main() -> int:
-    """Write the file, or with `--check` say whether it is what would be written."""
+    """Write the file. With `--check`, write nothing and return 1 if the file is not up to date."""
     text = document()
     if "--check" in sys.argv[1:]:
         if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
@@ -122,7 +135,7 @@ def main() -> int:
 
 
 def document() -> str:
-    """The whole of docs/run-file.md."""
+    """Returns the text of docs/run-file.md."""
     texts = source_texts()
     parts = [HEAD]
     for table, model in sections():
@@ -145,7 +158,7 @@ def document() -> str:
 
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    """(table, model) in the order of the run file; one site's table is `sites.NAME`."""
+    """Yields (table, model) in the order of the run file; the table of a site is `sites.NAME`."""
     for name, field in run_config.RunConfig.model_fields.items():
         if name == "sites":
             yield "sites.NAME", site.SiteOverride
@@ -157,7 +170,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def source_texts() -> dict[tuple[str, str], str]:
-    """(class, key) -> the text that stands below the key in the source, on one line."""
+    """Returns the text below each key in the source, on one line, by (class name, key)."""
     texts: dict[tuple[str, str], str] = {}
     sources = (run_config, admission, outputs, config_rounds, site)
     written = [inspect.getsource(module) for module in sources]
@@ -177,7 +190,7 @@ def source_texts() -> dict[tuple[str, str], str]:
 
 
 def type_text(hint: Any) -> str:
-    """A type and its limits, in words."""
+    """Returns a type and its limits in words."""
     origin = get_origin(hint)
     if origin is Annotated:
         inner, *extras = get_args(hint)
@@ -216,7 +229,7 @@ def _limits(extras: list[Any]) -> Iterator[str]:
 
 
 def default_text(field: FieldInfo, table: str) -> str:
-    """A key's default as TOML."""
+    """Returns the default of a key as TOML."""
     if field.is_required():
         return "by method" if table in ("outer", "compression", "control") else "required"
     if field.default is None:
@@ -229,12 +242,12 @@ def default_text(field: FieldInfo, table: str) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number as people write it in TOML."""
+    """Returns a number as TOML, below 0.01 in scientific notation."""
     return f"{value:.0e}".replace("e-0", "e-") if 0 < abs(value) < 1e-2 else f"{value}"
 
 
 def methods_table() -> Iterator[str]:
-    """One row per method: all that it sets, resolved."""
+    """Yields the rows of the table of methods: one per method, with the values that it sets."""
     outer = ("inner_steps", "fragments", "slots", "delay", "overlap", "learning_rate", "momentum",
              "exchange")  # fmt: skip
     compression = ("codec", "error_feedback", "residual_decay", "moments")

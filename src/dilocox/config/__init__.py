@@ -1,1 +1,1 @@
-"""The run file: every section and key, with types, defaults and checks."""
+"""The run file: its sections and keys, with their types, defaults and checks."""

@@ -12,45 +12,52 @@ from dilocox.config.outer import CompressionSection, OuterSection
 
 Aggregation = Literal["mean", "clip", "median", "trimmed", "rfa"]
 BY_VALUE = ("median", "trimmed")
-"""They look at every value by itself."""
+"""Aggregation rules that treat every value of a contribution by itself."""
 FEW = 5
-"""With fewer sites than this, robust rules mean nothing."""
+"""Robust aggregation rules need at least this many sites."""
 
 
 class AdmissionSection(Section):
-    """`[admission]`: which contributions count, beside the usual checks, and how they count."""
+    """`[admission]`: which contributions count, and how they are averaged.
+
+    These rules come on top of the checks that every contribution must pass in every run.
+    """
 
     aggregation: Aggregation = "mean"
-    """`mean`; `clip`: every tensor cut down to the sites' median norm (with codecs that send few
-    values, each site others: the whole contribution), then the mean; `median` and `trimmed`
-    (without the largest and smallest quarter): value by value, not with such codecs; `rfa`: the
-    geometric median. All but `mean` need `outer.exchange = "gather"`; the last three, five sites or
-    more."""
+    """How contributions are averaged. `mean`: weighted mean. `clip`: the mean after each tensor is
+    scaled down to the median of its norms over the sites; with codecs `topk`, `top1` and
+    `cocktail`, each whole contribution is scaled instead. `median`: the median of each value.
+    `trimmed`: the mean of each value, without the largest and the smallest quarter of the sites.
+    `rfa`: the geometric median. All rules but `mean` need `outer.exchange = "gather"`. `median` and
+    `trimmed` do not work with codecs `topk`, `top1` and `cocktail`. `median`, `trimmed` and `rfa`
+    need five sites or more."""
     gate: bool = False
-    """Leave out a contribution that, taken alone, makes the held-out loss worse. Sites of one rank
-    try it in a second copy of the model; of several ranks, each measures its part along a
-    gradient of the held-out loss, which tells its direction and not how far is too far: it needs
-    another `aggregation` than `mean`."""
+    """Leave out a contribution that would make the held-out loss worse if it were applied alone. A
+    site of one rank applies the contribution to a second copy of the model and evaluates it. In a
+    site of several ranks, each rank projects its part on a gradient of the held-out loss. The
+    projection tells whether the direction is harmful, but not whether the step is too long. So a
+    site of several ranks needs an `aggregation` other than `mean`."""
     gate_tolerance: Annotated[float, Field(ge=0.0, le=1.0)] = 0.002
-    """By how much worse the loss may be, as a share of it."""
+    """Largest increase of the held-out loss that the gate allows, as a fraction of the loss."""
     gate_sequences: Positive = 8
-    """Held-out sequences that the gate reads: for each contribution, or for a gradient at each
-    boundary, rounded up to whole micro-batches of all stages and shards."""
+    """Held-out sequences that the gate reads, rounded up to whole micro-batches of all stages and
+    shards. A site of one rank reads them for each contribution, a site of several ranks for one
+    gradient at each boundary."""
     scores: bool = False
-    """Compare every contribution with the others (norm, direction) and write that down; done in
-    any case where `aggregation` is not `mean` or there is a gate."""
+    """Compare every contribution with the others by norm and direction, and write the scores to
+    `metrics.jsonl`. Scores are always written if `aggregation` is not `mean` or `gate` is true."""
 
     @property
     def examines(self) -> bool:
-        """Contributions are compared with each other before they count."""
+        """Whether contributions are compared with each other before they count."""
         return self.scores or self.gate or self.aggregation != "mean"
 
     def warning(self, sites: int) -> str | None:
-        """What a run of so many sites should not expect of this, or none."""
+        """Returns a warning if `aggregation` cannot work with this number of sites, else None."""
         if self.aggregation in ("median", "trimmed", "rfa") and sites < FEW:
             return (
-                f'admission.aggregation "{self.aggregation}" means nothing with {sites} sites: '
-                f"fewer than {FEW} cannot outvote anyone; "
+                f'admission.aggregation "{self.aggregation}" gives no protection with {sites} '
+                f"sites: it needs {FEW} sites or more to outvote a wrong contribution; "
                 'use "clip" with admission.gate = true'
             )
         return None
@@ -59,9 +66,13 @@ class AdmissionSection(Section):
 def admission_problem(
     admission: AdmissionSection, outer: OuterSection, compression: CompressionSection, ranks: int
 ) -> str | None:
-    """Why this section does not go with the others, with the keys and the mend, or none.
+    """Returns why `[admission]` contradicts other sections, with the remedy, or None if it fits.
 
-    `ranks`: of one site.
+    Args:
+        admission: the section that is checked.
+        outer: `[outer]` of the same run file.
+        compression: `[compression]` of the same run file.
+        ranks: number of ranks of one site.
     """
     if not admission.examines:
         return None
@@ -75,13 +86,13 @@ def admission_problem(
         return f'{key} needs whole contributions at every site: set outer.exchange = "gather"'
     if admission.aggregation in BY_VALUE and compression.kind in PICKED:
         return (
-            f'{key} with codec "{compression.codec}": each site sends other values, so that most '
-            'are zero at most sites and nearly nothing counts; set compression.codec = "int2" or '
-            "finer, or another aggregation"
+            f'{key} with codec "{compression.codec}": each site sends different values, so most '
+            "values are zero at most sites and the result is nearly zero; set "
+            'compression.codec = "int2" or finer, or choose another aggregation'
         )
     if admission.gate and ranks > 1 and admission.aggregation == "mean":
         return (
-            f"admission.gate: sites of {ranks} ranks judge the direction of a contribution, not "
-            'its length: set admission.aggregation = "clip", or another rule that bounds it'
+            f"admission.gate: sites of {ranks} ranks judge only the direction of a contribution, "
+            'not its length: set admission.aggregation = "clip", or a rule other than "mean"'
         )
     return None

@@ -1,9 +1,10 @@
-"""What a payload is encoded as, written as one short text: `int4`, `topk:64`, `lowrank:8`.
+"""Codec specifications: short texts such as `int4`, `topk:64` or `lowrank:8`.
 
-`int4+moments`: behind the values come row means of second moments
-(`dilocox.compression.second_moments`). The text stands in run files, plans and metrics. This module
-only reads it, and needs no torch: the coordinator checks run files without it.
-`dilocox.compression` makes the codec.
+A specification names the codec of a payload in run files, plans and metrics. In `int4+moments`, row
+means of second moments follow the encoded values (`dilocox.compression.second_moments`).
+
+This module only parses specifications; `dilocox.compression` builds codecs from them. It does not
+import torch, so that the coordinator can check run files without torch.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from functools import lru_cache
 from dilocox.errors import ConfigError
 
 FLAT = ("none", "fp16", "bf16", "int8", "int4", "int2")
-"""Codecs of single values or blocks: they need no number and do not look at tensors' shapes."""
+"""Kinds that encode single values or blocks. They take no number and ignore tensor shapes."""
 PICKED = ("topk", "top1", "cocktail")
-"""Kinds that send values which each site picks for itself."""
+"""Kinds that send a subset of the values; each site chooses its own subset."""
 SPARSE = (*PICKED, "lowrank")
-"""Kinds that send a small part of what there is; the rest waits in the residual for many rounds."""
+"""Kinds that send a small part of a contribution. The rest waits in the residual for many
+rounds."""
 COARSE = ("int2", *SPARSE)
-"""Kinds below 4 bits per value: without error feedback they lose too much."""
+"""Kinds below 4 bits per value. Without error feedback they lose too much."""
 WITH_MOMENTS = "+moments"
 FRAME_HEADER_BYTES = 64
-"""What a payload's frame begins with on the wire (`dilocox.compression.frame`)."""
+"""Bytes of the header of a payload's frame on the wire (`dilocox.compression.frame`)."""
 DEFAULT_KEPT = 64
 LARGEST_KEPT = 2048
 DEFAULT_BLOCK = 64
@@ -35,24 +37,24 @@ _FORMS = ", ".join((*FLAT, "topk:K", "top1:B", "cocktail", "lowrank:R", "lowrank
 
 @dataclass(frozen=True)
 class Spec:
-    """A codec and its numbers; a number that its kind does not have is 0."""
+    """A codec kind and its numbers. A number that the kind does not use is 0."""
 
     kind: str
     """One of `FLAT`, or `topk`, `top1`, `cocktail`, `lowrank`."""
     kept: int = 0
-    """topk: how many of every 4,096 values are sent, 1 to 2048."""
+    """topk: number of values sent out of every 4,096, from 1 to 2048."""
     block: int = 0
-    """top1: of how many values one is sent, 2 to 32768."""
+    """top1: block size in values, from 2 to 32768; one value of each block is sent."""
     rank: int = 0
-    """lowrank: columns of each factor, 1 to 65535."""
+    """lowrank: columns of each factor, from 1 to 65535."""
     bits: int = 0
     """lowrank: bits per value of a factor, 4 or 8."""
     moments: bool = False
-    """Second moments travel along; not with lowrank."""
+    """Whether row means of second moments follow the values. Always false for lowrank."""
 
     @property
     def text(self) -> str:
-        """The canonical text; `parse_spec` of it is this spec."""
+        """The canonical text of this spec; `parse_spec(spec.text) == spec`."""
         text = self.kind
         if self.kind == "topk":
             text = f"topk:{self.kept}"
@@ -64,14 +66,15 @@ class Spec:
 
     @property
     def density(self) -> float:
-        """topk and top1: how many of every 4,096 values are sent; 0 of other kinds."""
+        """topk and top1: number of values sent out of every 4,096. Other kinds: 0."""
         return 4096 / self.block if self.block else float(self.kept)
 
 
 def sent_with_moments(text: str, moments: bool) -> str:
-    """The same codec with second moments behind its values, or without; low rank has never any.
+    """Returns the canonical text of codec `text`, with or without second moments.
 
-    Raises `ConfigError` as `parse_spec`.
+    A lowrank codec never carries moments, so it stays without. Raises `ConfigError` if `text` is
+    not a codec.
     """
     spec = parse_spec(text)
     return replace(spec, moments=moments and spec.kind != "lowrank").text
@@ -79,10 +82,11 @@ def sent_with_moments(text: str, moments: bool) -> str:
 
 @lru_cache(maxsize=1024)
 def parse_spec(text: str) -> Spec:
-    """The spec that `text` names. Raises `ConfigError` that says what may stand there.
+    """Parse a codec text.
 
-    `topk` is `topk:64`, `top1` is `top1:64`, `lowrank` is `lowrank:8`, and `lowrank:R` is
-    `lowrank:R:int4`.
+    A missing number takes its default: `topk` means `topk:64`, `top1` means `top1:64`, `lowrank`
+    means `lowrank:8`, and `lowrank:R` means `lowrank:R:int4`. Raises `ConfigError`, which lists the
+    valid forms, if `text` is not a codec.
     """
     if text.endswith(WITH_MOMENTS):
         spec = parse_spec(text.removesuffix(WITH_MOMENTS))
@@ -110,7 +114,7 @@ def _number(
     if not numbers:
         return default
     written = numbers[0]
-    # Digits of other alphabets, signs and leading zeros would be second texts for one spec.
+    # A spec must have only one text, so other scripts' digits, signs and leading zeros are refused.
     plain = written.isascii() and written.isdecimal() and not written.startswith("0")
     if not plain or len(written) > 6 or not least <= int(written) <= largest:
         raise ConfigError(
@@ -120,8 +124,9 @@ def _number(
 
 
 def names_payload(exchange: str, codec: str) -> bool:
-    """True where a payload follows from the contribution alone, so that a commitment names it.
+    """Whether a commitment to a contribution also fixes the digest of its payload.
 
-    In `reduce` chunks hang on who is there, and a low-rank payload on the basis.
+    True if the payload is a function of the contribution alone. In exchange `reduce`, the chunks
+    also depend on which sites take part; a lowrank payload also depends on the shared basis.
     """
     return exchange == "gather" and parse_spec(codec).kind != "lowrank"

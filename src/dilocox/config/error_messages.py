@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a run file, in one line for people: key, reason and mend."""
+"""Turns pydantic's errors about a run file into one line for users: key, reason and remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-# What matters most comes first: a misspelt key often makes the right one missing.
+# Priority of error types; lower is reported first. An unknown key goes before a missing key,
+# since a misspelt key causes both.
 _ORDER = {"extra_forbidden": 0, "missing": 2, "value_error": 3}
 _KINDS: dict[Any, str] = {
     int: "a whole number",
@@ -28,7 +29,10 @@ _BOUNDS = {
 
 
 def first_problem(error: ValidationError, root: type[BaseModel]) -> str:
-    """The most telling of the problems that `error` holds about a `root`."""
+    """Returns one line about the most informative problem in `error`.
+
+    `root` is the section class that was validated, such as `RunConfig`.
+    """
     problems = error.errors(include_url=False)
     problem = min(problems, key=lambda item: _ORDER.get(item["type"], 1))
     kind = problem["type"]
@@ -37,7 +41,7 @@ def first_problem(error: ValidationError, root: type[BaseModel]) -> str:
     if kind == "value_error":
         reason = str(problem["ctx"]["error"])
         if not path:
-            return reason  # a check of several sections names its keys itself
+            return reason  # checks across sections name their keys in the message
         own = _keys_below(path, root)
         return f"{key}.{reason}" if reason.split()[0] in own else f"{key}: {reason}"
     if kind == "extra_forbidden":
@@ -55,7 +59,10 @@ def first_problem(error: ValidationError, root: type[BaseModel]) -> str:
 def _locate(
     loc: Sequence[int | str], root: type[BaseModel]
 ) -> tuple[list[str], type[BaseModel], FieldInfo | None]:
-    """Path of the key, the section it is in and its field; parts that are no keys are left out."""
+    """Returns the path of the key at `loc`, the section that holds it, and its field.
+
+    Parts of `loc` that are not keys are left out. The field is None if the section has no such key.
+    """
     path: list[str] = []
     section, field = root, None
     inside: Any = root
@@ -75,7 +82,7 @@ def _locate(
 
 
 def _plain(annotation: Any) -> Any:
-    """An annotation without its metadata and without None."""
+    """Returns an annotation without its `Annotated` metadata and without `None`."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _plain(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -85,7 +92,7 @@ def _plain(annotation: Any) -> Any:
 
 
 def _keys_below(path: Sequence[str], root: type[BaseModel]) -> set[str]:
-    """Keys of the section at `path`."""
+    """Returns the keys of the section at `path`; empty if `path` is not a section."""
     _, section, field = _locate((*path, ""), root)
     return set(section.model_fields) if field is None else set()
 

@@ -1,4 +1,4 @@
-"""What a run file takes from the run that it goes on from, where it does not say it itself."""
+"""Defaults of a run file that continues an earlier run from its handover folder."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 FILE = "handover.json"
-"""Of `dilocox.training.portable_checkpoint.Handover`, in the folder that a run hands over."""
+"""File in a handover folder that holds a `dilocox.training.portable_checkpoint.Handover`."""
 MOMENTUM = "outer-momentum.safetensors"
-"""The outer momentum beside it: whole tensors by full name."""
+"""File in a handover folder that holds the outer momentum: unsharded tensors by full name."""
 
 
 def handed_tokenizer(folder: str) -> dict[str, Any]:
-    """`data.tokenizer` of the run that handed `folder` over, and `vocabulary_size` if it trained
-    its own.
+    """Returns the defaults of `[data]` that come from the run which wrote handover folder `folder`.
 
-    Empty where that is not known: whoever checks the handover says what is wrong with it. A local
-    folder that is not on this machine is replaced by `folder`, which has the tokenizer's files.
+    The keys are `tokenizer`, and `vocabulary_size` if that run trained its own tokenizer. If the
+    earlier tokenizer was a local folder that this machine lacks, `folder` replaces it, since
+    `folder` holds a copy of the tokenizer's files. The result is empty if the handover file cannot
+    be read or names no tokenizer; the later check of the handover reports the fault.
     """
     place = Path(folder).expanduser()
     try:

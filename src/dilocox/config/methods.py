@@ -1,7 +1,7 @@
-"""The methods of docs/algorithm.md §5: each one a composition of the same parts.
+"""The methods of docs/algorithm.md §5, as sets of defaults.
 
-A method is nothing but defaults for `[outer]`, `[compression]` and `[control]`; a run file may set
-every one of these keys itself.
+A method only gives defaults to keys of `[outer]`, `[compression]` and `[control]`. A run file may
+set each of these keys itself.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
-    # Plain synchronous data parallel: gradients, dense, every step. Its round is only the
-    # interval of accounting; outer lr and momentum are not used.
+    # Synchronous data parallel: dense gradients are exchanged in every step. A round is only the
+    # interval of accounting; the outer learning rate and momentum are not used.
     "allreduce": {
         "outer": {"inner_steps": 10, "overlap": "none", "learning_rate": 1.0, "momentum": 0.0},
         "compression": {"codec": "none", "error_feedback": False},
     },
-    # ICML 2023. Gradients as well, but compressed, and used one inner step late, so that they
-    # travel beside the next step's computation.
+    # ICML 2023. Compressed gradients, used one inner step late, so that the exchange overlaps
+    # with the computation of the next step.
     "cocktailsgd": {
         "outer": {
             "inner_steps": 10,
@@ -48,15 +48,16 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "outer": {"inner_steps": 30, "overlap": "none", "learning_rate": 1.0, "momentum": 0.0},
         "compression": {"codec": "topk:64", "error_feedback": True, "residual_decay": 0.95},
     },
-    # arXiv 2506.21263. Rank 64 is a quarter of a hidden size of 256, as the paper's 2,048 is of
-    # 8,192: to be set to the model at hand.
+    # arXiv 2506.21263. Rank 64 is a quarter of a hidden size of 256, as the paper's rank of 2,048
+    # is a quarter of 8,192. Users should set the rank for their own model.
     "dilocox-paper": {
         "outer": {"inner_steps": 125, "overlap": "naive", "learning_rate": 0.7, "momentum": 0.9},
         "compression": {"codec": "lowrank:64", "error_feedback": True},
         "control": {"adapt": "effective-rank"},
     },
-    # Staggered fragments, the smallest delay that hides the exchange, and of the codecs and
-    # numbers of inner steps that the link allows the least lossy. It begins with these.
+    # Staggered fragments and the smallest delay that hides the exchange. The controller chooses
+    # the least lossy codec and number of inner steps that the link allows. These are the values
+    # of the first rounds.
     "dilocox": {
         "outer": {
             "inner_steps": 20,
@@ -72,20 +73,30 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
 EXCHANGE_GRADIENTS = ("allreduce", "cocktailsgd")
 """Methods that exchange the gradients of every inner step instead of pseudo-gradients."""
 DEFAULT_ROUNDS = 10
+"""`outer.rounds` of a run file that sets neither `rounds` nor `steps`."""
 
 BEFORE: dict[str, dict[str, Any]] = {"compression": {"moments": False}}
-"""Keys that methods set and older versions did not know, as those behaved."""
+"""Keys that methods set and earlier versions did not know, with the behaviour of those versions as
+their values. They complete the `run.toml` of an earlier version."""
 
 
 def method_defaults(
     method: str, given: dict[str, Any], compression: dict[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Defaults of `method` where the run file's `[outer]` and `[compression]` fix some keys.
+    """Returns the defaults of `method` by section: `outer`, `compression` and `control`.
 
-    Slots, fragments and delay follow from what is given: one slot per inner step with fragments,
-    one slot per round without; the delay is the whole round for `naive` and `eager`, none for
-    `none`, and the time between two fragments' boundaries for `keep`. A method that adapts its
-    plans does so only where the run file leaves it the overlap rule or codec that this needs.
+    Some defaults depend on keys that the run file sets:
+
+    - Slots: one per inner step with several fragments or with overlap `keep`, else one per round.
+    - Delay: 0 for overlap `none`, the whole round for `naive` and `eager`. For `keep`, it is the
+      number of slots between the boundaries of two fragments.
+    - `control.adapt` is `off` if the run file sets an overlap rule or codec with which the method
+      cannot adapt its plans.
+
+    Args:
+        method: a key of `METHODS`.
+        given: `[outer]` of the run file, as written.
+        compression: `[compression]` of the run file, as written; None if there is none.
     """
     chosen = METHODS[method]
     outer = dict(chosen["outer"])
@@ -101,7 +112,7 @@ def method_defaults(
     fits = {"link": overlap == "keep", "effective-rank": str(codec).startswith("lowrank")}
     defaults["control"] = {"adapt": adapt if fits.get(adapt) else "off"}
     if not (isinstance(steps, int) and isinstance(fragments, int) and isinstance(overlap, str)):
-        return defaults  # of a wrong type: the validation says so
+        return defaults  # the validation reports the wrong type
     outer.setdefault("fragments", 1)
     outer["slots"] = steps if fragments > 1 or overlap == "keep" else 1
     slots = merged.get("slots", outer["slots"])

@@ -13,7 +13,7 @@ from dilocox.errors import ConfigError
 
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 RATE = r"[0-9]{1,6}(\.[0-9]{1,3})?(kbit|mbit|gbit)"
-"""Pattern of a rate such as `1gbit`, `2.5mbit` or `300kbit`."""
+"""Regular expression of a rate such as `1gbit`, `2.5mbit` or `300kbit`."""
 
 Pin = Literal[
     "inner_steps", "fragments", "delay", "keep", "learning_rate", "momentum", "codec",
@@ -23,11 +23,11 @@ PINS: dict[str, tuple[Pin, ...]] = {
     "outer": ("inner_steps", "fragments", "delay", "keep", "learning_rate", "momentum"),
     "compression": ("codec", "residual_decay", "residual_view"),
 }
-"""Keys by section that `adapt = "link"` chooses unless the run file sets them."""
+"""Keys, by section, that `control.adapt = "link"` chooses unless the run file sets them."""
 
 
 class OuterSection(Section):
-    """`[outer]`: rounds between sites. Keys left out take the method's value."""
+    """`[outer]`: rounds between sites. A key that is left out takes the method's value."""
 
     method: Literal[
         "allreduce",
@@ -40,46 +40,50 @@ class OuterSection(Section):
         "dilocox",
     ] = "dilocox"
     rounds: Positive | None = None
-    """Length of the run: rounds x inner_steps steps per site; 10 if `steps` is not set."""
+    """Length of the run in rounds. Each site takes `rounds` x `inner_steps` inner steps. The
+    default is 10 if `steps` is not set."""
     steps: Positive | None = None
-    """Length of the run in inner steps per site, instead of `rounds`; the last round is cut short
-    to fit."""
+    """Length of the run in inner steps per site. Set it instead of `rounds`. The last round is
+    shortened if `steps` is not a multiple of `inner_steps`."""
     inner_steps: Positive
     """H: inner steps per round."""
     slots: Positive
-    """S: slots per round; divides inner_steps."""
+    """S: slots per round. `inner_steps` must be a multiple of it."""
     fragments: Positive
-    """Pieces per stage, each with an outer state of its own, and as many fragments F in a round.
-    Unless this key is set, the controller may take fewer: neighbours are exchanged together."""
+    """F: number of pieces per stage, and of fragments per round. Each piece has its own outer
+    state. If the run file does not set this key, the controller may choose fewer fragments in a
+    round; neighbouring pieces are then exchanged together."""
     delay: Annotated[int, Field(ge=0)]
-    """Slots between a fragment's boundary and its landing, at most `slots`; of a method that
-    exchanges gradients, inner steps until they are used: 0 or 1."""
+    """Slots from a fragment's boundary to its landing, at most `slots`. For methods that exchange
+    gradients: inner steps from a gradient to its use, 0 or 1."""
     overlap: Literal["none", "naive", "keep", "eager"]
     keep: Fraction = 1.0
-    """kappa of overlap `keep`: the share of fresh progress kept on top of the new anchor."""
+    """kappa. With overlap `keep`: fraction of a site's progress since the boundary that it keeps on
+    top of the new anchor."""
     learning_rate: Annotated[float, Field(gt=0.0)]
-    """gamma, the outer learning rate."""
+    """gamma: the outer learning rate."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)]
-    """mu, the outer Nesterov momentum."""
+    """mu: the outer Nesterov momentum."""
     momentum_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What the outer momentum is kept in: bf16 takes 2 bytes per parameter less."""
+    """Data type of the stored outer momentum. `bf16` saves 2 bytes per parameter."""
     exchange: Literal["gather", "reduce"] = "gather"
     device: Literal["cpu", "model"] = "cpu"
-    """Where anchor, momentum and residual live: host memory or the model's device. On a GPU they
-    take 20 to 32 bytes of its memory per parameter, exchanges included (docs/planner.md). The GPU
-    then encodes, decodes and averages, and only payloads cross PCIe. Boundaries and landings take
-    hundredths of a second instead of seconds, so rounds can be short. The bytes are the same."""
+    """Where anchor, momentum and residual are stored: `cpu` is host memory, `model` is the device
+    of the model. On a GPU they take 20 to 32 bytes of GPU memory per parameter, exchanges included
+    (docs/planner.md). The GPU then encodes, decodes and averages, and only payloads cross PCIe.
+    Boundaries and landings take hundredths of a second instead of seconds, so rounds can be short.
+    The payloads have the same bytes in both cases."""
     min_sites: Positive = 1
-    """Fewer live sites than this: wait instead of going on."""
+    """Fewest live sites with which the run goes on. With fewer live sites, the run waits."""
     global_batch: Literal["by-sites", "fixed"] = "by-sites"
-    """Sequences per inner step of all sites together. `by-sites`: those of the sites that are
-    there. `fixed`: those of all sites of the run file; while some are away, the others take more
-    micro-batches per inner step, which then takes longer. Needs `control.steps = "equal"`, and
-    makes it the default."""
+    """Sequences per inner step over all sites. `by-sites`: the sum of the batch sizes of the sites
+    that are present. `fixed`: the sum over all sites of the run file. While a site is absent, the
+    others then take more micro-batches per inner step, and the step takes longer. `fixed` needs
+    `control.steps = "equal"` and makes it the default."""
 
     @property
     def exchanges_gradients(self) -> bool:
-        """The method averages the gradients of every inner step; there are no outer steps."""
+        """Whether the method averages the gradients of every inner step, without outer steps."""
         return self.method in EXCHANGE_GRADIENTS
 
     @model_validator(mode="after")
@@ -121,25 +125,27 @@ class OuterSection(Section):
 
 
 class CompressionSection(Section):
-    """`[compression]`: what a pseudo-gradient travels as."""
+    """`[compression]`: how contributions are encoded for the exchange."""
 
     codec: str
-    """`none`, `fp16`, `bf16`; `int8`, `int4`, `int2`: blocks of 128 values with one bf16 scale;
-    `topk:K`: K of every 4,096 values, the largest, in 2 bits; `top1:B`: the largest of every B
-    values, in 2 bits; `lowrank:R`: two factors of rank R per matrix, in 4 bits (`lowrank:R:int8`:
-    8); `cocktail`: the top fifth of a random tenth, in 4 bits."""
+    """Codec of the payloads. `none`, `fp16`, `bf16`: all values in fp32, fp16 or bf16. `int8`,
+    `int4`, `int2`: blocks of 128 values with one bf16 scale per block. `topk:K`: the K largest of
+    every 4,096 values, 2 bits each. `top1:B`: the largest of every B values, 2 bits each.
+    `lowrank:R`: two factors of rank R per matrix, 4 bits per value (`lowrank:R:int8`: 8 bits).
+    `cocktail`: the largest fifth of a random tenth of the values, 4 bits each."""
     error_feedback: bool
     residual_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """beta: how much of the residual enters the next contribution."""
+    """beta: fraction of the residual that enters the next contribution."""
     residual_view: Fraction = 0.0
-    """lambda: how much of its residual a site trains on top of the anchor with, so that it does not
-    forget what it could not send yet. Needs error feedback; not of methods that exchange
-    gradients. With `outer.exchange = "reduce"` leave it at 0: an owner's residual also holds the
-    rounding of the whole mean, of all sites."""
+    """lambda: fraction of its residual that a site applies to its own parameters, on top of the
+    anchor. The site then trains with the progress that it has not sent yet. Needs error feedback. A
+    method that exchanges gradients cannot use it. Leave it at 0 with `outer.exchange = "reduce"`:
+    there the residual also holds the rounding error of the mean over all sites."""
     moments: bool = False
-    """Sites tell each other row means of AdamW's second moments, a byte per row behind the payloads
-    of 32 exchanges, and take the mean over the sites. Where `inner.optimizer` is `adamw`, the
-    exchange is `gather`, the codec not `lowrank`, and contributions are not examined."""
+    """Sites exchange row means of AdamW's second moments and take the mean over the sites. The
+    means take one byte per row, spread over the payloads of 32 exchanges. The key has an effect
+    only with `inner.optimizer = "adamw"`, `outer.exchange = "gather"` and a codec other than
+    `lowrank`, and only if `[admission]` does not compare contributions."""
 
     @field_validator("codec")
     @classmethod
@@ -150,43 +156,48 @@ class CompressionSection(Section):
             raise ValueError(str(error).removeprefix("compression.codec: ")) from None
         if spec.moments:
             plain = sent_with_moments(text, moments=False)
-            raise ValueError(f'{text!r}: set "{plain}", and moments')
+            raise ValueError(f'{text!r}: set codec = "{plain}" and moments = true')
         return spec.text
 
     @property
     def kind(self) -> str:
-        """The codec without its numbers."""
+        """Kind of the codec, without its numbers."""
         return parse_spec(self.codec).kind
 
 
 class ControlSection(Section):
-    """`[control]`: what is chosen anew every round, and by what.
+    """`[control]`: how the settings of each round are chosen.
 
-    `link`: every round takes, of the codecs and numbers of inner steps and fragments whose exchange
-    hides behind computation, what is predicted to cost the least loss; keys of `[outer]` and
-    `[compression]` that the run file sets are kept. `effective-rank`: rank and inner steps follow
-    the effective rank of the averaged pseudo-gradient. `off`: the plan is what the run file says.
+    With `adapt = "link"`, the controller chooses codec, inner steps and number of fragments for
+    every round. It considers only settings whose exchange is hidden behind computation, and takes
+    the settings with the least predicted rise of the loss. It keeps the keys of `[outer]` and
+    `[compression]` that the run file sets. With `adapt = "effective-rank"`, the rank and the inner
+    steps follow the effective rank of the averaged pseudo-gradient. With `adapt = "off"`, every
+    round has the settings of the run file.
     """
 
     adapt: Literal["off", "link", "effective-rank"]
     steps: Literal["equal", "by-speed"] = "equal"
-    """How many inner steps sites of unequal speed take in a round. `by-speed`: one site takes
-    `inner_steps`, the others as many as they manage in that time; `equal`: all take `inner_steps`,
-    and the fast wait for the slow. Speeds are measured unless `sites.NAME.speed` declares them.
-    Where they are measured, that one site is the middle one of three or more by speed, of an even
-    number the faster of the two; else the fastest.
-    By default `by-speed` where speeds are declared, or `adapt = "link"` measures; else `equal`."""
+    """Number of inner steps of sites of unequal speed. `equal`: every site takes `inner_steps`, and
+    fast sites wait for slow sites. `by-speed`: the typical site takes `inner_steps`, and every
+    other site takes as many steps as it can in the same time. Speeds are measured unless
+    `sites.NAME.speed` declares them. With measured speeds of three sites or more, the typical site
+    is the median; of the two middle sites of an even number, it is the faster. With two sites or
+    with declared speeds, it is the fastest site. The default is `by-speed` if speeds are declared
+    or if `adapt = "link"` uses measurements, else `equal`."""
     weights: Literal["equal", "tokens", "fednova"] = "tokens"
-    """What contributions of unequal numbers of steps weigh. `tokens`: by the tokens that they were
-    made from; `equal`: by the batch size alone; `fednova`: each is divided by its number of steps.
-    Measured in docs/notes/uneven.md."""
+    """Weights of contributions that were made with unequal numbers of steps. `tokens`: proportional
+    to the number of tokens. `equal`: proportional to the batch size alone. `fednova`: each
+    contribution is also divided by its number of steps. See docs/notes/uneven.md for
+    measurements."""
     max_speed: Annotated[float, Field(ge=1.0, le=1000.0)] = 8.0
-    """A site whose speed is measured counts as at most so many times as fast as the median of the
-    others: its measurement is its own word, and how many steps it is given hangs on it. Speeds that
-    the run file declares are not limited."""
+    """Largest measured speed of a site, as a multiple of the median speed of the others. A larger
+    value is reduced to this limit, because a site reports its own speed and its number of steps
+    follows from it. Speeds that the run file declares are not limited."""
     max_share: Annotated[float, Field(ge=0.5, le=1.0)] = 0.5
-    """Share of all weight that a measured speed may give to one of three sites or more. Batch sizes
-    are in the run file: what a site has by them alone is not taken from it."""
+    """With three sites or more: largest fraction of the total weight that a measured speed may give
+    to one site. A fraction that a site has by its batch size alone is not reduced, since batch
+    sizes are in the run file."""
     link: Annotated[
         str | None,
         Field(
@@ -194,48 +205,50 @@ class ControlSection(Section):
             description='a rate such as "1gbit", "2.5mbit" or "300kbit"',
         ),
     ] = None
-    """Uplink of the slowest site per second; not set: measured."""
+    """Upload rate of the slowest site, per second. If not set, it is measured."""
     latency: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
-    """Seconds that an exchange takes beside its bytes, with a declared `link`; else measured."""
+    """Seconds that an exchange takes in addition to the transfer of its bytes. Needs a declared
+    `link`; if `link` is measured, so is this."""
     step_seconds: Annotated[float, Field(ge=1e-6, le=86400.0)] | None = None
-    """Seconds of an inner step at the slowest site, with `steps = "by-speed"` at the one that takes
-    `inner_steps`; not set: measured."""
+    """Seconds of an inner step at the slowest site, or at the typical site with
+    `steps = "by-speed"`. If not set, it is measured."""
     utilisation: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    """Share of the time that there is which exchanges are planned to take."""
+    """Fraction of the available time that exchanges are planned to fill."""
     work: Annotated[float, Field(gt=0.0, le=1.0)] = 0.03
-    """`link`: most that training may lose by a new plan's exchanges beside waiting, as a share of
-    the round: on processors the time that their work takes (encoding, votes, decoding, boundaries,
-    landings, digests; twice its processor time where training gets half a core), on GPUs the time
-    of boundaries and landings, during which these stand still. One in force may take a quarter
-    more."""
+    """With `adapt = "link"`: largest fraction of a round that training may lose to the exchanges of
+    a new plan, without waiting. On CPUs this is the time of encoding, votes, decoding, boundaries,
+    landings and digests; processor time counts twice if training gets half a core. On GPUs it is
+    the time of boundaries and landings, during which the GPUs stand still. A plan in force may take
+    a quarter more."""
     window: Annotated[int, Field(ge=1, le=64)] = 5
-    """`effective-rank`: rounds at the start with the run file's values, and over which the rank is
-    averaged later."""
+    """With `adapt = "effective-rank"`: number of first rounds that use the run file's values, and
+    number of rounds over which the rank is averaged later."""
     pinned: list[Pin] = []  # noqa: RUF012 - pydantic copies defaults
-    """`link`: keys that are not to be changed; by default those that the run file sets."""
+    """With `adapt = "link"`: keys that the controller must not change. The default is the keys that
+    the run file sets."""
 
     @property
     def link_rate(self) -> int | None:
-        """Declared uplink in bytes per second; none: measured."""
+        """Declared upload rate in bytes per second; None if it is measured."""
         if self.link is None:
             return None
         return rate_of(self.link)
 
     @property
     def measures(self) -> bool:
-        """Plans depend on what sites measure."""
+        """Whether `adapt` makes plans depend on measurements of the sites."""
         if self.adapt == "link":
             return self.link_rate is None or self.step_seconds is None
         return self.adapt == "effective-rank"
 
 
 def rate_of(text: str) -> int:
-    """Bytes per second, at least 1, of a text that `RATE` matches."""
+    """Returns bytes per second, at least 1, of a rate text. `RATE` must match `text`."""
     return max(1, round(float(text[:-4]) * _BITS[text[-4:]] / 8))
 
 
 def rate_text(bits_per_second: float, digits: int = 3) -> str:
-    """A rate to read, `200 Mbit/s`, with so many significant digits."""
+    """Returns a rate for display, such as `200 Mbit/s`, with `digits` significant digits."""
     bits = float(f"{bits_per_second:.{digits}g}")
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= size:
@@ -249,9 +262,13 @@ def rounds_problem(
     control: ControlSection,
     schedule: str | None,
 ) -> str | None:
-    """Why these sections do not go together, with the keys and the mend, or none.
+    """Returns why sections of a run file contradict each other, with the remedy, or None.
 
-    `schedule`: of the pipeline; none with one stage.
+    Args:
+        outer: `[outer]`.
+        compression: `[compression]`.
+        control: `[control]`.
+        schedule: the pipeline schedule; None if sites have one stage.
     """
     if outer.global_batch == "fixed" and schedule in ("gpipe", "interleaved-1f1b"):
         return (
@@ -261,17 +278,20 @@ def rounds_problem(
     codec, kind = compression.codec, compression.kind
     if kind == "lowrank" and outer.exchanges_gradients:
         return (
-            f"compression.codec {codec}: method {outer.method} exchanges gradients, which low rank "
-            "is not made for; choose another codec"
+            f"compression.codec {codec}: method {outer.method} exchanges gradients, and lowrank "
+            "encodes only pseudo-gradients; choose another codec"
         )
     if kind in ("topk", "top1", "lowrank") and outer.exchange != "gather":
-        return f'compression.codec {codec} is not averaged in parts: set outer.exchange = "gather"'
+        return (
+            f'compression.codec {codec} does not support outer.exchange "reduce": '
+            'set outer.exchange = "gather"'
+        )
     if kind in COARSE and not compression.error_feedback:
         return f"compression.codec {codec} needs compression.error_feedback = true"
     if compression.residual_view and outer.exchanges_gradients:
         return (
-            f"compression.residual_view: method {outer.method} exchanges gradients, of which a "
-            "site can hold nothing on top of its parameters: leave it out"
+            f"compression.residual_view: method {outer.method} exchanges gradients, and a residual "
+            "of gradients cannot be applied to parameters: leave it out"
         )
     if compression.residual_view and not compression.error_feedback:
         return "compression.residual_view needs compression.error_feedback = true"
@@ -287,8 +307,8 @@ def rounds_problem(
         )
     if control.latency and control.link is None:
         return (
-            "control.latency is of a declared link, and control.link is not set: set it too, or "
-            "leave latency out, which is measured then"
+            "control.latency belongs to a declared link, but control.link is not set: set "
+            "control.link too, or leave latency out, so that both are measured"
         )
     if control.adapt == "off":
         return None
@@ -301,14 +321,20 @@ def rounds_problem(
         )
     if control.adapt == "effective-rank" and kind != "lowrank":
         return (
-            f'control.adapt "effective-rank" changes the rank, compression.codec {codec} has '
-            'none: set codec = "lowrank:R", or adapt = "off"'
+            f'control.adapt "effective-rank" changes the rank, but compression.codec {codec} has '
+            'no rank: set codec = "lowrank:R", or adapt = "off"'
         )
     return None
 
 
 def usual_steps(raw: dict[str, Any], method: str, control: dict[str, Any]) -> str:
-    """`control.steps` of a run file that leaves it out."""
+    """Returns the default of `control.steps` for a run file that does not set it.
+
+    Args:
+        raw: the run file, as written.
+        method: `outer.method`.
+        control: `[control]` with the method's defaults filled in.
+    """
     sites = raw.get("sites")
     tables = sites.values() if isinstance(sites, dict) else ()
     declared = any(isinstance(table, dict) and "speed" in table for table in tables)

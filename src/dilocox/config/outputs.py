@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoints, evaluations, the record, metrics."""
+"""Sections of the run file about a run's outputs: checkpoints, evaluations, record, metrics."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from dilocox.config.methods import EXCHANGE_GRADIENTS
 
 
 class CheckpointSection(Section):
-    """`[checkpoint]`: what is kept to go on from, and what is published."""
+    """`[checkpoint]`: checkpoints to resume from, and the published model."""
 
     every_rounds: Annotated[int, Field(ge=0)] = 5
-    """In rounds of `outer.inner_steps` inner steps; 0 writes only the one at the end."""
+    """Interval between checkpoints, in rounds of `outer.inner_steps` inner steps. With 0, the only
+    checkpoint is the one at the end of the run."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """How many are kept; two at least, as the newest may not be whole at every rank yet."""
+    """Number of checkpoints that are kept. At least two are kept, since the newest may not be
+    complete at every rank yet."""
     hugging_face: bool = False
     """Also write every checkpoint as a Hugging Face folder."""
     best: bool = False
-    """Also keep `model-best/`, the Hugging Face folder of the evaluation with the lowest held-out
-    loss so far, replaced as a whole when one is lower. Written by the site that evaluates; with
-    `evaluation.patience`, where all evaluate, by every site that has a run folder of its own. It is
-    no part of the record. Needs `evaluation.every_rounds`."""
+    """Also keep `model-best/`, a Hugging Face folder of the anchor with the lowest held-out loss so
+    far. An evaluation with a lower loss replaces the whole folder. The site that evaluates writes
+    the folder. With `evaluation.patience`, all sites evaluate, and every site that has its own run
+    folder writes one. The folder is not part of the record. Needs `evaluation.every_rounds`."""
     published_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the weights in Hugging Face folders. `bf16`: fp32 is rounded, to nearest, ties to even."""
+    """Data type of the weights in Hugging Face folders. `bf16` rounds the fp32 weights to the
+    nearest value, ties to even."""
     published_file_size: str = "5GB"
-    """Bytes of weights in one file of a Hugging Face folder, at most; a stage that has more writes
-    several."""
+    """Largest size of one weights file in a Hugging Face folder. A stage with more weights writes
+    several files."""
     store: str = "{run}/checkpoints"
-    """Where they are kept, a folder or a URL that fsspec knows; `{run}` is the run's folder. A
-    write over a network is tried again for `network.link_timeout`, beside the training."""
+    """Where checkpoints are kept: a folder, or a URL that fsspec supports. `{run}` is the run's
+    folder. A failed write over a network is retried for `network.link_timeout` seconds while
+    training goes on."""
 
     @field_validator("published_file_size")
     @classmethod
@@ -41,17 +45,18 @@ class CheckpointSection(Section):
 
 
 class EvaluationSection(Section):
-    """`[evaluation]`: held-out loss of the anchor."""
+    """`[evaluation]`: evaluations of the anchor's held-out loss."""
 
     every_rounds: Annotated[int, Field(ge=0)] = 0
-    """In rounds of `outer.inner_steps` inner steps; 0 evaluates before the first and after the
-    last round only."""
+    """Interval between evaluations, in rounds of `outer.inner_steps` inner steps. With 0, the run
+    evaluates only before the first and after the last round."""
     prompt: str = ""
-    """Prompt of the sampled completion at the end."""
+    """Prompt of the sampled completion at the end of the run."""
     completion_tokens: Annotated[int, Field(ge=0)] = 48
     patience: Annotated[int, Field(ge=0)] = 0
-    """The run ends early, as if its steps were done, when the held-out loss has not become lower in
-    so many evaluations: at more than half of the sites, which all evaluate for that. 0: never."""
+    """Number of evaluations without a lower held-out loss after which the run ends early, as if its
+    steps were done. All sites evaluate then, and the run ends when more than half of them see no
+    lower loss. 0: the run never ends early."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSection:
@@ -64,33 +69,34 @@ class EvaluationSection(Section):
 
 
 class RecordSection(Section):
-    """`[record]`: what lets a stranger check how the model was made (`dilocox verify`)."""
+    """`[record]`: the signed record, with which `dilocox verify` checks how the model was made."""
 
     enabled: bool = True
     store: str = "{run}/record/store"
-    """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
+    """Where payloads and theta_0 are kept: a folder, or a URL that fsspec supports. `{run}` is the
     run's folder."""
     keep: Annotated[int, Field(gt=0)] | str = "auto"
-    """Bound on the payloads in each site's store. "all": no bound. A number: the newest rounds, at
-    least. A size, such as "500GB": bytes of one site. Older payloads are removed, and their signed
-    digests stay: `dilocox verify` then replays from a signed state that lies with the oldest kept
-    round. "auto": no bound below 1e9 parameters; 80 bytes per parameter and at least 500 GB for a
-    larger model."""
+    """Limit on the payloads in each site's store. "all": no limit. A number N: at least the newest
+    N rounds are kept. A size, such as "500GB": bytes per site. Older payloads are removed, but
+    their signed digests stay. `dilocox verify` then replays from a signed state that is kept with
+    the oldest kept round. "auto": no limit below 1e9 parameters; for larger models 80 bytes per
+    parameter, at least 500 GB."""
     states_every: Annotated[int, Field(ge=0)] = 0
-    """Every so many rounds each site also keeps the state in which the round begins, and that of
-    the flush in the end, so that `dilocox audit` can repeat them; 0: never. A site with text of its
-    own only signs it."""
+    """Interval in rounds. At the start of every such round, and of the flush, each site stores its
+    state, so that `dilocox audit` can repeat the round. 0: no states are stored. A site with text
+    of its own (`sites.NAME.data`) signs its state but does not store it."""
     states_keep: Annotated[int, Field(ge=0)] = 0
-    """How many of these rounds, the newest, have their states in the store at least, one more at
-    most; older ones are removed, and nobody can audit them then; 0: all. How many payloads stay,
-    `keep` says."""
+    """Number of the newest rounds whose states are kept; the store may hold one more. States of
+    earlier rounds are removed, and these rounds can no longer be audited. 0: all states are kept.
+    `record.keep` limits payloads separately."""
     audit_rate: Fraction = 0.05
-    """Share of these rounds of each site that `dilocox auditor` audits."""
+    """Fraction of each site's rounds with stored states that `dilocox auditor` audits."""
 
     anchor: list[str] = []  # noqa: RUF012 - pydantic copies defaults
-    """A command, word by word, that the coordinator runs beside training whenever the log has a
-    new signed checkpoint: once a round, and at the end. It gets the checkpoint on its standard
-    input and takes it to where others can see it. Its failures are said and change nothing."""
+    """A command, as a list of words, that publishes signed checkpoints of the log. The coordinator
+    runs it in the background for every new checkpoint: once per round and at the end. The command
+    reads the checkpoint from its standard input and copies it to a public place. If the command
+    fails, the run warns and goes on."""
 
     @field_validator("keep")
     @classmethod
@@ -115,7 +121,7 @@ class RecordSection(Section):
 
 
 class MetricsSection(Section):
-    """`[metrics]`: JSONL is always written; others by name."""
+    """`[metrics]`: where metrics are written. `metrics.jsonl` is always written."""
 
     sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []  # noqa: RUF012 - pydantic copies defaults
     project: str = "dilocox"
@@ -127,7 +133,14 @@ def keeping_problem(
     record: RecordSection,
     method: str,
 ) -> str | None:
-    """What cannot be kept of a run by this `outer.method`, and the mend; None if all can."""
+    """Returns why the run cannot keep what these sections ask for, with the remedy, or None.
+
+    Args:
+        checkpoint: `[checkpoint]`.
+        evaluation: `[evaluation]`.
+        record: `[record]`.
+        method: `outer.method`.
+    """
     if checkpoint.best and not evaluation.every_rounds:
         return (
             "checkpoint.best chooses among evaluations, and evaluation.every_rounds = 0 has none "
@@ -136,6 +149,6 @@ def keeping_problem(
     if record.states_every and method in EXCHANGE_GRADIENTS:
         return (
             f"record.states_every: method {method} exchanges gradients, which are not kept, "
-            "so that no round can be repeated: set it to 0"
+            "so no round can be repeated: set it to 0"
         )
     return None

@@ -1,8 +1,8 @@
-"""One run, one TOML file: every section and key that a run file may hold.
+"""The run file: one TOML file that describes a run, with all its sections and keys.
 
-`load_run` reads a file, applies command-line overrides, fills in what the method (see
-`dilocox.config.methods`) leaves to its own defaults, and checks everything that can be checked
-without touching a GPU or the network. A `RunConfig` is frozen: what was resolved is what runs.
+`load_run` reads a file, applies command-line overrides, fills in the defaults of the method
+(`dilocox.config.methods`) and checks everything that needs neither a GPU nor the network. The
+result is a resolved `RunConfig`, which is immutable.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dilocox.errors import ConfigError
 
 
 class RunSection(Section):
-    """`[run]`: name, place and seed."""
+    """`[run]`: name, folder and seed of the run."""
 
     name: Annotated[
         str,
@@ -55,36 +55,36 @@ class RunSection(Section):
         ),
     ] = "run"
     folder: str = "runs/{name}"
-    """Where the run is written; `{name}` is replaced."""
+    """Folder into which the run is written. `{name}` is replaced by `run.name`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     code: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
-    """SHA-256 over the source of functions that replace parts of the training (`dilocox.join`,
-    `dilocox.train`): all sites must bring the same. The refusal of a site that brings functions
-    without it says what to write here."""
+    """SHA-256 of the source of user functions that replace parts of the training (`dilocox.join`,
+    `dilocox.train`). All sites must use the same functions. If the key is missing, the error
+    message shows the value to write here."""
 
 
 class ModelSection(Section):
-    """`[model]`: a Hugging Face causal LM, by folder, by hub name, or inline."""
+    """`[model]`: a Hugging Face causal language model, by folder, by hub name, or inline."""
 
     path: str | None = None
-    """A local folder or a hub name."""
+    """A local folder, or the name of a model on the Hugging Face hub."""
     revision: str | None = None
     pretrained: bool = True
-    """With `path`: start from its weights (true) or from its configuration alone (false)."""
+    """With `path`. `true`: start from the model's weights. `false`: use only its configuration."""
     handover: bool = False
-    """`path` was written by `dilocox handover`: the run goes on from the run that it is of, with
-    its outer momentum, inner steps (which count towards the length of this run) and token ranges.
-    Sites, stages and shards may be others."""
+    """`true`: `path` is a folder that `dilocox handover` wrote, and this run continues the run that
+    the folder comes from. It continues with that run's outer momentum, token ranges and inner
+    steps, which count towards this run's length. Sites, stages and shards may differ."""
     architecture: dict[str, Any] | None = None
     """Inline architecture: `model_type` and the keys of that type's configuration."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     activation_checkpointing: bool | Literal["selective"] = False
-    """What the backward pass computes again: nothing (`false`), each layer from its input alone
-    (`true`), or all of a layer but its attention and every second matrix product (`selective`)."""
+    """Activations that the backward pass recomputes. `false`: none. `true`: all of a layer but its
+    input. `selective`: all of a layer but its attention and every second matrix product."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile every layer with `torch.compile`. `auto`: on a GPU, but not with the zero-bubble
-    schedules; a layer that cannot be compiled runs as it is, and a warning says why. `true`: such a
-    layer is an error. Not with the zero-bubble schedules."""
+    """Compile every layer with `torch.compile`. `auto`: compile on GPUs, unless the schedule is a
+    zero-bubble one; a layer that cannot be compiled runs uncompiled, with a warning. `true`: such a
+    layer is an error; a zero-bubble schedule is refused."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -98,16 +98,16 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """`[data]`: text to token files."""
+    """`[data]`: the text, and how it becomes token files."""
 
     source: str | list[str] | None = None
-    """`python-stdlib`, or files and folders, or a hub dataset name (with `format = "hub"`). Of a
-    folder, files of other kinds and hidden ones are left out, counted and shown by `dilocox data
-    show`; links are followed."""
+    """`python-stdlib`, files and folders, or the name of a hub dataset (with `format = "hub"`). In
+    folders, links are followed; hidden files and files of other formats are left out. `dilocox data
+    show` counts the files that are left out."""
     format: Literal["auto", "text", "jsonl", "parquet", "code", "hub"] = "auto"
-    """What the source is; `auto` goes by the file names. `jsonl`: JSON objects, one per line or all
-    in one array; in a folder, `.json` files are taken with this format only. Text and JSONL may be
-    packed (`.gz`, `.zst`)."""
+    """Format of the source. `auto`: by the file names. `jsonl`: JSON objects, one per line or all
+    in one array; `.json` files in folders are read with this format only. Text and JSONL files may
+    be compressed (`.gz`, `.zst`)."""
     text_field: str = "text"
     """Field or column that holds the text in JSONL, Parquet and hub datasets. Records whose text is
     null or missing are left out and counted by `dilocox data show`."""
@@ -119,49 +119,49 @@ class DataSection(Section):
     licence: str | None = None
     max_documents: Positive | None = None
     folder: str = "{run}/data"
-    """Where the token files are; `{run}` is the run's folder."""
+    """Folder of the token files. `{run}` is the run's folder."""
     tokenizer: str = "train"
-    """A local folder or hub name (`NAME@REVISION`: of that branch, tag or commit), or `train`:
-    byte-level BPE trained on the corpus. Not set, where `model.path` gives the weights: that
-    model's own, since its weights know no other; `train` is refused there. With `model.handover`:
-    what the run before had."""
+    """A local folder, a hub name (`NAME@REVISION` for a branch, tag or commit), or `train` for a
+    byte-level BPE trained on the corpus. If the run starts from the weights of `model.path`, the
+    default is that model's tokenizer and `train` is refused, since the weights fit no other. With
+    `model.handover`, the default is the tokenizer of the earlier run."""
     vocabulary_size: Annotated[int, Field(ge=257)] = 4096
-    """Size of a trained tokenizer."""
+    """Vocabulary size of a trained tokenizer."""
     begin_of_text: bool = True
-    """Begin every document with what the tokenizer itself writes before a text, as Llama's,
-    Mistral's and Gemma's do; a trained one writes nothing."""
+    """Begin every document with the tokens that the tokenizer puts before a text. The tokenizers of
+    Llama, Mistral and Gemma have such tokens; a trained tokenizer has none."""
     sequence_length: Positive = 256
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
     validation_source: str | list[str] | None = None
-    """Held-out text of its own, given as `source` is: all of it is held out, and all of `source` is
-    trained on. Documents that are in both are not looked for."""
+    """Separate held-out text, written like `source`. All of it is held out, and all of `source` is
+    trained on. Documents that occur in both are not detected."""
     validation_split: str = "validation"
     """Hub datasets: the split of `validation_source`."""
     validation_sequences: Positive = 64
-    """How many held-out sequences an evaluation reads, at most."""
+    """Largest number of held-out sequences that an evaluation reads."""
 
 
 class NetworkSection(Section):
-    """`[network]`: the coordinator's address, and the two time-outs."""
+    """`[network]`: the coordinator's address, the exchange's connections, and time-outs."""
 
     host: str = "127.0.0.1"
     """Address that the coordinator listens on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0 takes a free port."""
+    """Port that the coordinator listens on. 0: a free port."""
     advertise: str | None = None
-    """Address that the join line shows; not set: `host`, or this machine's own address if `host` is
-    0.0.0.0."""
+    """Coordinator address in the `dilocox join` line that is printed. If not set, it is `host`, or
+    this machine's own address if `host` is 0.0.0.0."""
     interface: str | None = None
-    """Default interface of the exchange; none: the one that reaches the coordinator."""
+    """Network interface of the exchange for sites that set none. If not set, it is the interface
+    that reaches the coordinator."""
     congestion: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,15}$")] | None = None
-    """TCP congestion control of the exchange's connections at this site, such as `cubic`; not set:
-    the machine's. Three sites or more share their links more evenly with `cubic` than with `bbr`,
-    which is better on links that lose packets (docs/notes/exchange.md)."""
+    """TCP congestion control of the exchange at this site, such as `cubic`; by default the
+    machine's. With three or more sites, `cubic` shares links more evenly than `bbr`; `bbr` is
+    better on links that lose packets (docs/notes/exchange.md)."""
     link_timeout: Annotated[float, Field(ge=5.0)] = 120.0
-    """Seconds that a link may be silent. From this and `heartbeat` all other time-outs are
-    derived."""
+    """Seconds that a link may be silent. All other time-outs follow from it and `heartbeat`."""
     heartbeat: Annotated[float, Field(gt=0.0)] = 5.0
-    """Seconds within which it is noticed that a rank has died."""
+    """Seconds within which the death of a rank is noticed."""
 
     @model_validator(mode="after")
     def _consistent(self) -> NetworkSection:
@@ -173,7 +173,7 @@ class NetworkSection(Section):
 
 
 class RunConfig(Section):
-    """A whole run file, resolved."""
+    """A resolved run file: every key has its value, and all checks have passed."""
 
     run: RunSection = RunSection()
     model: ModelSection
@@ -243,7 +243,7 @@ class RunConfig(Section):
 
     @property
     def record_store(self) -> str:
-        """Folder or URL of the record's store."""
+        """Folder or URL of the record's payload store."""
         return self.record.store.replace("{run}", str(self.folder))
 
     @property
@@ -253,22 +253,22 @@ class RunConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """Inner steps that a site takes in the whole run."""
+        """Inner steps of one site in the whole run."""
         return self.outer.steps or (self.outer.rounds or 0) * self.outer.inner_steps
 
     @property
     def exchanges_gradients(self) -> bool:
-        """The method averages the gradients of every inner step; there are no outer steps."""
+        """Whether the method averages the gradients of every inner step, without outer steps."""
         return self.outer.exchanges_gradients
 
     @property
     def gradient_delay(self) -> int:
-        """Inner steps between a gradient and its use, 0 or 1, if the method exchanges them."""
+        """Inner steps from a gradient to its use, 0 or 1, with methods that exchange gradients."""
         return self.outer.delay
 
     @property
     def shares_moments(self) -> bool:
-        """Payloads carry row means of second moments, whatever does not go as low rank."""
+        """Whether payloads, except lowrank ones, carry row means of AdamW's second moments."""
         return (
             self.compression.moments
             and len(self.sites) > 1
@@ -279,35 +279,35 @@ class RunConfig(Section):
         )
 
     def sent_as(self, codec: str) -> str:
-        """What rounds of `codec` are sent as: with moments, if sites share them."""
+        """Returns `codec` with `+moments` if the sites share second moments."""
         return sent_with_moments(codec, self.shares_moments)
 
     def site_batch(self, site: str) -> int:
-        """Sequences per inner step at `site`, if no other one's are added."""
+        """Sequences per inner step at `site`, without those taken over from absent sites."""
         return self.sites[site].batch_size or self.site.batch_size
 
     @property
     def global_batch(self) -> int:
-        """Sequences per inner step at all sites of the run file."""
+        """Sequences per inner step, summed over all sites of the run file."""
         return sum(map(self.site_batch, self.sites))
 
     @property
     def declares_speeds(self) -> bool:
-        """The run file says how fast sites are."""
+        """Whether the run file declares the speed of at least one site."""
         return any(site.speed is not None for site in self.sites.values())
 
     @property
     def measures(self) -> bool:
-        """Plans depend on what sites measure."""
+        """Whether plans depend on measurements of the sites."""
         paced = self.control.steps == "by-speed" and not self.declares_speeds
         return self.control.measures or paced
 
     def to_toml(self) -> str:
-        """The resolved run file. Keys that are none are left out."""
+        """Returns the resolved run file as TOML. Keys whose value is None are left out."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     def shared(self, without_defaults: bool = False) -> dict[str, Any]:
-        """What all sites must agree on: all but places on one machine."""
+        """Returns the keys that all sites must agree on: all but the settings of one machine."""
         shared = self.model_dump(
             mode="json", exclude={"metrics": True}, exclude_defaults=without_defaults
         )
@@ -317,18 +317,18 @@ class RunConfig(Section):
         for site in shared["sites"].values():
             for key in ("interface", "advertise", "ports"):
                 site.pop(key, None)
-            # Where private text lies is the site's own matter; that it is private is not: its
-            # token ranges come from a space of their own.
+            # Sites need not agree on the folder of private text, but must agree that a site has
+            # private text: token ranges of that site come from a space of their own.
             if "data" in site:
                 site["data"] = site["data"] is not None
         return {name: keys for name, keys in shared.items() if keys or not without_defaults}
 
     def digest(self) -> str:
-        """SHA-256, hex, over what of `shared` is not a default: what sites show when they join.
+        """Returns the SHA-256 (hex) of the `shared` keys that differ from their defaults.
 
-        So a run can go on under a later version that knows more keys, or has other defaults
-        (`FORMER_DEFAULTS`). Sites that join must have one version and the same defaults
-        (`Versions`).
+        Sites present it when they join. Defaults are left out so that a run can resume under a
+        later version with more keys or other defaults (`FORMER_DEFAULTS`). All sites have the same
+        defaults, since they must have the same version (`Versions`).
         """
         shared = self.shared(without_defaults=True)
         for (section, key), former in FORMER_DEFAULTS.items():
@@ -337,10 +337,10 @@ class RunConfig(Section):
         return digest_of({name: keys for name, keys in shared.items() if keys})
 
     def as_begun(self, earlier: RunConfig) -> RunConfig:
-        """This run as it goes on in the folder of `earlier`, which has the same digest.
+        """Returns this configuration with the former defaults that `earlier` began with.
 
-        A key that stands at its default goes on with the former default that the run was begun
-        with: the run's record says so, and what ranks compute does not change under way.
+        `earlier` is the resolved run file in the folder of the run that resumes; it has the same
+        digest. Only keys at their default change, so that ranks compute as the record says.
         """
         config = self
         for (section, key), former in FORMER_DEFAULTS.items():
@@ -353,8 +353,8 @@ class RunConfig(Section):
 
 
 FORMER_DEFAULTS: dict[tuple[str, str], Any] = {("model", "compile"): False}
-"""By section and key, what the default was in earlier versions. In a digest a key with this value
-is at its default, as it was when such a version made the digest."""
+"""Defaults of earlier versions, by section and key. `RunConfig.digest` leaves out a key with its
+former default, as the earlier version did."""
 
 
 _OF_ONE_MACHINE = {
@@ -365,11 +365,11 @@ _OF_ONE_MACHINE = {
     "checkpoint": ("store",),
     "record": ("store", "anchor"),
 }
-"""Keys by section."""
+"""Keys, by section, that may differ between sites."""
 
 
 def digest_of(shared: Mapping[str, Any]) -> str:
-    """SHA-256, hex, over what `RunConfig.shared` gives, from this version or another."""
+    """Returns the SHA-256 (hex) of a `RunConfig.shared` mapping of this or another version."""
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -378,19 +378,19 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file and resolve it.
 
     `overrides` are `section.key=value` texts; values are TOML, bare words are strings.
-    Raises `ConfigError` with the key, the reason and the mend.
+    Raises `ConfigError`, which names the key, the reason and the remedy, for an invalid file.
     """
     return resolve_run(_read(Path(path), overrides), where=str(path))
 
 
 def load_written(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the `run.toml` of a run's folder: resolved, maybe by an older version.
+    """Read the `run.toml` in a run's folder, which an earlier version may have resolved.
 
-    Keys that methods have set only since then are what that version did without them.
-    Raises `ConfigError`, as `load_run`.
+    Keys that this earlier version did not know take its behaviour (`methods.BEFORE`).
+    Raises `ConfigError` like `load_run`, and if the file is not a plain file in the folder.
     """
     from dilocox.utils.storage import (
-        unsafe_reason,  # imports fsspec, which who reads no run needs not
+        unsafe_reason,  # imports fsspec, which other callers of this module do not need
     )
 
     reason = unsafe_reason(Path(path), Path(path).parent)
@@ -405,7 +405,7 @@ def load_written(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
-        # Windows' editors begin a file with a byte order mark.
+        # Windows editors may begin a file with a byte order mark.
         raw = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such run file; see examples/ for ones that work") from None
@@ -419,13 +419,13 @@ def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
-    """Fill in the method's defaults and validate `raw`. Raises `ConfigError`."""
+    """Fill in the method's defaults and validate. Raises `ConfigError` that begins with `where`."""
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     tables = {name: raw.get(name, {}) for name in ("outer", "compression", "control")}
     if all(isinstance(table, dict) for table in tables.values()):
         outer, compression, control = tables.values()
         method = outer.get("method", "dilocox")
-        # What is no method is left to the validation, which lists the methods there are.
+        # An unknown method is left to the validation, which lists the known methods.
         known = method if isinstance(method, str) and method in METHODS else "dilocox"
         defaults = method_defaults(known, outer, compression)
         control = {**defaults["control"], **control}
@@ -447,10 +447,9 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
 
 
 def _take_the_models_tokenizer(raw: dict[str, Any]) -> None:
-    """Set `data.tokenizer` to that of the model whose weights the run starts from, or of the run
-    that it goes on from, if not set."""
+    """Set a missing `data.tokenizer` to the tokenizer of the pretrained model or earlier run."""
     model, data = raw.get("model"), raw.get("data", {})
-    # What has another type is left to the validation.
+    # Values of a wrong type are left to the validation.
     if not isinstance(model, dict) or not isinstance(data, dict) or "tokenizer" in data:
         return
     path, revision = model.get("path"), model.get("revision")
@@ -479,10 +478,10 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def with_sites(config: RunConfig, sites: int | Sequence[str]) -> RunConfig:
-    """The run with so many sites, or with sites of these names; those of the run file come first.
+    """Returns the run with another number of sites, or with sites of the given names.
 
-    Sites beyond them are like one without settings of its own. Raises `ConfigError` for a run that
-    cannot be with these.
+    Sites of the run file keep their settings; a number keeps the first of them. New sites have no
+    settings of their own. Raises `ConfigError` if the run is not valid with these sites.
     """
     names = list(config.sites)[:sites] if isinstance(sites, int) else list(sites)
     if isinstance(sites, int):

@@ -1,4 +1,4 @@
-"""Sections of the run file about a site: what it is like inside, its optimizer, what is its own."""
+"""Sections of the run file about sites: `[site]`, `[inner]` and `[sites.NAME]`."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ SiteName = Annotated[str, Field(pattern=SITE_NAME)]
 
 GradientSync = Literal["auto", "step", "micro-batch"]
 MOST_RANKS = 65_535
-"""Of a site: stages and shards are numbered in 16 bits, in keys of exchanges and in records."""
+"""Largest number of ranks of a site's first replica. Exchange keys and the record number stages and
+shards in 16 bits."""
 ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv")
-"""Schedules that split the backward pass into its input and its weight half."""
+"""Schedules that compute gradients of inputs and gradients of weights in separate passes."""
 
 
 class SiteSection(Section):
-    """`[site]`: what every site looks like inside. The layout is the same at all sites."""
+    """`[site]`: layout and batch of a site. The layout is the same at all sites."""
 
     stages: Positive = 1
     shards: Positive = 1
     replicas: Positive = 1
-    """Copies of the stages x shards ranks at every site, each of which trains on its own part of
-    the batch (hybrid sharding). Shards gather parameters inside a replica alone. Replicas exchange
-    gradients once per step. Give one replica to each group of GPUs with fast links."""
+    """Copies of the stages x shards ranks at every site (hybrid sharding). Each replica trains on
+    its own part of the batch. Shards gather parameters only from the same replica. Replicas
+    exchange gradients once per step. Give one replica to each group of GPUs with fast links."""
     chunks: Positive = 1
-    """Model slices per stage; more than one for the interleaved and zero-bubble schedules."""
+    """Model slices per stage. The interleaved and zero-bubble schedules need more than one."""
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"] = (
         "1f1b"
     )
     batch_size: Positive = 16
-    """Sequences per inner step and site, over all of its shards and replicas."""
+    """Sequences per inner step of a site, over all its shards and replicas."""
     micro_batch_size: Positive = 4
-    """Sequences per micro-batch and shard."""
+    """Sequences per micro-batch of one shard."""
     gradient_sync: GradientSync = "auto"
-    """How often the shards of a site of one stage gather parameters and reduce gradients: once per
-    `step`, for which every rank holds the whole model's in the compute dtype and its gradients in
-    fp32, or for each `micro-batch`. `auto`: per step on GPUs whose memory that is surely enough
-    for, per micro-batch elsewhere. Pipelines do it once per step in every case."""
+    """How often the shards of a site of one stage gather parameters and reduce gradients. `step`:
+    once per inner step; every rank then holds all parameters in the compute dtype and all gradients
+    in fp32. `micro-batch`: for each micro-batch. `auto`: per step on GPUs that certainly have
+    enough memory for it, else per micro-batch. Pipelines always do it once per step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads per rank; 0 shares the machine's cores among the ranks that start on it."""
+    """CPU threads per rank. With 0, the ranks that start on a machine share its cores."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Compute dtype; `auto`: bf16 where the hardware multiplies it natively, else fp32. Parameters
-    and optimizer states are fp32 in every case."""
+    """Compute data type. `auto`: bf16 on hardware that multiplies bf16 natively, else fp32.
+    Parameters and optimizer states are always fp32."""
     deterministic: bool = True
 
     @model_validator(mode="after")
@@ -66,8 +67,8 @@ class SiteSection(Section):
             raise ValueError('schedule "zbv" has exactly two chunks per stage: set chunks = 2')
         if self.gradient_sync == "micro-batch" and self.stages > 1:
             raise ValueError(
-                'gradient_sync "micro-batch" is for sites of one stage, pipelines reduce gradients '
-                'once per step: set stages = 1, or gradient_sync = "step"'
+                'gradient_sync "micro-batch" needs sites of one stage, since pipelines reduce '
+                'gradients once per step: set stages = 1, or gradient_sync = "step"'
             )
         problem = self.batch_problem(self.batch_size)
         if problem is not None:
@@ -76,13 +77,16 @@ class SiteSection(Section):
 
     @property
     def batch_unit(self) -> int:
-        """Sequences that a batch is a multiple of: a micro-batch on every shard of every replica,
-        on as many stages as the schedule needs at a time."""
+        """Smallest unit of a batch, in sequences. Every valid batch size is a multiple of it.
+
+        It is one micro-batch per shard and replica. Interleaved schedules need as many
+        micro-batches as stages.
+        """
         stages = self.stages if self.schedule.startswith("interleaved") else 1
         return self.parts * self.micro_batch_size * stages
 
     def batch_problem(self, batch_size: int) -> str | None:
-        """Why `batch_size` sequences per step cannot run in this layout, or none."""
+        """Returns why `batch_size` sequences per step cannot run in this layout, or None."""
         group = self.parts * self.micro_batch_size
         if batch_size % group:
             parts = "shards" if self.replicas == 1 else "replicas x shards"
@@ -105,32 +109,35 @@ class SiteSection(Section):
 
     @property
     def asks_for_whole_gradients(self) -> bool:
-        """Whether `gradient_sync` itself asks each rank of one stage to hold whole gradients."""
+        """Whether the run file explicitly asks for whole gradients on each rank of a sharded stage.
+
+        True with `gradient_sync = "step"`, one stage, and several shards or replicas.
+        """
         return self.gradient_sync == "step" and self.stages == 1 < self.parts
 
     @property
     def parts(self) -> int:
-        """Parts of a batch: one for every shard of every replica."""
+        """Number of parts of a batch: one for each shard of each replica."""
         return self.replicas * self.shards
 
     @property
     def product(self) -> str:
-        """What `ranks` is the product of, in words."""
+        """The factors of `ranks`, as text for messages."""
         return "stages x shards" if self.replicas == 1 else "replicas x stages x shards"
 
     @property
     def exchanging_ranks(self) -> int:
-        """Ranks of one site that other sites know: those of its first replica."""
+        """Number of ranks of a site that exchange with other sites: those of the first replica."""
         return self.stages * self.shards
 
     @property
     def ranks(self) -> int:
-        """Ranks (processes) of one site, in all of its replicas."""
+        """Number of ranks (processes) of one site, over all replicas."""
         return self.replicas * self.exchanging_ranks
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per inner step, of every shard of every replica."""
+        """Number of micro-batches per inner step of one shard of one replica."""
         return self.batch_size // (self.parts * self.micro_batch_size)
 
 
@@ -139,47 +146,53 @@ def _batches(count: int) -> str:
 
 
 class InnerSection(Section):
-    """`[inner]`: the optimizer of the local steps."""
+    """`[inner]`: the optimizer of the inner steps."""
 
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
     muon_learning_rate: Annotated[float, Field(gt=0.0)] | None = None
-    """`muon`: peak for the matrices, if not that of all else. Embedding and head of small models
-    gain from more than the matrices."""
+    """With `muon`: peak learning rate of the matrices. If not set, it is `learning_rate`. In small
+    models, embedding and head gain from a higher learning rate than the matrices."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     momentum: Beta = 0.95
-    """`muon`: Nesterov momentum of the matrices, per step."""
+    """With `muon`: Nesterov momentum of the matrices, per step."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     clip: Annotated[float, Field(ge=0.0)] = 1.0
-    """Largest global gradient norm, over stages and shards; 0 switches clipping off."""
+    """Largest gradient norm of the whole model, over all stages and shards. 0: no clipping."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     decay_steps: Annotated[int, Field(ge=0)] = 0
-    """`wsd`: steps of the final decay; 0 means a fifth of the run."""
+    """With `wsd`: inner steps of the final decay. 0: a fifth of the run."""
     final_fraction: Fraction = 0.1
-    """Learning rate at the end of `cosine` and `wsd`, as a fraction of the peak."""
+    """With `cosine` and `wsd`: learning rate at the end, as a fraction of the peak."""
 
 
 class SiteOverride(Section):
-    """`[sites.NAME]`: what one site has of its own. An empty table is a site like all others."""
+    """`[sites.NAME]`: settings of one site. The table may be empty."""
 
     batch_size: Positive | None = None
-    """Sequences per inner step at this site; weighs its contribution."""
+    """Sequences per inner step at this site. The weight of its contribution follows from it. If not
+    set, it is `site.batch_size`."""
     speed: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
-    """How fast this site is, in any unit that all sites use, such as tokens/s; sites that do not
-    say it count as 1. Not set at any site: measured. Used with `control.steps = "by-speed"`."""
+    """Declared speed of this site, in any unit that all sites use, such as tokens/s. If some sites
+    declare a speed, the others count as 1. If no site declares one, speeds are measured. Used with
+    `control.steps = "by-speed"`."""
     data: str | None = None
-    """Folder of this site's own token files (private text): its own space of token ranges."""
+    """Folder with this site's own token files, for private text. The site then trains on these
+    files alone, and its token ranges count in these files."""
     own_code: bool = False
-    """This site may replace loss or data by code of its own (`dilocox.train`, which writes this
-    itself). An audit cannot repeat its rounds. Without this, an audit of such a site is a FAIL."""
+    """Whether this site may replace the loss or the data by code of its own. `dilocox.train` sets
+    the key by itself. An audit cannot repeat the rounds of such a site. If the key is false and the
+    site replaces code, an audit of the site is a FAIL."""
     interface: str | None = None
     """Network interface that the exchange binds to."""
     advertise: str | None = None
-    """Address under which the other sites reach this one, if not the interface's own (NAT)."""
+    """Address at which other sites reach this site. Set it if the address differs from the
+    interface's own, as behind NAT."""
     ports: str | None = None
-    """Port range FIRST-LAST for incoming exchange connections, one port per rank."""
+    """Range of ports FIRST-LAST for incoming connections of the exchange, one port per rank of the
+    site's first replica."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SiteOverride:
@@ -192,7 +205,7 @@ class SiteOverride(Section):
 
     @property
     def port_range(self) -> tuple[int, int] | None:
-        """First and last port of `ports`; (0, 0) if it is not written as a range."""
+        """First and last port of `ports`; (0, 0) if `ports` is not a range; None if not set."""
         if self.ports is None:
             return None
         first, _, last = self.ports.partition("-")
