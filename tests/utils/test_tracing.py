@@ -162,4 +162,4 @@ def test_a_full_disk_ends_the_recording_only(
         pytest.skip("this system has no /dev/full")
     with caplog.at_level(logging.WARNING), tracing.recording(full), tracing.span("work"):
         pass
-    assert caplog.text.count("the timeline is not recorded any more (") == 1
+    assert caplog.text.count("recording of the timeline stopped (") == 1

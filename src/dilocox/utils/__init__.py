@@ -1,1 +1,1 @@
-"""Small general tools: files, processes, retries, tracing. Nothing here knows training."""
+"""General helpers: files, processes, retries, tracing. No module here depends on training code."""

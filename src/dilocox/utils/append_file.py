@@ -1,4 +1,4 @@
-"""A file that grows by whole lines, on a disk that may be full for a while."""
+"""A file that only grows, by atomic appends, on a disk that may be full for a while."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from pathlib import Path
 
 
 class AppendFile:
-    """Appends to a file: a piece of data is there whole, or not at all.
+    """Appends data to a file; each append is written completely or not at all.
 
-    After an `OSError` the file holds nothing of the data of that call, and a later call may
-    succeed. `append` belongs to one thread; `sync` may be called from any.
+    If `append` raises `OSError`, the file contains nothing of its data, and a later call may
+    succeed. Only one thread may call `append`; any thread may call `sync`.
     """
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
-        """Open or create. `durable`: `sync` will be called. Raises `OSError`."""
+        """Open or create the file at `path`. Raises `OSError`.
+
+        `durable` must be true if `sync` will be called; data is then kept in memory until `sync`.
+        """
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.length = self._synced = os.fstat(self._descriptor).st_size
         self._unsynced = bytearray() if durable else None
@@ -24,7 +27,7 @@ class AppendFile:
         self._lock, self._syncing = threading.Lock(), threading.Lock()
 
     def append(self, data: bytes) -> None:
-        """Add `data`. Raises `OSError`; then nothing was added."""
+        """Append `data`. Raises `OSError` if the write fails; nothing is appended then."""
         with self._lock:
             if self._torn:
                 os.ftruncate(self._descriptor, self.length)
@@ -33,7 +36,8 @@ class AppendFile:
                 _write(self._descriptor, data, self.length)
             except OSError:
                 self._torn = True
-                # What is cut away now need not be found torn by a reader, or after a crash.
+                # Remove the partial write at once, so that neither a reader nor a restart after a
+                # crash finds it. If this fails, the next append removes it.
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, self.length)
                     self._torn = False
@@ -43,7 +47,10 @@ class AppendFile:
                 self._unsynced += data
 
     def sync(self) -> None:
-        """Return when all that was appended will survive a power cut. Raises `OSError`."""
+        """Return when all data appended so far would survive a power failure.
+
+        Raises `OSError` if the disk fails, and `ValueError` if the file was not opened as durable.
+        """
         if self._unsynced is None:
             raise ValueError("a file that was not opened as durable")
         with self._syncing:
@@ -52,7 +59,7 @@ class AppendFile:
                 if goal == self._synced and not self._doubtful:
                     return
                 if self._doubtful:
-                    # After a failed fsync the kernel takes the pages for written: write them anew.
+                    # After a failed fsync the kernel marks the pages as written: write them again.
                     _write(self._descriptor, bytes(self._unsynced), self._synced)
             try:
                 os.fsync(self._descriptor)
@@ -65,7 +72,7 @@ class AppendFile:
                 self._synced = goal
 
     def close(self) -> None:
-        """Let go of the file. A second call does nothing."""
+        """Close the file. Further calls do nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

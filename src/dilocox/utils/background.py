@@ -1,4 +1,4 @@
-"""Calls over the network that training does not wait for."""
+"""A queue for network calls that run in the background while training goes on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class BackgroundQueue:
-    """Runs calls in a thread of its own, one after the other, in the order given.
+    """Queue with one worker thread. Calls run one after another, in the order of submission.
 
-    The first that fails is the last that is run: later ones, and `wait`, raise its error. So
-    whoever asks learns of it at the latest with the next errand.
+    After the first failure no further call runs. The futures of all later calls, and `wait`, then
+    raise the error of the failed call.
     """
 
     def __init__(self) -> None:
@@ -24,9 +24,10 @@ class BackgroundQueue:
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run `call` when those before it are done; what it returns or raises."""
+        """Append `call` to the queue. Returns a future for its result or error."""
         if self._thread is None:
-            # Not earlier: a process that still forks must have one thread.
+            # The thread starts here and not earlier, because a process that forks must be
+            # single-threaded.
             self._thread = threading.Thread(target=self._run, name="background", daemon=True)
             self._thread.start()
         future: Future[T] = Future()
@@ -35,7 +36,7 @@ class BackgroundQueue:
         return future
 
     def wait(self) -> None:
-        """Return when everything that was asked for is done. Raises the error of what failed."""
+        """Return when all submitted calls are done. Raises the error of the first failed call."""
         if self._last is not None:
             self._last.result()
 

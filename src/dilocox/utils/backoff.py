@@ -1,4 +1,4 @@
-"""How long to wait before the next try."""
+"""Delays between retries: exponential backoff with jitter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from collections.abc import Callable, Iterator
 def backoff_delays(
     first: float, most: float, uniform: Callable[[float, float], float] = random.uniform
 ) -> Iterator[float]:
-    """Seconds before each further try: doubling from `first` up to `most`, each less up to a half.
+    """Yields the delay before each retry, in seconds, without end.
 
-    The random part keeps those that failed together from coming back together ("equal jitter";
-    M. Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015).
+    The upper bound of a delay doubles from `first` up to `most`. Each delay is random, from half of
+    its bound to the bound. The randomness keeps clients that failed together from retrying together
+    ("equal jitter"; M. Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015).
+
+    Args:
+        first: bound of the first delay, in seconds.
+        most: largest bound, in seconds.
+        uniform: returns a random number between its two arguments.
     """
     pause = first
     while True:

@@ -1,10 +1,11 @@
-"""From the timelines of ranks to one file in the Trace Event Format, which browsers show.
+"""Merges the timelines of ranks into one file in the Trace Event Format, which browsers display.
 
-Every rank is a process there, every thread of it a row. Threads that were never alive together
-share a row, since each transfer has a thread of its own. Events are written as they are read: what
-a long run has recorded need not fit into memory.
-(Trace Event Format: "X" is a complete event, "i" a mark, "M" names a process or a row; `ts` and
-`dur` are in microseconds, `tdur` is the thread's processor time.)
+In the file, each rank is a process and each thread is a row. Threads whose lifetimes do not overlap
+may share a row; otherwise every transfer, which has its own thread, would add a row. Events are
+streamed from input to output, so a long timeline need not fit into memory.
+
+In the Trace Event Format, "X" is a complete event, "i" an instant event, and "M" names a process or
+a row. `ts` and `dur` are in microseconds; `tdur` is the thread's CPU time in microseconds.
 """
 
 from __future__ import annotations
@@ -20,36 +21,37 @@ from typing import Any
 from dilocox.utils.tracing import MARK
 
 TRAINING = "training"
-"""Row of the main thread."""
+"""Title of the main thread's row."""
 _FIRST_ROWS = (TRAINING, "exchange")
 
 
 def part_path(folder: Path, site: str, stage: int, shard: int) -> Path:
-    """Where a rank records its timeline, in the run folder."""
+    """Returns the file in run folder `folder` in which a rank records its timeline."""
     return folder / "trace" / site / f"stage{stage}-shard{shard}.jsonl"
 
 
 def merge_run(folder: Path) -> Path | None:
-    """One file, `trace.json`, of all that ranks have recorded in the run folder `folder`.
+    """Merge the timelines of all ranks in run folder `folder` into `trace.json`.
 
-    What was recorded is removed. None if there is nothing. Raises `OSError`.
+    Returns the merged file, or None if no rank has recorded. Removes the ranks' own files. Raises
+    `OSError` if a file cannot be read or written.
     """
     return _merge(folder / "trace", folder / "trace.json")
 
 
 def merge_site(folder: Path, site: str) -> Path | None:
-    """As `merge_run`, for the ranks of one site: `trace-SITE.json`."""
+    """Merge the timelines of one site's ranks into `trace-SITE.json`. See `merge_run`."""
     return _merge(folder / "trace" / site, folder / f"trace-{site}.json")
 
 
 def merge_rank(folder: Path, site: str, stage: int, shard: int) -> Path | None:
-    """As `merge_run`, for one rank: `trace-SITE-stageN-shardN.json`."""
+    """Turn one rank's timeline into `trace-SITE-stageN-shardN.json`. See `merge_run`."""
     name = f"trace-{site}-stage{stage}-shard{shard}.json"
     return _merge(part_path(folder, site, stage, shard), folder / name)
 
 
 def discard(folder: Path) -> None:
-    """Remove what ranks have recorded, of a run that did not come to its end."""
+    """Remove the ranks' timelines from run folder `folder`, after a run that did not finish."""
     shutil.rmtree(folder / "trace", ignore_errors=True)
 
 
@@ -70,7 +72,8 @@ def _merge(parts: Path, target: Path) -> Path | None:
 
 
 def _remove_empty(folder: Path) -> None:
-    """What another rank that ends at the same time removes first is no matter."""
+    """Remove `folder` and its subfolders if they are empty."""
+    # Another rank that ends at the same time may remove the same folders.
     with contextlib.suppress(OSError):
         for place in (*folder.iterdir(), folder) if folder.is_dir() else ():
             if place.is_dir() and not any(place.iterdir()):
@@ -79,14 +82,18 @@ def _remove_empty(folder: Path) -> None:
 
 @dataclass
 class RankTimeline:
-    """What one rank has recorded in `path`. Times in nanoseconds, by the monotonic clock."""
+    """The timeline that one rank has recorded in `path`.
+
+    Times are nanoseconds of the monotonic clock.
+    """
 
     path: Path
     clock: tuple[int, int] = (0, 0)
-    """The same moment by the wall clock and by the monotonic one."""
+    """One moment as (wall clock, monotonic clock), in nanoseconds."""
     threads: dict[int, str] = field(default_factory=dict)
+    """Names of the threads, by thread number."""
     extents: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """First and last moment of each thread."""
+    """Times of the first begin and the last end of an event, by thread number."""
 
     def __post_init__(self) -> None:
         for item in self._lines():
@@ -101,11 +108,11 @@ class RankTimeline:
 
     @property
     def name(self) -> str:
-        """For people: `paris stage0 shard0`."""
+        """Name for display, such as `paris stage0 shard0`."""
         return f"{self.path.parent.name} {self.path.stem.replace('-', ' ')}"
 
     def events(self) -> Iterator[list[Any]]:
-        """Events as `timeline.Event`, in the order of their ends within a thread."""
+        """Yields events as `tracing.Event`, the events of one thread in order of their end."""
         return (item for item in self._lines() if isinstance(item, list))
 
     def _lines(self) -> Iterator[Any]:
@@ -117,7 +124,10 @@ class RankTimeline:
                     continue  # the last line of a rank that was killed while writing it
 
     def rows(self) -> tuple[dict[int, int], list[str]]:
-        """Thread to row, and the rows' titles: threads of one row never overlap in time."""
+        """Returns the row of each thread, by thread number, and the titles of the rows.
+
+        Threads in one row never overlap in time.
+        """
         used: dict[str, list[int]] = {}
         chosen: dict[int, str] = {}
         for thread in sorted(self.extents, key=lambda number: self.extents[number]):
@@ -137,13 +147,16 @@ def _rank_of(title: str) -> int:
 
 
 def chrome_text(ranks: Sequence[RankTimeline]) -> Iterator[str]:
-    """A Chrome trace of one machine's `ranks`, in pieces of text. Time 0 is the first event."""
+    """Yields the text of a Chrome trace of `ranks`, which must be ranks of one machine.
+
+    Time 0 of the trace is the first event.
+    """
     starts = [first for rank in ranks for first, _ in rank.extents.values()]
     zero = min(starts, default=0)
     wall, monotonic = ranks[0].clock
     about = {
         "writer": "dilocox",
-        # Sites on other machines have files of their own: by it they can be laid beside each other.
+        # Sites on other machines have their own trace files; this time aligns the files.
         "zero_unix_us": (wall - monotonic + zero) // 1000,
         "ranks": [rank.name for rank in ranks],
     }

@@ -1,19 +1,19 @@
-"""Warnings of PyTorch for its programmers, which say nothing to who reads a run's logs."""
+"""Silences warnings of PyTorch that do not concern the readers of a run's logs."""
 
 from __future__ import annotations
 
 import warnings
 
 _SILENT: tuple[tuple[str, type[Warning]], ...] = (
-    # Of every write of a checkpoint, though `no_dist` says that one process is meant.
+    # PyTorch gives it at every write of a checkpoint, although `no_dist` asks for one process.
     ("torch.distributed is disabled, unavailable or uninitialized", UserWarning),
-    # Of names whose successors the lowest version of PyTorch does not have.
+    # PyTorch gives it for deprecated names, whose successors the lowest supported version lacks.
     ("`torch.distributed", FutureWarning),
 )
-"""Beginnings of messages, and their classes."""
+"""Beginning of the message, and class, of each silenced warning."""
 
 
 def silence() -> None:
-    """Leave these warnings out in this process, in all of its threads; others stay."""
+    """Silence the warnings of `_SILENT` in all threads of this process; other warnings stay."""
     for message, category in _SILENT:
         warnings.filterwarnings("ignore", message=message, category=category)

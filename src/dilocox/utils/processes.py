@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, and one line from each that fails."""
+"""Child processes that die with their parent, and requests to end a process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from typing import Any, NoReturn
 
 from dilocox.errors import DilocoxError
 
-# Forking costs milliseconds where a fresh interpreter imports torch for seconds. It is safe because
-# the parents here never compute: they hold no threads and no CUDA context. macOS's frameworks do
-# not survive a fork.
+# A fork takes milliseconds, while a fresh interpreter needs seconds to import torch. Forking is
+# safe because parent processes never compute, so they have no threads and no CUDA context. On
+# macOS, system frameworks do not survive a fork.
 CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 _PR_SET_PDEATHSIG = 1
 ONE_REQUEST = 2.0
-"""Seconds in which further signals belong to the same request to end. `make`, for one, passes on a
-signal that the whole process group has received."""
+"""Seconds after a signal in which further signals count as the same request to end. For example,
+`make` forwards a signal that the whole process group has already received."""
 
 
 class Requests:
-    """How often somebody has asked this process to end: signals, counted as requests."""
+    """Counts the requests to end this process, where several signals may be one request."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.times = 0
@@ -38,7 +38,7 @@ class Requests:
         self._last = 0.0
 
     def heard(self) -> bool:
-        """A signal has come: whether it is a request of its own."""
+        """Count a signal. Returns False if it belongs to the previous request."""
         moment = self._now()
         if self.times and moment - self._last < ONE_REQUEST:
             return False
@@ -48,11 +48,14 @@ class Requests:
 
 
 def start(target: Callable[..., None], *arguments: Any, name: str) -> BaseProcess:
-    """Start `target(*arguments)` in a child that dies with this process, ignoring SIGINT, SIGTERM.
+    """Start `target(*arguments)` in a child process that dies with this process.
 
-    A terminal's Ctrl-C, and the SIGTERM of systemd, Slurm and containers, reach every process of a
-    group. The parent decides what they mean: it may need its children for a checkpoint. `target`'s
-    exit code is what it passes to `sys.exit`.
+    The child ignores SIGINT and SIGTERM. Ctrl-C in a terminal, and SIGTERM from systemd, Slurm and
+    containers, reach every process of a group. The parent alone reacts to them, since it may need
+    its children for a checkpoint.
+
+    The child's exit code is the value that `target` passes to `sys.exit`. Raises `DilocoxError` if
+    `target` or an argument cannot be pickled on a system without fork.
     """
     process: BaseProcess = CONTEXT.Process(
         target=_child, args=(target, os.getpid(), arguments), name=name
@@ -69,8 +72,11 @@ def start(target: Callable[..., None], *arguments: Any, name: str) -> BaseProces
 
 @contextlib.contextmanager
 def term_as_interrupt() -> Iterator[None]:
-    """SIGTERM, by which batch systems and containers ask a process to end, is a Ctrl-C in here:
-    `KeyboardInterrupt`. It stays what it is outside the main thread, and where it is handled."""
+    """Within this context, SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does.
+
+    Batch systems and containers send SIGTERM to end a process. The context does nothing outside the
+    main thread, or if the process has its own handler of SIGTERM.
+    """
     handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     if handled or threading.current_thread() is not threading.main_thread():
         yield
@@ -96,12 +102,12 @@ def _child(target: Callable[..., None], parent: int, arguments: tuple[Any, ...])
 
 
 def _name_process(name: str) -> None:
-    """Show `name` in process lists (Linux keeps 15 characters)."""
+    """Set the process name that process lists show; Linux keeps 15 characters."""
     try:
         with open("/proc/self/comm", "w", encoding="utf-8") as file:
             file.write(name.replace("-stage", ":").replace("-shard", ".")[:15])
     except OSError:
-        return  # a name is a convenience
+        return  # the name is only a convenience
 
 
 def _end_with(parent: int) -> None:
@@ -111,7 +117,7 @@ def _end_with(parent: int) -> None:
 
 
 def end(processes: Iterable[BaseProcess], grace: float) -> None:
-    """Wait `grace` seconds for all, then kill the rest."""
+    """Wait up to `grace` seconds for all `processes` to end, then kill the others."""
     processes = list(processes)
     deadline = time.monotonic() + grace
     for process in processes:
@@ -123,10 +129,10 @@ def end(processes: Iterable[BaseProcess], grace: float) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process at once, after what it has written.
+    """Flush standard output and error, then end this process at once with exit code `code`.
 
-    For a process that has failed: neither Python nor a library cleans up, since a communication
-    library may wait there for peers that never come.
+    Use it for a process that has failed. It skips the cleanup of Python and libraries, in which a
+    communication library might wait for peers that never come.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -135,7 +141,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def why_ended(process: BaseProcess) -> str:
-    """How a process ended, for people."""
+    """Returns how a process ended, as text for messages."""
     code = process.exitcode
     if code is not None and code < 0:
         return f"was killed (signal {-code})"
@@ -145,11 +151,13 @@ def why_ended(process: BaseProcess) -> str:
 def call_in_child(
     function: Callable[..., Any], *arguments: Any, on_progress: Callable[[str, float], None]
 ) -> Any:
-    """`function(*arguments, progress)` in a child of its own; its result.
+    """Run `function(*arguments, progress)` in a child process and return its result.
 
-    For work that starts threads: the parent stays fit for forking. Raises the child's
-    `DilocoxError`, or `DilocoxError` if it ended with another error (its traceback is in the
-    notes) or was killed.
+    Use it for work that starts threads, so that this process stays able to fork. Calls of
+    `progress(step, share)` in the child call `on_progress` here.
+
+    Raises the child's `DilocoxError`. Any other error of the child becomes a `DilocoxError` with
+    the traceback in its notes. Raises `DilocoxError` also if the child was killed.
     """
     ours, theirs = CONTEXT.Pipe(duplex=False)
     process = start(_answer, theirs, function, arguments, name=function.__name__)
@@ -193,7 +201,7 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
 
 
 def is_alive(process: int) -> bool:
-    """Tell whether a process of this machine lives, by its id; another user's does, too."""
+    """Returns whether the process with this id lives on this machine, under any user."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

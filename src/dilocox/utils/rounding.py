@@ -1,4 +1,4 @@
-"""fp32 to bf16 with the same bits on every machine."""
+"""Rounding from fp32 to bf16, with the same bits on every machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def round_to_bf16(values: Tensor) -> Tensor:
-    """fp32 to bf16, to nearest, ties to even; NaN excepted. Subnormal values too.
+    """Round an fp32 tensor to bf16: to nearest, ties to even. `values` must not contain NaN.
 
-    By integers, since processors differ: some instructions for it take subnormal values for zero
-    (Intel's VCVTNEPS2BF16, by its manual).
+    Subnormal values are rounded too. The function computes with integers, since processors differ:
+    some instructions treat subnormal values as zero (Intel's VCVTNEPS2BF16, by its manual).
     """
     bits = values.view(torch.int32)
     up = bits.bitwise_right_shift(16).bitwise_and_(1).add_(0x7FFF)
@@ -18,10 +18,10 @@ def round_to_bf16(values: Tensor) -> Tensor:
 
 
 AT_ONCE = 1 << 22
-"""Values that `is_bf16` looks at before it goes on: most tensors show at once that they are not."""
+"""Values that `is_bf16` tests per step. Most tensors that are not bf16 fail in the first step."""
 
 
 def is_bf16(values: Tensor) -> bool:
-    """True if every value of an fp32 tensor is one of bf16: rounding it loses nothing."""
+    """Returns whether every value of an fp32 tensor is exactly representable in bf16."""
     bits = values.reshape(-1).view(torch.int32)
     return not any(bool(part.bitwise_and(0xFFFF).any()) for part in bits.split(AT_ONCE))

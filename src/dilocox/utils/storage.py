@@ -1,4 +1,4 @@
-"""Storage behind a folder or an fsspec URL, and patience with what lies over a network."""
+"""Storage in a folder or behind an fsspec URL: retries, full disks, and safe opening of files."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from dilocox.utils.backoff import backoff_delays
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE = 0.5
-"""Seconds before the second try; they double from try to try."""
+"""Seconds before the first retry; the delay doubles with each retry."""
 
 ROOM_SECONDS = 600.0
-"""So long a full disk, or a lack of file descriptors, is waited for where a run cannot go on
-without what is to be written."""
+"""Seconds to wait while a disk is full, or while file descriptors are lacking, if the run cannot go
+on without the write."""
 ROOM_PAUSE = 1.0
-"""Seconds from one try to the next."""
+"""Seconds between two tries while a disk is full."""
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 T = TypeVar("T")
 
 
 def is_passing(error: BaseException) -> bool:
-    """True for a full disk and for a lack of file descriptors: somebody can free both."""
+    """Returns whether an error may pass: a full disk, or a lack of file descriptors."""
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
@@ -48,8 +48,20 @@ def when_there_is_room(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """What `action` returns; tried again for `seconds` while the disk is full or file descriptors
-    are missing, which is logged once for `what`. Raises `OSError` as `action` does."""
+    """Call `action` and return its result; retry while the disk is full.
+
+    A lack of file descriptors is treated like a full disk. The first such failure is logged.
+
+    Args:
+        action: the call; it may run several times.
+        what: name of the file or action, for the log.
+        seconds: how long to retry after the first failure.
+        clock: returns monotonic seconds.
+        sleep: waits for a number of seconds.
+
+    Raises:
+        OSError: the error of `action`, if it is another one or if `seconds` have passed.
+    """
     deadline = None
     while True:
         try:
@@ -70,15 +82,16 @@ def when_there_is_room(
 
 
 class Room:
-    """Whether something waits for a full disk, or for file descriptors."""
+    """Like `when_there_is_room`, but other threads can see whether it is waiting."""
 
     def __init__(self, seconds: float = ROOM_SECONDS, pause: float = ROOM_PAUSE) -> None:
         self._seconds, self._pause = seconds, pause
         self.awaited = False
-        """Whether `wait_for` waits now. Whoever waits for its caller need not give up."""
+        """Whether `wait_for` is waiting now. While it is, a thread that waits for the thread which
+        called `wait_for` should not time out."""
 
     def wait_for(self, action: Callable[[], T], what: str) -> T:
-        """As `when_there_is_room`."""
+        """Call `action` and return its result. See `when_there_is_room`."""
 
         def pause(_: float) -> None:
             self.awaited = True
@@ -91,7 +104,10 @@ class Room:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names of what is in a folder survive a power cut. Raises `OSError`."""
+    """Flush a folder's entries to disk, so that new names survive a power failure.
+
+    Raises `OSError` if the folder cannot be opened or flushed.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -100,31 +116,31 @@ def sync_folder(folder: Path) -> None:
 
 
 def opened(where: str) -> tuple[Any, str]:
-    """The file system and the path in it of a folder or URL.
+    """Returns the fsspec file system of a folder or URL, and the path in this file system.
 
-    Raises `ValueError` for a protocol that fsspec does not know, `ImportError` if the package for
-    it is not installed.
+    Raises `ValueError` if fsspec does not know the protocol, and `ImportError` if the package for
+    the protocol is not installed.
     """
     files, path = fsspec.core.url_to_fs(where)
     return files, path
 
 
 def is_local(files: Any) -> bool:
-    """True for folders of this machine: what fails there fails again."""
+    """Returns whether an fsspec file system is this machine's own, where retries do not help."""
     return "file" in _protocols(files)
 
 
 def unsafe_reason(path: Path, folder: Path) -> str:
-    """Why `path` must not be opened as a file of `folder`, which may be a stranger's; or "".
+    """Returns why `path` must not be opened as a file of the untrusted `folder`, or "" if it may.
 
-    A pipe or a device may never end, and a link may lead to a private file of the reader. A path
-    that is not there is safe: whoever opens it says that.
+    Reading a pipe or a device may never end, and a link may lead to a private file of the user. A
+    path that does not exist is safe; opening it raises the usual error.
     """
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    except OSError as error:  # a circle of links, or a name too long
+    except OSError as error:  # a loop of links, or a name that is too long
         return f"cannot be opened ({error.strerror})"
     if path.is_dir() and path.is_symlink():
         return "a link to a folder"
@@ -136,13 +152,13 @@ def unsafe_reason(path: Path, folder: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file of this machine, hex. Raises `OSError`."""
+    """Returns the SHA-256 (hex) of a local file. Raises `OSError` if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def run_in_thread(call: Callable[[], T]) -> Future[T]:
-    """What `call` will return or raise, in a thread that keeps no process from ending."""
+    """Run `call` in a daemon thread. Returns a future for its result or error."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -165,11 +181,22 @@ def retry(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """What `action` on the storage `where` returns, tried again for `seconds` after it has first
-    ended with `failures`; on this machine's own disks it is tried once.
+    """Call `action` on a storage and return its result; retry it on failure.
 
-    Every pause is logged with the `reason`. Raises the last error; a `DilocoxError`, which says
-    what is wrong for good, at once.
+    Local storage is not retried, since a failure there repeats. Every retry is logged.
+
+    Args:
+        action: the call; it may run several times.
+        where: folder or URL of the storage.
+        seconds: how long to retry after the first failure.
+        failures: classes of errors after which `action` is retried.
+        reason: returns the text of an error for the log.
+        clock: returns monotonic seconds.
+        sleep: waits for a number of seconds.
+
+    Raises:
+        DilocoxError: at once, since it stands for a permanent fault.
+        BaseException: the last error of `action`, when `seconds` have passed.
     """
     deadline = None
     for pause in backoff_delays(FIRST_PAUSE, math.inf, lambda _, most: most):

@@ -1,8 +1,8 @@
-"""The private names of PyTorch without which dilocox cannot run, for PyTorch 2.11 to 2.14.
+"""All uses of private names of PyTorch, for PyTorch 2.11 to 2.14.
 
-PyTorch may rename private names with any release. `missing_name` says which one a release lacks, so
-that a run is refused at its start (`dilocox.utils.versions`) instead of in the middle of a step.
-Nothing private is imported when this module is.
+PyTorch may rename private names with any release. `missing_name` finds a name that a release lacks,
+so that a run is refused at its start (`dilocox.utils.versions`) instead of in the middle of a step.
+Importing this module imports no private name.
 """
 
 from __future__ import annotations
@@ -58,13 +58,17 @@ NAMES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("torch._subclasses.fake_tensor", "", ("FakeTensorMode",), "dilocox plan"),
     ("torch", "UntypedStorage", ("_cdata",), "dilocox plan"),
 )
-"""(module, class or "" for the module itself, names of which one must be there, what needs it)."""
+"""(module, class, names, feature). The class is "" if names belong to the module itself. At least
+one of the names must exist. The feature is the part of dilocox that needs the name."""
 
 
 def missing_name(
     names: Iterable[tuple[str, str, tuple[str, ...], str]] = NAMES,
 ) -> tuple[str, str] | None:
-    """The first of `names` that this PyTorch lacks, written in full, and what needs it; or None."""
+    """Returns the first entry of `names` that this PyTorch lacks, or None if it has all.
+
+    The entry is returned as (full name, feature that needs it).
+    """
     for module, kind, either, purpose in names:
         try:
             owner: Any = importlib.import_module(module)
@@ -77,9 +81,9 @@ def missing_name(
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether a module or class has `name`, or whether an instance of the class will.
+    """Returns whether a module, a class, or instances of the class have attribute `name`.
 
-    An attribute of instances is known by its annotation or by its assignment in `__init__`.
+    An attribute of instances is found by its annotation or by its assignment in `__init__`.
     """
     if hasattr(owner, name):
         return True
@@ -93,11 +97,11 @@ def _has(owner: Any, name: str) -> bool:
 
 
 class LeanStage(PipelineStage):
-    """A pipeline stage that holds a receive buffer only while somebody needs the buffer.
+    """A pipeline stage that allocates receive buffers only while they are needed.
 
-    PyTorch makes one buffer per micro-batch before the first step and keeps all of them: with many
-    micro-batches more memory than the stage's activations. Here a tensor without memory stands for
-    a buffer that is not needed.
+    PyTorch allocates one buffer per micro-batch before the first step and keeps all of them. With
+    many micro-batches they take more memory than the stage's activations. In this class, a "meta"
+    tensor, which has no memory, replaces each buffer that is not needed.
     """
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +114,7 @@ class LeanStage(PipelineStage):
 
     @contextlib.contextmanager
     def _without_memory(self) -> Iterator[None]:
-        """PyTorch makes the buffers on the stage's device: let that be "meta" meanwhile."""
+        """Within this context, PyTorch creates the stage's buffers on the "meta" device."""
         device, self.device = self.device, torch.device("meta")
         try:
             yield
@@ -118,38 +122,39 @@ class LeanStage(PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        """PyTorch's, after the micro-batch got its buffers."""
+        """Allocate the micro-batch's input buffers, then call PyTorch's method."""
         self._fill(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        """PyTorch's, after the micro-batch got its buffers."""
+        """Allocate the micro-batch's gradient buffers, then call PyTorch's method."""
         if self.has_backward:
             self._fill(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's; from then on autograd alone decides how long the input stays."""
+        """Call PyTorch's method, then drop the input buffers; autograd keeps what it needs."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _empty(self.args_recv_info[fwd_chunk_id])
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's; the gradient that came in is not needed afterwards."""
+        """Call PyTorch's method, then drop the buffers of the received gradients."""
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
             _empty(self.grad_recv_info[bwd_chunk_id])
         return result
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """PyTorch 2.11 looks at the last chunk's output, too, whose shape nobody told it."""
+        """Skip the check for the last chunk: PyTorch 2.11 has not been told its output shape."""
         if not self.is_last:
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """PyTorch 2.11 warms up links, in V-shaped schedules also the one from a rank to itself.
+        """Returns PyTorch's operations that warm up links, without those from a rank to itself.
 
-        Gloo cannot send to itself, and the schedules never do.
+        In V-shaped schedules, PyTorch 2.11 also warms up the link from a rank to itself. Gloo
+        cannot send to the own rank, and schedules never do.
         """
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
@@ -165,7 +170,7 @@ class LeanStage(PipelineStage):
 
 def _empty(infos: Iterable[Any]) -> None:
     for info in infos:
-        buffer = getattr(info, "buffer", None)  # inputs of the whole model have none
+        buffer = getattr(info, "buffer", None)  # inputs of the whole model have no buffer
         if buffer is not None and not buffer.is_meta:
             info.buffer = torch.empty_like(
                 buffer, device="meta", requires_grad=buffer.requires_grad
@@ -173,15 +178,15 @@ def _empty(infos: Iterable[Any]) -> None:
 
 
 def make_fsdp_root(chunk: FSDPModule) -> None:
-    """Do now what FSDP does at the first forward pass of a root."""
+    """Initialise `chunk` as an FSDP root now, instead of at its first forward pass."""
     fully_shard.state(chunk)._lazy_init()  # type: ignore[attr-defined]
 
 
 def keep_gradient_sums_fp32(chunk: FSDPModule) -> None:
     """Move gathered gradients into FSDP's fp32 sums.
 
-    FSDP's own backward hooks do this, but the weight half of a split backward pass does not run
-    them. Without this call the gradients of micro-batches would be summed in bf16.
+    FSDP's own backward hooks do the same, but they do not run in the weight half of a split
+    backward pass. Without this call the gradients of micro-batches would be summed in bf16.
     """
     for state in fully_shard.state(chunk)._state_ctx.all_states:  # type: ignore[attr-defined]
         for group in _parameter_groups(state):
@@ -192,16 +197,20 @@ def keep_gradient_sums_fp32(chunk: FSDPModule) -> None:
 
 
 def _parameter_groups(state: Any) -> list[Any]:
-    """A state has one group, or none, in PyTorch 2.11; from 2.12 on it may have several."""
+    """Returns the parameter groups of an FSDP state.
+
+    A state has at most one group in PyTorch 2.11, and may have several from 2.12 on.
+    """
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def checkpoint_writer(folder: str, finished: Callable[[Any, Any], None]) -> Any:
-    """PyTorch's writer of distributed checkpoints to a path or an fsspec URL.
+    """Returns PyTorch's writer of distributed checkpoints for a path or an fsspec URL.
 
-    `finished` gets the `Metadata` and the lists of `WriteResult` of what lies on disk then.
+    When all data is written, the writer calls `finished` with the checkpoint's `Metadata` and the
+    lists of its `WriteResult`.
     """
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
@@ -214,36 +223,43 @@ def checkpoint_writer(folder: str, finished: Callable[[Any, Any], None]) -> Any:
 
 
 def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:
-    """In it, tensors have shapes and dtypes but no memory, and operations compute nothing."""
+    """Returns a context in which tensors have no memory and operations compute only shapes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that two living tensors share if, and only if, they share their memory."""
+    """Returns an identifier of a tensor's storage.
+
+    Two tensors that are alive have the same identifier if and only if they share their storage.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
 def norms_of(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, in one launch on a GPU."""
+    """Returns the 2-norm of each tensor; on a GPU all are computed in one launch."""
     return list(torch._foreach_norm(tensors))
 
 
 def sdpa_priority() -> list[int]:
-    """Values of `SDPBackend` in the order in which attention on a GPU tries the backends."""
+    """Returns `SDPBackend` values in the order in which attention on a GPU tries the backends."""
     return list(torch._C._get_sdp_priority_order())
 
 
 def set_sdpa_priority(order: list[int]) -> None:
-    """Let attention on a GPU try the backends in this order. `order` has each backend once."""
+    """Set the order in which attention on a GPU tries the backends.
+
+    `order` must contain each value of `sdpa_priority()` once.
+    """
     torch._C._set_sdp_priority_order(order)
 
 
 def weight_half_takes_functions() -> bool:
-    """Whether the weight half of a split backward pass may begin at a Python autograd function.
+    """Returns whether the weight half of a split backward pass may begin at a Python function.
 
-    PyTorch 2.11 lets go of such a node between the two halves. 2.13 keeps the node.
+    This means a `torch.autograd.Function`. PyTorch 2.11 frees its node between the two halves of
+    the backward pass; PyTorch 2.13 keeps the node.
     """
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)

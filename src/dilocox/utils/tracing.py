@@ -1,13 +1,13 @@
-"""What a process does when, for `--trace`: spans of time, and marks. Without it, nothing.
+"""Timeline of a process for `--trace`: spans of time, and marks. Without `--trace` it does nothing.
 
-    with timeline.span("encode", codec="int4") as at:
+    with tracing.span("encode", codec="int4") as at:
         ...
         at.note(bytes=payload.numel())
 
-Like a log, the timeline is the process's own: whoever has something to show opens a span, and need
-not know whether anybody looks. Spans of one thread nest, since they are blocks of code. What is
-recorded goes to a file as one line of JSON per span, from which `dilocox.utils.chrome_trace` makes
-a Chrome trace. Spans that have not ended when the recording ends are left out.
+Like a log, the timeline is global to the process: any code may open a span, and need not know
+whether the timeline is recorded. Spans of one thread are nested, since each span is a `with` block.
+The file has one line of JSON per span; `dilocox.utils.chrome_trace` makes a Chrome trace from it.
+Spans that are still open when the recording ends are left out.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import Any, Protocol
 log = logging.getLogger(__name__)
 
 KEPT_EVENTS = 256
-"""Events that are held before they are written together; a killed process loses as many."""
+"""Number of events that are buffered and written together. A killed process loses up to as many."""
 
 Event = tuple[str, int, int, int, int, "dict[str, Any]"]
-"""Name, thread, begin (ns), length (ns), processor time of the thread (ns), arguments."""
+"""(name, thread number, begin in ns, length in ns, CPU time of the thread in ns, arguments)."""
 MARK = -1
-"""Length of an event that is a mark; its processor time is that of the whole process so far."""
+"""Length of an event that is a mark. The CPU time of a mark is that of the whole process so far."""
 
 
 class Span(Protocol):
-    """A span that is going on."""
+    """A span of time: it begins on entering the context and ends on leaving it."""
 
     def __enter__(self) -> Span: ...
     def __exit__(
@@ -45,7 +45,7 @@ class Span(Protocol):
     ) -> None: ...
 
     def note(self, **arguments: Any) -> None:
-        """Add arguments that were not known when it began."""
+        """Add arguments that were not known when the span began."""
 
 
 class _Nothing:
@@ -84,7 +84,7 @@ class _Timed:
 
 
 class _Tracer:
-    """Writes the events of all threads to one file. A file that fails ends the recording only."""
+    """Writes the events of all threads to one file. If a write fails, only the recording ends."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,14 +93,14 @@ class _Tracer:
         self._events: list[Event] = []
         self._threads: list[str] = []
         self._own = threading.local()
-        # By it the lines of several machines can be laid beside each other.
+        # With the wall clock, timelines of several machines can be aligned.
         self._line({"clock": [time.time_ns(), time.monotonic_ns()]})
 
     def add(self, name: str, began: int, length: int, work: int, arguments: dict[str, Any]) -> None:
         number = getattr(self._own, "number", None)
         with self._lock:
             if number is None:
-                # A thread's identifier is used again after its end; this number is not.
+                # Unlike a thread's identifier, this number is never reused after the thread ends.
                 number = self._own.number = len(self._threads)
                 self._threads.append(threading.current_thread().name)
                 self._line({"thread": number, "name": self._threads[number]})
@@ -125,7 +125,7 @@ class _Tracer:
             self._file.write("".join(json.dumps(item) + "\n" for item in items))
             self._file.flush()
         except OSError as error:
-            log.warning("the timeline is not recorded any more (%s)", error)
+            log.warning("recording of the timeline stopped (%s)", error)
             with contextlib.suppress(OSError):
                 self._file.close()
 
@@ -135,30 +135,30 @@ _recorder: _Tracer | None = None
 
 
 def span(name: str, **arguments: Any) -> Span:
-    """A span of time, from entering to leaving the block.
+    """Returns a span that records the time from entering to leaving its `with` block.
 
-    Arguments are numbers and short texts, as JSON has them; units are in their names.
+    `arguments` are numbers and short strings that JSON can hold; their names contain the units.
     """
     recorder = _recorder
     return _NOTHING if recorder is None else _Timed(recorder, name, arguments)
 
 
 def recording_now() -> bool:
-    """True while this process's timeline is recorded."""
+    """Returns whether this process's timeline is being recorded."""
     return _recorder is not None
 
 
 def mark(name: str, **arguments: Any) -> None:
-    """A moment that concerns the whole process, such as the beginning of a round."""
+    """Record a mark: a moment that concerns the whole process, such as the start of a round."""
     if _recorder is not None:
         _recorder.add(name, time.monotonic_ns(), MARK, time.process_time_ns(), arguments)
 
 
 @contextlib.contextmanager
 def recording(path: Path | None) -> Iterator[None]:
-    """Record this process's timeline to `path` for as long as the block runs; not at all if none.
+    """Within this context, record this process's timeline to `path`; if None, record nothing.
 
-    An earlier file there is replaced. Raises `OSError` if it cannot be made.
+    An existing file at `path` is replaced. Raises `OSError` if the file cannot be created.
     """
     global _recorder
     if path is None:

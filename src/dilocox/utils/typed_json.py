@@ -1,4 +1,7 @@
-"""Dataclasses in JSON's values and back, by their type hints: for files that only dilocox reads."""
+"""Converts dataclasses to JSON values and back by their type hints.
+
+The format is for files that only dilocox reads.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from pydantic import BaseModel
 
 @functools.cache
 def fields_of(of: type) -> list[tuple[str, Any]]:
-    """Names and types of what makes up a dataclass; what is worked out from the rest begins with
-    an underscore."""
+    """Returns the names and types of the stored fields of dataclass `of`.
+
+    Fields whose names begin with an underscore are left out, since they are computed from the
+    others.
+    """
     hints = typing.get_type_hints(of)
     names = [field.name for field in dataclasses.fields(of) if not field.name.startswith("_")]
     return [(name, hints[name]) for name in names]
@@ -24,16 +30,19 @@ def fields_of(of: type) -> list[tuple[str, Any]]:
 
 @functools.cache
 def _row(of: type) -> Any:
-    """What gives the fields of a dataclass in a row; none unless all are plain values."""
+    """Returns a function that gives the fields of a dataclass instance as a tuple.
+
+    Returns None unless all fields are str, int, float or bool.
+    """
     if all(kind in (str, int, float, bool) for _, kind in fields_of(of)):
         return attrgetter(*(name for name, _ in fields_of(of)))
     return None
 
 
 def encode(kind: Any, value: Any) -> Any:
-    """`value`, whose type is `kind`, in JSON's values; `Any`: JSON's values themselves.
+    """Convert `value` of type `kind` to JSON values. With kind `Any`, `value` is returned as it is.
 
-    A dict becomes a list of pairs: its keys need not be texts, and its order counts.
+    A dict becomes a list of pairs, because its keys need not be strings and its order must be kept.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if value is None or kind is Any:
@@ -60,7 +69,7 @@ def encode(kind: Any, value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """Inverse of `_encode`."""
+    """Convert JSON values that `encode` made back to a value of type `kind`."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if value is None or kind is Any:
         return value
@@ -87,6 +96,6 @@ def decode(kind: Any, value: Any) -> Any:
 
 
 def _some(kinds: tuple[Any, ...]) -> Any:
-    """The one type of `X | None`."""
+    """Returns X from the arguments of `X | None`."""
     (found,) = [each for each in kinds if each is not types.NoneType]
     return found

@@ -1,4 +1,4 @@
-"""Connections that have not shown yet who they are: how many there may be, and which one goes."""
+"""Limits connections that have not authenticated yet, and chooses which of them to close."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 AT_ONCE = 64
-"""Strangers that may stay."""
+"""Number of unauthenticated connections older than `GRACE` that may stay open."""
 BURST = 256
-"""Strangers at the most: a site's ranks may all come in the same moment."""
+"""Largest number of unauthenticated connections. It is higher than `AT_ONCE`, since all ranks of a
+site may connect at the same moment."""
 GRACE = 2.0
-"""Seconds in which a member has shown its certificate."""
+"""Seconds within which a member of the run presents its certificate."""
 
 T = TypeVar("T")
 
@@ -25,9 +26,10 @@ class _Seen(Generic[T]):
 
 
 class Strangers(Generic[T]):
-    """Keeps room for newcomers: the oldest stranger goes, and of the network with the most.
+    """Unauthenticated connections, in order of arrival. Not thread-safe.
 
-    So an attacker of one address pushes out its own connections. Not thread-safe.
+    When there are too many, it names the oldest connection of the network with the most
+    connections. So an attacker with one address displaces only its own connections.
     """
 
     def __init__(self, at_once: int = AT_ONCE, burst: int = BURST, grace: float = GRACE) -> None:
@@ -38,9 +40,10 @@ class Strangers(Generic[T]):
         return len(self._seen)
 
     def add(self, item: T, address: str, now: float) -> T | None:
-        """Take in `item` at the time `now` (monotonic seconds); the stranger to be closed, or None.
+        """Add connection `item` from `address` at time `now` (monotonic seconds).
 
-        The stranger to be closed is not among these any more.
+        Returns the connection that the caller must close, or None. The returned connection has
+        been removed from this collection.
         """
         gone = self._one_too_many(now)
         self._seen.append(_Seen(item, _network(address), now))
@@ -50,7 +53,7 @@ class Strangers(Generic[T]):
         return gone.item
 
     def discard(self, item: T) -> None:
-        """`item` is no stranger any more, or gone."""
+        """Remove `item`, which has authenticated or is closed."""
         self._seen = [seen for seen in self._seen if seen.item is not item]
 
     def _one_too_many(self, now: float) -> _Seen[T] | None:
@@ -65,7 +68,10 @@ class Strangers(Generic[T]):
 
 
 def _network(address: str) -> str:
-    """IPv4 addresses by themselves, IPv6 ones by their /64, of which one machine has all."""
+    """Returns the network by which connections are counted.
+
+    It is the address itself for IPv4, and the /64 for IPv6, since one machine may own a whole /64.
+    """
     try:
         found = ipaddress.ip_address(address.split("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whether the installed PyTorch and transformers can run dilocox, asked before anything starts."""
+"""Checks the versions of PyTorch and transformers before a run starts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from dilocox.errors import ConfigError
 from dilocox.utils.torch_internals import missing_name
 
 LOWEST = {"torch": "2.11", "transformers": "5.17"}
-"""What pyproject.toml asks for, too."""
+"""Lowest supported versions, by package; pyproject.toml states the same."""
 TESTED = {"torch": "2.11 to 2.14", "transformers": "5.17 to 5.24"}
+"""Tested versions by package, as text for messages."""
 
 
 def check_versions() -> None:
-    """Refuse a PyTorch or transformers that is too old, or a PyTorch that lacks a private name.
+    """Refuse versions of PyTorch or transformers that dilocox does not support.
 
-    Raises `ConfigError` with the version, what is missing, and the versions that are tested.
-    Imports neither transformers nor anything that touches a GPU.
+    Raises `ConfigError` if a version is too old or if PyTorch lacks a private name that dilocox
+    needs. The message names the fault and the tested versions. The function imports neither
+    transformers nor anything that touches a GPU.
     """
     for package, lowest in LOWEST.items():
         check_lowest(package, metadata.version(package), lowest)
@@ -40,5 +42,5 @@ def check_lowest(package: str, version: str, lowest: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of "2.11.0+cu130" (2, 11); fewer where the version has fewer."""
+    """Returns up to two leading numbers of a version: (2, 11) for "2.11.0+cu130"."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
