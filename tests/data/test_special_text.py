@@ -63,6 +63,6 @@ def test_the_owner_of_rendered_chats_is_told(
         return said.out, said.err
 
     out, err = typed("data", "prepare", str(run))
-    assert f"documents spell special tokens of the tokenizer ({END_OF_TEXT} in 30 of" in err
+    assert f"special tokens of the tokenizer as text ({END_OF_TEXT} in 30 of" in err
     assert "warning " in out
     assert f"{END_OF_TEXT} in 30 of" in typed("data", "show", str(tmp_path / "run" / "data"))[0]

@@ -1,4 +1,4 @@
-"""Corpus -> tokenizer -> digested token files -> exact, resumable batches."""
+"""Training data: from text and a tokenizer to token files with digests, and numbered sequences."""
 
 from dilocox.data.prepare import prepare
 from dilocox.data.sequences import SequenceSpace, held_out

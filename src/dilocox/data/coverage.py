@@ -1,4 +1,4 @@
-"""Which documents lie in given token ranges. Pure, but for reading the token files."""
+"""Finds the documents that given token ranges contain."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Seen:
-    """One document of the training split, of which something was read."""
+    """A document of the training split of which at least one token was read."""
 
     source: int
-    """Number of its source in the manifest."""
+    """Number of the document's source in the manifest."""
     file: str
-    """Its file there; empty for a data set from a hub."""
+    """Name of the document's file in the manifest; empty for a hub dataset."""
     document: int
-    """Its number in the training split, from 0."""
+    """Number of the document in the training split, from 0."""
     tokens: int
+    """Tokens of the document."""
     seen: int
-    """Different tokens of it that were read at least once."""
+    """Tokens of the document that were read at least once; each position counts once."""
 
 
 def seen_documents(
     files: TokenFiles, space: SequenceSpace, ranges: Iterable[tuple[int, int]]
 ) -> list[Seen]:
-    """The documents that the token ranges [start, start + count) touch, in order.
+    """Returns the documents that the token ranges touch, in the order of the training split.
 
-    A sequence counts with its `sequence_length` input tokens.
+    `ranges` holds pairs (start, count) for [start, start + count). Of each sequence, only the
+    `sequence_length` input tokens count as read, not the last label.
     """
     parts = [space.positions(start, count) for start, count in ranges]
     sequences = np.unique(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
@@ -51,9 +53,13 @@ def seen_documents(
 
 
 def covered(sequences: Offsets, length: int, before: Offsets) -> Offsets:
-    """How many tokens at offsets below each of `before` lie in `sequences`.
+    """Returns how many tokens of `sequences` lie below each offset in `before`: int64.
 
-    `sequences`: rising numbers p, each of tokens p·length .. p·length + length - 1.
+    Args:
+        sequences: ascending sequence numbers; sequence p holds the tokens at offsets p·length to
+            p·length + length - 1.
+        length: tokens per sequence.
+        before: token offsets in the split.
     """
     index, inside = np.divmod(before, length)
     below = np.searchsorted(sequences, index)
@@ -65,10 +71,10 @@ def covered(sequences: Offsets, length: int, before: Offsets) -> Offsets:
 
 
 class _Places:
-    """Number of a training document to (source, file name)."""
+    """Maps the number of a training document to (source number, file name)."""
 
     def __init__(self, files: TokenFiles) -> None:
-        # Token files of before origins were kept have none.
+        # Token files of earlier versions have no "origins".
         self._origins = files.content["splits"]["train"].get("origins") or [[0, 0, 2**62]]
         self._known = "origins" in files.content["splits"]["train"]
         self._ends = np.cumsum([count for _, _, count in self._origins], dtype=np.int64)

@@ -1,8 +1,9 @@
-"""What the text and the token files are, as Croissant 1.0 (JSON-LD): a pure function of `content`.
+"""Describes the text and the token files as Croissant 1.0 metadata (JSON-LD).
 
-Sources, licences, revisions and the SHA-256 of every file, for programs that look for data sets.
-A licence is what was stated (`data.licence`, or a data set's own card); one that nobody has stated
-is said to be unknown. Format: https://docs.mlcommons.org/croissant/docs/croissant-spec.html
+The metadata hold sources, licences, revisions and the SHA-256 of every file, for programs that
+search for datasets. They are a pure function of the manifest's `content`. A licence is stated by
+`data.licence` or by the dataset's own card; otherwise the description says "not stated".
+Format: https://docs.mlcommons.org/croissant/docs/croissant-spec.html
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from dilocox.errors import DataError
 
 CROISSANT = "croissant.json"
-"""Beside the token files."""
+"""Name of the metadata file in the folder of the token files."""
 
 _CONTEXT = {
     "@language": "en",
@@ -64,7 +65,7 @@ _FORMATS = {
 
 
 def croissant(content: dict[str, Any]) -> dict[str, Any]:
-    """The description of token files whose manifest has `content`."""
+    """Returns the Croissant metadata of token files whose manifest has `content`."""
     sources = content["sources"]
     licences = sorted({each["licence"] for each in sources if each["licence"]})
     described: dict[str, Any] = {
@@ -85,17 +86,17 @@ def croissant(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def render_croissant(content: dict[str, Any]) -> str:
-    """The text of `croissant.json`."""
+    """Returns the text of `croissant.json` for the manifest's `content`."""
     return json.dumps(croissant(content), indent=1, sort_keys=True) + "\n"
 
 
 def write_croissant(folder: Path, content: dict[str, Any]) -> None:
-    """Write the description beside the token files. Raises `OSError`."""
+    """Write `croissant.json` into the folder of the token files. Raises `OSError`."""
     (folder / CROISSANT).write_text(render_croissant(content), encoding="utf-8")
 
 
 def check_croissant(folder: Path, content: dict[str, Any]) -> None:
-    """Raise `DataError` if a description is there and is not that of `content`."""
+    """Raise `DataError` if `folder` has a `croissant.json` that does not describe `content`."""
     path = folder / CROISSANT
     try:
         found = path.read_text(encoding="utf-8") if path.exists() else None

@@ -1,4 +1,4 @@
-"""The folder of token files: made whole or not at all, and used again only for the same options."""
+"""The folder of token files: created atomically, and reused only for the same options."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dilocox.utils.storage import sync_folder
 
 
 def folder_of_run(run: Path) -> Path:
-    """Where the token files of the run in folder `run` are: in its `data`, as they are handed on
-    with a run, or else where its run file says.
+    """Returns the folder of the token files of the run in folder `run`.
 
-    Raises `ConfigError` for a run file that cannot be read.
+    It is `run/data` if that exists, since token files are handed on with a run there. Otherwise it
+    is the folder in the run file. Raises `ConfigError` if the run file cannot be read.
     """
     beside, file = run / "data", run / "run.toml"
     return beside if beside.exists() or not file.exists() else load_written(file).data_folder
 
 
 def check_place(folder: Path) -> None:
-    """Raise `DataError` unless `folder` has token files or can be made, or filled, with them.
+    """Raise `DataError` unless `folder` has token files, is empty, or can be created.
 
-    Changes nothing, and does not look into token files that are there.
+    The check changes nothing and does not read existing token files.
     """
     try:
         if (folder / MANIFEST).is_file():
@@ -40,9 +40,10 @@ def check_place(folder: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise DataError(f"{folder}: is a file; set data.folder to a folder")
         if _is_mount_point(os.path.realpath(folder)):
-            # The files are written beside it, on another disk, and renamed when all is done.
+            # The files are written to a folder beside `folder`, which is renamed at the end. A
+            # rename cannot replace a mount point.
             raise DataError(
-                f"{folder}: is a mount point, whose place no finished folder can take; set "
+                f"{folder}: is a mount point, which cannot be replaced by the finished folder; set "
                 f"data.folder to a folder below it, such as {folder / 'tokens'}"
             )
         if folder.is_dir() and any(folder.iterdir()):
@@ -51,15 +52,15 @@ def check_place(folder: Path) -> None:
             )
     except OSError as error:
         raise DataError(
-            f"{folder}: cannot be looked into ({error.strerror}); name another folder"
+            f"{folder}: cannot be read ({error.strerror}); name another folder"
         ) from None
 
 
 def _is_mount_point(folder: str) -> bool:
-    """Whether something is mounted at `folder`, an absolute path without links."""
+    """Returns whether `folder`, an absolute path without links, is a mount point."""
     if os.path.ismount(folder):
         return True
-    # Python compares devices, which are the same where a folder is bound within a file system.
+    # `ismount` compares devices, and misses bind mounts within one file system.
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
     except OSError:
@@ -72,10 +73,11 @@ def _is_mount_point(folder: str) -> bool:
 
 @contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` to write into; gone afterwards unless it was published.
+    """Within this context, provide a new folder beside `folder` to write into.
 
-    What a killed process of this machine left beside `folder` is removed first. `folder` is no
-    link: beside a link is not where it leads.
+    The new folder is removed at the end unless `publish` has renamed it. Leftovers of killed
+    processes of this machine are removed first. `folder` must not be a link, because the folder
+    beside a link may be on another disk than the link's target.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     start = f".{folder.name}.partial-"
@@ -93,7 +95,11 @@ def partial_folder(folder: Path) -> Iterator[Path]:
 
 
 def publish(partial: Path, folder: Path) -> bool:
-    """Give `partial` its name at once; false if another process made `folder` meanwhile."""
+    """Rename `partial` to `folder` atomically.
+
+    Returns False if another process has published `folder` in the meantime. Raises `OSError` if
+    the rename fails for another reason.
+    """
     try:
         partial.rename(folder)
     except OSError:
@@ -111,14 +117,24 @@ def reuse(
     options: dict[str, Any],
     changed: Callable[[str], None] | None = None,
 ) -> TokenFiles:
-    """Open `folder` if it was made with the same options from files that still are the same.
+    """Open the token files in `folder` if their options and sources have not changed.
 
-    `changed` gets a line for every source that is not the same any more, instead of a `DataError`:
-    a run that has begun needs its token files, not their sources.
+    Args:
+        folder: folder with token files.
+        data: `[data]` of the run file.
+        names: names of the sources, in the manifest's order.
+        options: options that decide the content of the token files.
+        changed: is called with a message for each source that has changed. A resumed run passes it,
+            since such a run needs the token files but not their sources. If None, a change raises.
+
+    Raises:
+        DataError: if the files were made with other options, if a source has changed and `changed`
+            is None, or if the files are damaged.
     """
     files = TokenFiles.open(folder)
     made_with = files.manifest["made_with"]["options"]
-    # What the version that made them did not know yet, it did not do: they stay what they are.
+    # An option that the version which made the files did not know counts as equal: that version
+    # did not have its effect, and the files stay as they are.
     other = sorted(key for key in options if made_with.get(key, options[key]) != options[key])
     if other:
         key = other[0]
@@ -129,8 +145,8 @@ def reuse(
         )
     for name, source in zip(names, files.content["sources"], strict=True):
         if source["kind"] == "files" and Path(name).expanduser().exists():
-            # An earlier version, which did not write down what it left out, passed over formats and
-            # links that are read now.
+            # Versions that did not record "left_out" ignored formats and links that are read now,
+            # so added files do not mean that the source has changed.
             complete = "left_out" in files.manifest["made_with"]
             what = _change(name, source, data, complete)
             if what and changed is None:
@@ -147,8 +163,11 @@ def reuse(
 
 
 def _change(name: str, source: dict[str, Any], data: DataSection, complete: bool) -> str:
-    """What is not as it was, empty if all is. Names and sizes only: a corpus that grew must not be
-    passed over in silence. One that is gone is no reason to refuse."""
+    """Returns what has changed in source `name`, as text, or "" if nothing has.
+
+    Only names and sizes are compared. Added files are reported only if `complete`, which means that
+    the manifest accounts for all files of the source.
+    """
     recorded = {file["name"]: file["bytes"] for file in source["files"]}
     found = {file.name: file.size for file in list_files(name, data)}
     other = sorted(key for key in recorded if recorded[key] != found.get(key))

@@ -1,4 +1,4 @@
-"""Hub datasets as sources, streamed through the optional package `datasets`."""
+"""Datasets from the Hugging Face hub as sources, streamed by the optional package `datasets`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from dilocox.errors import DataError
 
 
 class HubSource:
-    """One split of a hub dataset (or of a local folder in a layout that `datasets` loads).
+    """One split of a hub dataset, or of a local folder in a layout that `datasets` can load.
 
-    The revision is resolved to a commit first, so that the record names what was read and every
-    pass reads the same. The digest is over the documents that were read, each behind its length.
+    The revision is resolved to a commit first, so that the manifest names the exact data and every
+    pass reads the same documents. The digest covers the documents that were read, each preceded by
+    its length (8 bytes, little-endian).
     """
 
     size: int | None = None
     left_out: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, name: str, data: DataSection) -> None:
+        """Open dataset `name` as `data` says.
+
+        Raises `DataError` if the package `datasets` is not installed, if the dataset cannot be
+        loaded, or if it has no column `data.text_field`.
+        """
         try:
             import datasets
         except ImportError:
@@ -46,7 +52,7 @@ class HubSource:
                 revision=None if self.local else self.revision,
                 streaming=True,
             )
-        except Exception as error:  # the package's errors have no common base
+        except Exception as error:  # the package's errors have no common base class
             raise DataError(
                 f"data.source {name}: cannot be loaded ({_first_line(error)}); check name, subset, "
                 "split and connection"
@@ -74,14 +80,17 @@ class HubSource:
         self._documents = self._bytes = self.without_text = 0
 
     def documents(self) -> Iterator[str]:
-        """Yield the rows' texts in the dataset's order. Raises `DataError`."""
+        """Yield the texts of the rows in the dataset's order, without blank and missing ones.
+
+        Raises `DataError` if reading fails or if a row holds something other than text.
+        """
         self._begin()
         rows = iter(self.rows)
         number = 0
         while True:
             try:
                 row = next(rows, None)
-            except Exception as error:  # network, decoder or loader: no common base
+            except Exception as error:  # network, decoder and loader: no common base class
                 raise DataError(
                     f"data.source {self.name}: reading stopped at row {number} "
                     f"({_first_line(error)}); try again"
@@ -105,14 +114,14 @@ class HubSource:
                 yield text
 
     def placed(self) -> Iterator[tuple[int, str]]:
-        """The same; a dataset counts as one file."""
+        """Yield (file number, text) of every document; the whole dataset counts as file 0."""
         return ((0, text) for text in self.documents())
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's entry, about what the last pass read."""
+        """Returns the manifest's entry for the documents that the last pass has read."""
         return {
             "kind": "hub",
-            # A local folder's place says nothing elsewhere.
+            # The path of a local folder means nothing on other machines.
             "name": None if self.local else self.name,
             "subset": self.subset,
             "split": self.split,

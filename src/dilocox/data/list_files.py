@@ -1,4 +1,4 @@
-"""The files below a folder, in one fixed order, and a count of what is not taken."""
+"""Lists the files below a folder in a fixed order, and counts the entries that are left out."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ Identity = tuple[int, int]
 
 
 def walk(root: Path, *, links: bool) -> tuple[list[tuple[str, Path]], Counter[str]]:
-    """((relative POSIX name, path) of every file below `root`, sorted; reason -> what is not).
+    """List the files below `root`.
 
-    Hidden files and folders are left out, and those that Python makes for itself. With `links`
-    folders that are linked to are followed once each, after all real ones, but for those that
-    hold `root`: so there is no loop, and a file keeps its name when a link to it is added.
-    Raises `DataError` for a folder that cannot be read.
+    Hidden files and folders, `__pycache__` and `site-packages` are left out. With `links`, each
+    linked folder is followed once, after all real folders. Links to a parent folder of `root` are
+    not followed. So there are no loops, and a file keeps its name when a link to it is added.
+
+    Returns (files, left out). Files are sorted pairs of the POSIX name relative to `root` and the
+    path. `left out` counts the other entries by reason. Raises `DataError` if a folder cannot be
+    read.
     """
     found: list[tuple[str, Path]] = []
     left: Counter[str] = Counter()
@@ -60,7 +63,7 @@ def walk(root: Path, *, links: bool) -> tuple[list[tuple[str, Path]], Counter[st
 
 
 def counted(left: Mapping[str, int]) -> str:
-    """Reasons with their counts, the most frequent first."""
+    """Returns reasons with their counts as text, the most frequent first."""
     ordered = sorted(left.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
 

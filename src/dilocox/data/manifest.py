@@ -1,8 +1,12 @@
-"""The manifest of token files: what they hold, where it came from, and the digest over both.
+"""The manifest of token files: their content, their sources, and digests over both.
 
-`manifest.json` has four parts. `content` is everything that is the same for the same corpus on any
-machine; `digest` is the sha256 over its canonical JSON. `made_with` holds the options and versions
-of the machine that made the files; `checksum` covers the whole, so that no byte can change unseen.
+`manifest.json` has five parts:
+
+- `format`: version of the layout.
+- `content`: everything that is the same on every machine for the same corpus.
+- `digest`: the SHA-256 over the canonical JSON of `content`.
+- `made_with`: options and versions of the machine that made the files.
+- `checksum`: the SHA-256 over the other four parts, so that every change is detected.
 """
 
 from __future__ import annotations
@@ -23,17 +27,17 @@ FORMAT = 1
 
 
 def canonical(content: Any) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, ASCII."""
+    """Returns `content` as canonical JSON: sorted keys, no spaces, ASCII."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def digest_of(content: Any) -> str:
-    """sha256 over the canonical JSON of `content`, as hex."""
+    """Returns the SHA-256 (hex) over the canonical JSON of `content`."""
     return hashlib.sha256(canonical(content)).hexdigest()
 
 
 def render(content: dict[str, Any], made_with: dict[str, Any]) -> str:
-    """The text of `manifest.json`."""
+    """Returns the text of `manifest.json`."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "digest": digest_of(content),
@@ -45,7 +49,10 @@ def render(content: dict[str, Any], made_with: dict[str, Any]) -> str:
 
 
 def write_manifest(folder: Path, content: dict[str, Any], made_with: dict[str, Any]) -> None:
-    """Write `folder`'s manifest; it is on the disk afterwards."""
+    """Write the manifest into `folder` and flush it to disk.
+
+    Raises `OSError` if it cannot be written or exists already.
+    """
     with (folder / MANIFEST).open("x", encoding="utf-8") as stream:
         stream.write(render(content, made_with))
         stream.flush()
@@ -53,7 +60,10 @@ def write_manifest(folder: Path, content: dict[str, Any], made_with: dict[str, A
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check `folder`'s manifest. Raises `DataError`."""
+    """Read the manifest of `folder` and check its format, digest and checksum.
+
+    Raises `DataError` if the manifest is missing, unreadable, of another format, or changed.
+    """
     path = folder / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")
@@ -82,7 +92,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file as hex. Raises `DataError` if it cannot be read."""
+    """Returns the SHA-256 (hex) of a file. Raises `DataError` if it cannot be read."""
     try:
         return sha256_of(path)
     except OSError as error:
@@ -90,8 +100,11 @@ def hash_file(path: Path) -> str:
 
 
 def source_names(options: Mapping[str, Any]) -> list[str]:
-    """Names of all sources, in the manifest's order: those of the text, then those of the held-out
-    text, if it has its own. `options`: of `[data]`, by key."""
+    """Returns the names of all sources in the manifest's order.
+
+    Those of `source` come first, then those of `validation_source`. `options` holds keys of
+    `[data]`.
+    """
     names: list[str] = []
     for key in ("source", "validation_source"):
         given = options.get(key)

@@ -1,6 +1,6 @@
-"""Writing token shards: documents one after another, each closed by end-of-text.
+"""Writes token shards: one document after another, each followed by the end-of-text token.
 
-Where the tokenizer writes begin-of-text before a text, each document begins with that.
+If the tokenizer has begin-of-text tokens, each document begins with them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import IO, Any
 import numpy as np
 
 Place = tuple[int, int]
-"""Where a document came from: number of its source, and of its file there."""
+"""Origin of a document: the number of its source, and the number of its file in the source."""
 
 SHARD_BYTES = 256 * 1024 * 1024
-"""Size of a token shard; the last one of a split is smaller."""
+"""Size of a token shard in bytes; the last shard of a split may be smaller."""
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
-    """Smallest of little-endian uint16 and uint32 that holds every token id."""
+    """Returns little-endian uint16 if it can hold every token id, else little-endian uint32."""
     return np.dtype("<u2" if vocabulary_size <= 1 << 16 else "<u4")
 
 
 class Packer:
-    """Writes one split into numbered files and keeps their counts and digests."""
+    """Writes one split into numbered shards, and computes their counts and digests."""
 
     def __init__(
         self,
@@ -37,6 +37,16 @@ class Packer:
         shard_bytes: int,
         begin_of_text: tuple[int, ...] = (),
     ) -> None:
+        """Prepare to write; the first shard is created by `add`.
+
+        Args:
+            folder: folder of the shards.
+            split: name of the split, which begins the names of its shards.
+            vocabulary_size: largest token id + 1.
+            end_of_text: token that follows every document.
+            shard_bytes: size of a shard in bytes.
+            begin_of_text: tokens that precede every document.
+        """
         self.folder = folder
         self.split = split
         self.dtype = token_dtype(vocabulary_size)
@@ -51,7 +61,13 @@ class Packer:
         self._hash = hashlib.sha256()
 
     def add(self, documents: Iterable[list[int]], text_bytes: int, places: Iterable[Place]) -> None:
-        """Append documents, each from its place; `text_bytes`: the UTF-8 size of all of them."""
+        """Append documents to the split.
+
+        Args:
+            documents: token ids of each document.
+            text_bytes: UTF-8 size of all these documents together.
+            places: origin of each document, in the same order.
+        """
         for source, file in places:
             if self.origins and self.origins[-1][:2] == [source, file]:
                 self.origins[-1][2] += 1
@@ -73,7 +89,7 @@ class Packer:
             self._write(part)
 
     def close(self) -> None:
-        """Finish the last shard; everything is on the disk afterwards."""
+        """Finish the last shard and flush it to disk."""
         if self._stream is not None:
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -82,13 +98,13 @@ class Packer:
             self.shards[-1]["sha256"] = self._hash.hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's entry of this split."""
+        """Returns the manifest's entry of this split."""
         return {
             "tokens": self.tokens,
             "documents": self.documents,
             "bytes": self.text_bytes,
             "shards": self.shards,
-            # (source, file, documents that follow each other), in the order of the tokens.
+            # (source, file, number of consecutive documents), in the order of the tokens.
             "origins": self.origins,
         }
 

@@ -1,4 +1,7 @@
-"""Corpus -> tokenizer -> token files, in one pass over the text per step and bounded memory."""
+"""Makes token files from a corpus and a tokenizer.
+
+Each step reads the text once, with bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,15 @@ from dilocox.errors import DataError
 from dilocox.version import __version__
 
 SAMPLE_BYTES = 64 * 1024 * 1024
-"""Text that a tokenizer is trained on, at most: more changes little and costs memory."""
+"""Most bytes of text that a tokenizer is trained on. More text changes little and costs memory."""
 
 BATCH_CHARACTERS = 4 * 1024 * 1024
-"""Text that is encoded at once; what bounds memory."""
+"""Characters that are encoded at once. This bounds the memory."""
 
 RANGE = 1 << 64
 """Scores of documents are in 0..RANGE-1."""
 
-# What decides the token files. The rest of `[data]` says how they are read.
+# Keys of `[data]` that do not change the token files, only how they are read.
 _READING = {"folder", "sequence_length", "validation_sequences"}
 
 Progress = Callable[[str, float], None]
@@ -45,36 +48,39 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class HoldoutSplit:
-    """Which documents are held out: those whose score is below `below`.
+    """The rule that decides which documents are held out.
 
-    The score is a hash of the seed and the text, so it does not hang on a document's position,
-    and two copies of one document never lie on both sides.
+    A document is held out if its score is below `below`. The score is a hash of the seed and the
+    text. So it does not depend on the document's position, and two copies of a document are always
+    in the same split.
     """
 
     seed: int
     below: int
     own_from: int | None = None
-    """Sources from this number on are held out whole, and nothing of the others is."""
+    """If not None: all documents of sources with this number or a higher one are held out, and no
+    document of the other sources."""
 
     def holds_out(self, place: Place, raw: bytes) -> bool:
-        """Whether a document, given as UTF-8, is held out. `place`: its source and file."""
+        """Returns whether the document with origin `place` and UTF-8 text `raw` is held out."""
         if self.own_from is not None:
             return place[0] >= self.own_from
         return self.scores(raw)[0] < self.below
 
     def training(self, sources: list[Source]) -> list[Source]:
-        """The sources that are trained on."""
+        """Returns the sources that are trained on."""
         return sources[: self.own_from]
 
     def scores(self, raw: bytes) -> tuple[int, int]:
-        """Two independent scores of a document, given as UTF-8."""
+        """Returns two independent scores of a document with UTF-8 text `raw`."""
         digest = hashlib.sha256(f"dilocox/held-out/1|{self.seed}|".encode() + raw).digest()
         return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
 
     def settled(self, documents: Iterator[str]) -> HoldoutSplit:
-        """With `below` moved as little as needed for both splits to have a document.
+        """Returns this rule with `below` changed so that both splits have a document.
 
-        Reads no further than that takes. Raises `DataError` if no boundary can do it.
+        The change is as small as possible. Reading stops as soon as both splits have a document.
+        Raises `DataError` if there are fewer than two different documents.
         """
         least, most = RANGE, -1
         for text in documents:
@@ -98,13 +104,20 @@ def prepare(
     progress: Progress | None = None,
     changed: Callable[[str], None] | None = None,
 ) -> TokenFiles:
-    """Make the token files of `data` in `folder`, or open them if they are there already.
+    """Make the token files of `data` in `folder`, or open them if they exist already.
 
-    `seed` decides which documents are held out. The folder appears whole or not at all.
-    `progress` is called with the step's name and the done share of it, 0 to 1. `changed`: of a run
-    that has begun, see `reuse`.
-    Raises `DataError` for text that is missing, unreadable, empty or too small, and for a folder
-    that holds something else or is a mount point.
+    The folder is created atomically: it is complete or does not exist.
+
+    Args:
+        data: `[data]` of the run file.
+        folder: folder of the token files.
+        seed: seed that decides which documents are held out.
+        progress: is called with the name of a step and its finished fraction, 0 to 1.
+        changed: see `reuse`; passed by a run that resumes.
+
+    Raises:
+        DataError: if text is missing, unreadable, empty or too short, or if `folder` holds other
+            files or is a mount point.
     """
     check_place(folder)
     options = data.model_dump(mode="json", exclude=_READING) | {"seed": seed}
@@ -114,7 +127,7 @@ def prepare(
         check_lengths(files, data.sequence_length)
         return files
     report = progress or _silent
-    # Where a link leads, not where it lies: that disk is to hold the files.
+    # If `folder` is a link, the files go to the disk of its target.
     place = Path(os.path.realpath(folder))
     held_data = data.model_copy(update={"split": data.validation_split})
     sources: list[Source] = []
@@ -143,11 +156,14 @@ def prepare(
 
 
 def _silent(step: str, share: float) -> None:
-    """Progress that nobody asked for."""
+    """Progress callback that does nothing."""
 
 
 def _names(data: DataSection) -> tuple[list[str], int | None]:
-    """All sources, and the number of the first one that is held out whole, if one is."""
+    """Returns the names of all sources, and the number of the first source that is held out.
+
+    The number is None if there is no `data.validation_source`.
+    """
     names = source_names({"source": data.source})
     if not names:
         raise DataError(
@@ -175,8 +191,11 @@ def _fill(
     total: int | None,
     report: Progress,
 ) -> tuple[dict[str, Any], Mapping[str, int]]:
-    """Write tokenizer and shards into `partial`; the manifest's content, and documents that spell
-    special tokens, by token."""
+    """Write the tokenizer and the shards into `partial`.
+
+    Returns the manifest's content, and the number of documents that contain special tokens as text,
+    by token.
+    """
     encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, total, report)
     begin = encoder.begin_of_text if data.begin_of_text else ()
     special = SpecialText(encoder.tokenizer)
@@ -235,10 +254,10 @@ def _make_tokenizer(
 
 
 class Sample:
-    """The training text of a tokenizer: training documents only, `SAMPLE_BYTES` at most.
+    """The text that a tokenizer is trained on: about `SAMPLE_BYTES` of the training documents.
 
-    From local files of more than that, documents are taken by their second score, so that they are
-    spread over the whole corpus; from hub datasets, whose size is not known, the first ones.
+    If local files hold more, documents are chosen by their second score, so that they are spread
+    over the whole corpus. The size of hub datasets is unknown, so their first documents are taken.
     """
 
     def __init__(
@@ -256,7 +275,7 @@ class Sample:
         self._below = int(share * RANGE)
 
     def batches(self) -> Iterator[list[str]]:
-        """Documents in batches of about `BATCH_CHARACTERS`."""
+        """Yield documents in batches of about `BATCH_CHARACTERS`."""
         expected = min(self._total or SAMPLE_BYTES, SAMPLE_BYTES)
         for batch in _batches(_documents(self._sources, self._data)):
             taken = []
@@ -321,8 +340,11 @@ def _documents(sources: list[Source], data: DataSection) -> Iterator[str]:
 def _placed(
     sources: list[Source], data: DataSection, own_from: int | None = None
 ) -> Iterator[tuple[Place, str]]:
-    """Documents behind their places; those of sources that are held out whole come last, all of
-    them."""
+    """Yield (origin, text) of every document.
+
+    `data.max_documents` limits the documents of sources that are trained on. The documents of
+    sources from `own_from` on, which are held out, come last and are not limited.
+    """
     first = len(sources) if own_from is None else own_from
     training = islice(_each(sources[:first], 0), data.max_documents)
     return chain(training, _each(sources[first:], first))
@@ -335,7 +357,7 @@ def _each(sources: list[Source], first: int) -> Iterator[tuple[Place, str]]:
 
 
 def _noting(places: list[Place], placed: Iterator[tuple[Place, str]]) -> Iterator[str]:
-    """The documents; where each came from is added to `places` as it is handed out."""
+    """Yield the documents, and append the origin of each to `places`."""
     for place, text in placed:
         places.append(place)
         yield text
@@ -357,10 +379,10 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 def _total(
     sources: list[Source], data: DataSection, report: Progress, own_from: int | None
 ) -> int | None:
-    """Bytes that will be read of all sources, or None if one of them does not know.
+    """Returns the bytes that will be read of all sources, or None if a source's size is unknown.
 
-    Where `data.max_documents` ends the reading early the text is read once more to count it, unless
-    all of it is a small matter.
+    If `data.max_documents` may end the reading early and there are more than `SAMPLE_BYTES`, the
+    text is read once more to count its bytes.
     """
     total = 0
     for source in sources:
@@ -380,7 +402,8 @@ def _total(
 
 
 def _check_disk(total: int | None, folder: Path) -> None:
-    """Refuse early what cannot fit: few tokenizers pack more than 5 bytes of text into a token."""
+    """Raise `DataError` if the token files of `total` bytes of text cannot fit on the disk."""
+    # A token has at least 2 bytes, and few tokenizers put more than 5 bytes of text in a token.
     least = total * 2 // 5 if total is not None else 0
     free = shutil.disk_usage(folder).free
     if free < least:
@@ -393,7 +416,7 @@ def _check_disk(total: int | None, folder: Path) -> None:
 def _made_with(options: dict[str, Any], sources: list[Source]) -> dict[str, Any]:
     return {
         "options": options,
-        # By source. Not part of the content: it says nothing about the tokens.
+        # By source. These counts are not in the content, since they do not change the tokens.
         "left_out": [dict(source.left_out) for source in sources],
         "without_text": [source.without_text for source in sources],
         "dilocox": __version__,

@@ -1,4 +1,7 @@
-"""Documents of one file: text, code, JSONL or Parquet, one after another, never the whole file."""
+"""Reads the documents of one file: text, code, JSONL or Parquet.
+
+Documents are streamed; a whole file is never in memory.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +20,41 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 UNPACKED = (".gz", ".zst")
-"""Endings of packed files that are unpacked while they are read."""
+"""Endings of compressed files that are decompressed while they are read."""
 
 TEXT_FORMATS = ("text", "code")
 """Formats whose files are plain UTF-8 text."""
 
 CUT = {"text": 32 * 1024, "code": 512 * 1024}
-"""Characters after which a file of more than twice as many is cut into documents."""
+"""Length in characters, by format, after which a long file is cut into documents. A file is long if
+it has more than twice as many characters."""
 
 BLOCK = 1 << 20
 
 FIELD = "set data.text_field to the name of one that holds text"
-"""The mend for records whose text is not found."""
+"""Remedy in messages about records whose text is not found."""
 
 
 def read_documents(
     path: Path, kind: str, text_field: str, without_text: Callable[[], None] = lambda: None
 ) -> Iterator[str]:
-    """Yield the documents of `path` in file order; blank ones are left out.
+    """Yield the documents of `path` in file order, without blank ones.
 
-    `without_text` is called for every record whose text is null or missing; it is left out, too.
+    A text or code file is one document. `cut_point` cuts a long file into several documents, so
+    that it need not fit into memory and can be held out in part. Each JSONL line, each object of a
+    JSON array, and each Parquet row is one document. Text and JSON files may be compressed
+    (`UNPACKED`).
 
-    A text or code file is one document; a long one is cut where `cut_point` says, so that a single
-    big file can be held out in part and never has to fit in memory. A JSONL line, an object of a
-    JSON array and a Parquet row are a document each. Text and records may be packed (`UNPACKED`).
-    Raises `DataError` that names the file and, for records, the line or number.
+    Args:
+        path: the file.
+        kind: its format: `text`, `code`, `jsonl` or `parquet`.
+        text_field: field or column that holds the text.
+        without_text: is called for every record whose text is null or missing. Such a record is
+            left out.
+
+    Raises:
+        DataError: if the file cannot be read or holds no text. The message names the file and, for
+            records, the line or the number.
     """
     documents: Iterator[str | None]
     if kind == "jsonl":
@@ -58,13 +71,15 @@ def read_documents(
 
 
 def is_packed(path: Path) -> bool:
-    """Is it one of `UNPACKED`?"""
+    """Returns whether `path` has an ending of `UNPACKED`."""
     return path.suffix.lower() in UNPACKED
 
 
 def open_binary(path: Path) -> IO[bytes]:
-    """The bytes of a file, unpacked if it is packed. Reading may raise `OSError`, `EOFError` and
-    `zlib.error`."""
+    """Open a file as a stream of bytes, decompressed if its ending is in `UNPACKED`.
+
+    Reading from the stream may raise `OSError`, `EOFError` and `zlib.error`.
+    """
     if not is_packed(path):
         return path.open("rb")
     if path.suffix.lower() == ".gz":
@@ -73,7 +88,7 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 def clean(text: str) -> str:
-    """`text` with lone surrogates, which have no UTF-8 form, as U+FFFD."""
+    """Returns `text` with lone surrogates, which UTF-8 cannot encode, replaced by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -82,10 +97,11 @@ def clean(text: str) -> str:
 
 
 def cut_point(text: str, start: int, after: int) -> int | None:
-    """Where the document that begins at `start` ends, or None if `text` holds too little to tell.
+    """Returns the end of the document that begins at `start`, or None if `text` is too short.
 
-    It ends behind the first blank line that follows `after` characters; without one within twice as
-    many, behind a line end; else at twice as many.
+    The document ends after the first blank line between `after` and 2 · `after` characters. If
+    there is no blank line, it ends after the first line end in this range. If there is no line end
+    either, it ends after 2 · `after` characters.
     """
     limit = start + 2 * after
     if len(text) <= limit:
@@ -117,7 +133,7 @@ def _text(path: Path, after: int) -> Iterator[str]:
 
 
 def _records(path: Path, field: str) -> Iterator[str | None]:
-    """JSON objects: one per line, or all of one array."""
+    """Yield the text of each JSON object, where the file has one per line or a single array."""
     return _texts(_array(path) if _is_array(path) else _jsonl(path), field)
 
 
@@ -138,7 +154,7 @@ def _array(path: Path) -> Iterator[tuple[str, object]]:
         with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig") as stream:
             for number, record in enumerate(_objects(stream), start=1):
                 yield f"{path}:record {number}", record
-    except (ValueError, RecursionError) as error:  # of which UnicodeDecodeError is one
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise DataError(
             f"{path}:record {number + 1}: not valid JSON ({error}); mend or remove it"
         ) from None
@@ -147,7 +163,7 @@ def _array(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _objects(stream: IO[str]) -> Iterator[object]:
-    """The elements of a JSON array, one after another; raises `ValueError` where it is broken."""
+    """Yield the elements of a JSON array. Raises `ValueError` if the array is malformed."""
     decoder = json.JSONDecoder()
     text, due = "", "["
     while True:
@@ -167,7 +183,7 @@ def _objects(stream: IO[str]) -> Iterator[object]:
             try:
                 value, end = decoder.raw_decode(text)
             except json.JSONDecodeError as error:
-                # Cut off by the end of what was read, or wrong for good?
+                # An error near the end of the buffer may only mean that more must be read.
                 near = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
                 if not near:
                     raise
@@ -207,10 +223,10 @@ def _parsed(line: bytes, where: str) -> object:
 
 
 def _texts(records: Iterator[tuple[str, object]], field: str) -> Iterator[str | None]:
-    """The text of every record; None for a record whose text is null or missing.
+    """Yield the text of every record; None for a record whose text is null or missing.
 
-    `records`: (place for messages, record). Raises `DataError` for a record that is no object, for
-    a text of another type, and where no record has the field.
+    `records` are pairs of the place, which messages name, and the record. Raises `DataError` if a
+    record is not an object, if its text is of another type, or if no record has the field.
     """
     missing, found = None, False
     for where, record in records:
@@ -234,7 +250,7 @@ def _texts(records: Iterator[tuple[str, object]], field: str) -> Iterator[str | 
 
 
 def _kind_of(value: object) -> str:
-    """What a value is that is not text, for messages."""
+    """Returns the kind of a value that is not text, as words for messages."""
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, int | float):
@@ -243,7 +259,7 @@ def _kind_of(value: object) -> str:
 
 
 def _parquet(path: Path, field: str) -> Iterator[str | None]:
-    # Imported here: reading token files must not need Arrow's start-up time.
+    # Imported here because Arrow is slow to import, and opening token files does not need it.
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -272,7 +288,10 @@ def _parquet(path: Path, field: str) -> Iterator[str | None]:
 
 
 def _holds_text(kind: pa.DataType) -> bool:
-    """Text, UTF-8 bytes without the annotation, a dictionary of them, or nothing but nulls."""
+    """Returns whether a column of type `kind` may hold text.
+
+    It may be strings, bytes (UTF-8 without the annotation), a dictionary of these, or only nulls.
+    """
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -294,36 +313,39 @@ def _decoded(value: str | bytes | None, where: str) -> str | None:
 
 
 class _Zstd(io.RawIOBase):
-    """Reads a file packed by zstd. Raises `OSError`, with a mend where the window is too long."""
+    """Decompresses a zstd file while it is read.
+
+    Raises `OSError` if reading fails; the message has a remedy if the window is too long.
+    """
 
     def __init__(self, path: Path) -> None:
-        # Imported here: reading token files must not need Arrow's start-up time.
+        # Imported here because Arrow is slow to import, and opening token files does not need it.
         import pyarrow as pa
 
         self._path = path
         self._stream = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
 
     def readable(self) -> bool:
-        """It is read only."""
+        """Returns True: the stream can be read, but not written."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Unpacked bytes into `buffer`; how many."""
+        """Read decompressed bytes into `buffer`. Returns their number, 0 at the end."""
         try:
             data = self._stream.read(len(buffer))
         except OSError as error:
-            # Arrow lets nobody raise the limit of 128 MiB.
+            # Arrow limits the window to 128 MiB and has no option to raise the limit.
             if "too much memory" not in str(error):
                 raise
             raise OSError(
-                "packed by zstd --long, with a longer window than can be read here; unpack it: "
-                f"zstd -d --long=31 {shlex.quote(self._path.name)}"
+                "compressed by zstd --long with a window that is too long to be read here; unpack "
+                f"it: zstd -d --long=31 {shlex.quote(self._path.name)}"
             ) from None
         buffer[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
-        """The file, too."""
+        """Close this stream and the file."""
         if not self.closed:
             self._stream.close()
         super().close()

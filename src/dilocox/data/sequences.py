@@ -1,9 +1,9 @@
-"""Sequences by number: (token files, seed, number) -> tokens, a pure function.
+"""Numbered training sequences: a pure function from (token files, seed, number) to tokens.
 
-Training data is an endless numbered space of sequences. A *token range* is an interval of these
-numbers. Every `sequences_per_epoch` numbers visit every sequence of the split once, in an order
-that the epoch, the seed and the data's digest fix; so what a range holds can be computed by anyone
-who has the token files, without having read anything before it.
+Training data is an endless space of numbered sequences. A *token range* is an interval of these
+numbers. Every `sequences_per_epoch` numbers visit each sequence of the split once. The order is
+fixed by the epoch, the seed and the data's digest. So anyone who has the token files can compute
+the content of a token range, without reading the ranges before it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,26 @@ from dilocox.data.token_files import SPLITS, TokenFiles
 from dilocox.errors import DataError
 
 ROUNDS = 8
-"""Feistel rounds; 4 make a pseudo-random permutation (Luby and Rackoff 1988), 8 are for small
-domains and a mixing function that is not a cipher."""
+"""Feistel rounds. Four rounds give a pseudo-random permutation (Luby and Rackoff 1988). Eight are
+used because domains may be small and the mixing function is not a cipher."""
 
 Numbers = npt.NDArray[np.uint64]
 
 
 def permute(positions: Numbers, size: int, key: bytes) -> Numbers:
-    """A bijection of 0..size-1 keyed by `key`, applied to uint64 `positions`, in O(1) memory.
+    """Apply a pseudo-random permutation of 0..size-1 to `positions`.
 
-    A Feistel network permutes the next power of 4; a value that falls outside is permuted again
-    until it falls inside (cycle-walking, Black and Rogaway 2002): less than 4 times on average.
+    It needs no table of the permutation. A Feistel network permutes the numbers below the next
+    power of 4. A result outside 0..size-1 is permuted again until it falls inside (cycle-walking,
+    Black and Rogaway 2002), less than 4 times on average.
+
+    Args:
+        positions: numbers below `size`, uint64.
+        size: size of the domain.
+        key: key that selects the permutation.
+
+    Returns:
+        The permuted numbers: uint64, of the shape of `positions`.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = [
@@ -51,8 +60,10 @@ def _feistel(values: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
 
 
 def _mix(values: Numbers) -> Numbers:
-    """The finaliser of SplitMix64 (Steele et al. 2014): every output bit hangs on every input
-    bit. Products wrap at 2^64 on purpose."""
+    """Apply the finaliser of SplitMix64 (Steele et al. 2014) to uint64 `values`.
+
+    Every output bit depends on every input bit. Products wrap at 2^64 on purpose.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -61,8 +72,9 @@ def _mix(values: Numbers) -> Numbers:
 class SequenceSpace:
     """The numbered sequences of one split of token files.
 
-    Sequence p of a split is its tokens p·L .. p·L + L, L being `sequence_length`: the last token
-    of one is the first of the next, so that every token but the first is a label once per epoch.
+    With L = `sequence_length`, sequence p has the tokens p·L to p·L + L, both included. The last
+    token of a sequence is the first of the next, so that every token but the first is a label once
+    per epoch.
     """
 
     def __init__(
@@ -76,7 +88,10 @@ class SequenceSpace:
         self._identity = f"dilocox/sequences/1|{files.digest}|{split}|{sequence_length}|{seed}|"
 
     def positions(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Which sequence of the split each number of [start, start + count) is: int64 [count]."""
+        """Returns the sequence of the split behind each number in [start, start + count).
+
+        The result is int64 [count]. Raises `ValueError` if `start` or `count` is negative.
+        """
         if start < 0 or count < 0:
             raise ValueError(f"token range [{start}, {start} + {count}) is not an interval")
         parts: list[Numbers] = []
@@ -92,16 +107,19 @@ class SequenceSpace:
         return joined.astype(np.int64)
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """The token range [start, start + count): int64 [count, sequence_length + 1].
+        """Returns the tokens of the range [start, start + count).
 
-        Inputs are `[:, :-1]`, labels `[:, 1:]`.
+        The result is int64 [count, sequence_length + 1]. Inputs are `[:, :-1]`, labels `[:, 1:]`.
         """
         offsets = self.positions(start, count) * self.sequence_length
         return self._tokens.gather(offsets, self.sequence_length + 1)
 
 
 def held_out(files: TokenFiles, sequence_length: int, limit: int) -> npt.NDArray[np.int64]:
-    """At most `limit` validation sequences, evenly spread: int64 [n, sequence_length + 1]."""
+    """Returns up to `limit` validation sequences, evenly spread over the split.
+
+    The result is int64 [n, sequence_length + 1]. Raises `DataError` if the split is too small.
+    """
     available = _sequences(files, "validation", sequence_length)
     count = min(limit, available)
     positions = np.arange(count, dtype=np.int64) * available // count
@@ -109,7 +127,7 @@ def held_out(files: TokenFiles, sequence_length: int, limit: int) -> npt.NDArray
 
 
 def check_lengths(files: TokenFiles, sequence_length: int) -> None:
-    """Raise `DataError` unless both splits hold at least one sequence."""
+    """Raise `DataError` unless both splits contain at least one sequence."""
     for split in SPLITS:
         _sequences(files, split, sequence_length)
 

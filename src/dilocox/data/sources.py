@@ -1,7 +1,7 @@
-"""Where text comes from: the files behind `data.source`, each with its size and sha256.
+"""Sources of text: the local files behind `data.source`, with their sizes and SHA-256 digests.
 
-A source yields its documents in one fixed order, as often as it is asked, and describes itself for
-the manifest. Nothing of a source is held in memory but the list of its files.
+A source yields its documents in the same order on every pass, and describes itself for the
+manifest. It keeps only the list of its files in memory.
 """
 
 from __future__ import annotations
@@ -47,51 +47,59 @@ SUFFIXES: dict[str, frozenset[str]] = {
 }
 
 JSON = _also_packed(".json")
-"""Records where such a file is named, or `data.format` says so; in a folder it may be anything."""
+"""Endings of JSON files. Such a file is read if it is named itself or if `data.format` is "jsonl".
+Otherwise it is left out of a folder, since it may hold anything."""
 
 PACKED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
-"""Compressed in a way that is not read here."""
+"""Endings of compressed files that cannot be read here."""
 
 KINDS_LEFT_OUT = 12
-"""Endings of files that are left out are told apart, the most frequent ones."""
+"""Number of file endings that are counted separately among the files that are left out; the most
+frequent ones are chosen."""
 
 Progress = Callable[[str, float], None]
 
 
 class Source(Protocol):
-    """Text with an identity."""
+    """A source of documents that can be read several times, with the same documents each time."""
 
     @property
     def size(self) -> int | None:
-        """Bytes on disk, or None where that is not known before reading."""
+        """Bytes on disk; None if not known before reading."""
 
     def placed(self) -> Iterator[tuple[int, str]]:
-        """Yield every document behind the number of its file (of `describe`), in the same order
-        at every call. Raises `DataError`."""
+        """Yield (file number, text) of every document, in the same order at every call.
+
+        The file number is an index in the `files` of `describe`. Raises `DataError` if a file
+        cannot be read.
+        """
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """Reason -> files that are not taken, but for those that `describe` counts."""
+        """Number of files that are left out, by reason, without those that `describe` counts."""
 
     @property
     def without_text(self) -> int:
-        """Records that the last pass left out, since their text is null or missing."""
+        """Number of records that the last pass left out because their text is null or missing."""
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's entry: kind, licence, revision, files with sizes and digests."""
+        """Returns the manifest's entry: kind, licence, revision, files with sizes and digests."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One local file. `name` is relative to its source, so that it is the same on any machine."""
+    """One local file of a source."""
 
     path: Path
     name: str
+    """Name relative to the source, so that it is the same on every machine."""
     format: str
     size: int
+    """Size in bytes."""
     modified: int
-    """Nanoseconds; a file that changes while it is read is refused."""
+    """Time of the last change in nanoseconds. A file that changes while it is read is refused."""
     sha256: str = ""
+    """SHA-256 (hex); empty if not computed yet."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +109,12 @@ class FileSource:
     kind: str
     files: tuple[SourceFile, ...]
     skipped: int
-    """Files of the folder that are not UTF-8 text."""
+    """Number of files of the folder that are left out because they are not UTF-8 text."""
     text_field: str
     licence: str | None
     revision: str | None
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Reason -> files and folders of the folder that are not taken for another reason."""
+    """Number of files and folders that are left out for another reason, by reason."""
     _without_text: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
@@ -114,7 +122,7 @@ class FileSource:
         return sum(file.size for file in self.files)
 
     def documents(self) -> Iterator[str]:
-        """Every document."""
+        """Yield the text of every document."""
         return (text for _, text in self.placed())
 
     @property
@@ -147,15 +155,18 @@ class FileSource:
 
 
 def list_files(source: str, data: DataSection) -> list[SourceFile]:
-    """The files of a local `source` in their fixed order, not read yet (no digests).
+    """Returns the files of a local `source` in their fixed order, without digests.
 
-    Raises `DataError` where there is nothing to read.
+    Raises `DataError` if there is no file to read.
     """
     return find_files(source, data)[0]
 
 
 def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mapping[str, int]]:
-    """The same, and reason -> files that are not taken."""
+    """Returns the files of a local `source`, and the number of files left out by reason.
+
+    See `list_files`.
+    """
     if source == STDLIB:
         return _stdlib_files(), {}
     path = Path(source).expanduser()
@@ -192,7 +203,7 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
 
 
 def _ending(name: str) -> str:
-    """What a file that is not taken is counted as."""
+    """Returns the reason under which a file that is left out is counted."""
     path = Path(name.lower())
     if _is_one_of(name, JSON):
         return f'{_last(path)} (data.format = "jsonl" reads them)'
@@ -212,10 +223,10 @@ def _summed_up(endings: Counter[str]) -> Counter[str]:
 
 
 def read_source(source: str, data: DataSection, progress: Progress) -> FileSource:
-    """List and digest the files of a local `source`.
+    """List the files of a local `source` and compute their digests.
 
-    Files of a folder that are not UTF-8 are left out and counted; a file that was named itself must
-    be readable. Raises `DataError`.
+    Files of a folder that are not UTF-8 text are left out and counted. Raises `DataError` if no
+    file can be read, or if `source` is itself a file and not UTF-8 text.
     """
     found, left = find_files(source, data)
     total = sum(file.size for file in found) or 1
@@ -250,10 +261,10 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
 
 
 def _stdlib_files() -> list[SourceFile]:
-    """The `.py` files of the modules that Python itself lists as its standard library.
+    """Returns the `.py` files of the modules in `sys.stdlib_module_names`, without tests.
 
-    That list leaves out installed packages, the tests and what a build or a distribution adds, so
-    the same Python version has the same corpus everywhere. 12 MB with CPython 3.11.
+    Installed packages and the additions of a build or a distribution are left out. So the same
+    Python version has the same corpus on every machine: 12 MB with CPython 3.11.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
@@ -272,7 +283,10 @@ def _stdlib_files() -> list[SourceFile]:
 
 
 def _format_of(name: str, records: frozenset[str]) -> str | None:
-    """By its ending; `records`: further endings of files of records."""
+    """Returns the format of a file by its ending, or None if the ending is unknown.
+
+    `records` are further endings that mean "jsonl".
+    """
     for kind, suffixes in SUFFIXES.items():
         if _is_one_of(name, suffixes):
             return kind
@@ -296,7 +310,10 @@ def _source_file(path: Path, name: str, kind: str) -> SourceFile:
 
 
 def _digest(path: Path, *, decode: bool) -> tuple[str, bool]:
-    """sha256 of a file as hex and, with `decode`, whether it holds UTF-8 text without NUL."""
+    """Returns the SHA-256 (hex) of a file, and whether it is UTF-8 text without NUL.
+
+    Without `decode`, the second value is True and the text is not checked.
+    """
     digest = hashlib.sha256()
     text = _TextCheck()
     packed = is_packed(path)
@@ -317,7 +334,7 @@ def _digest(path: Path, *, decode: bool) -> tuple[str, bool]:
 
 
 class _TextCheck:
-    """Are these bytes UTF-8 without NUL?"""
+    """Checks block by block whether bytes are UTF-8 text without NUL."""
 
     def __init__(self) -> None:
         self.good = True

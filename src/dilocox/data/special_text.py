@@ -1,7 +1,7 @@
 """Finds text that spells a tokenizer's special tokens, such as `<|im_start|>` in rendered chats.
 
-Text never turns into a special token: such markup would be trained on as ordinary tokens, which a
-model that knows the special ones does not expect.
+Text is never encoded as a special token, so such markup is trained on as ordinary tokens. A model
+that was trained with the special tokens does not expect this.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Iterable, Mapping
 from tokenizers import Tokenizer
 
 LOOKED = 10_000
-"""Documents that are looked at, the first ones: markup is in all of them, or in next to none."""
+"""Number of first documents that are searched. It is enough, since markup occurs in nearly all
+documents of a corpus or in nearly none."""
 
 
 class SpecialText:
-    """Counts documents that spell special tokens, by token."""
+    """Counts, for each special token, the documents that contain it as text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         known = tokenizer.get_added_tokens_decoder().values()
-        # Single characters, and what is no markup, are words of every text.
+        # Only special tokens are markup. Names of up to two characters occur in text by chance.
         names = [each.content for each in known if each.special and len(each.content) > 2]
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if names else None
@@ -29,7 +30,7 @@ class SpecialText:
         self.found: Counter[str] = Counter()
 
     def look(self, documents: Iterable[str]) -> None:
-        """Count these documents, as long as not enough were looked at."""
+        """Search `documents`, until `LOOKED` documents have been searched in all."""
         if self._pattern is None:
             return
         for document in documents:
@@ -40,10 +41,10 @@ class SpecialText:
 
 
 def warning(found: Mapping[str, int]) -> str:
-    """One line about what was counted."""
+    """Returns a one-line warning about the special tokens that were found."""
     named = ", ".join(f"{token} in {count:,}" for token, count in sorted(found.items())[:4])
     return (
-        f"documents spell special tokens of the tokenizer ({named} of the first {LOOKED:,}); they "
-        "are trained on as ordinary text, not as these tokens: for a model that knows the special "
-        "ones, rendered chats are broken markup"
+        f"documents contain special tokens of the tokenizer as text ({named} of the first "
+        f"{LOOKED:,}); they are trained on as ordinary text, so rendered chats become wrong markup "
+        "for a model that knows the special tokens"
     )

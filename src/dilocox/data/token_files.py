@@ -1,4 +1,4 @@
-"""Token files: a folder of memory-mapped token shards, their tokenizer and their manifest."""
+"""Token files: a folder with memory-mapped token shards, their tokenizer and their manifest."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from dilocox.data.special_text import warning
 from dilocox.errors import DataError
 
 TOKENIZER = "tokenizer"
-"""Name of the tokenizer's folder inside the token files."""
+"""Name of the tokenizer's folder in the folder of token files."""
 
 SCANNED = 1 << 24
-"""Tokens that are looked through at once."""
+"""Tokens that are searched at once."""
 
 SPLITS = ("train", "validation")
 
 
 class TokenArray:
-    """All tokens of one split, in order, mapped from its files; nothing is read until asked for.
-
-    Every file but the last holds `per_file` tokens.
-    """
+    """All tokens of one split, in order, memory-mapped from its files and read on access."""
 
     def __init__(self, files: list[Path], counts: list[int], dtype: np.dtype[Any]) -> None:
+        """Map `files`, which hold `counts` tokens of `dtype`. All but the last must be equal."""
         self._maps = [np.memmap(file, dtype=dtype, mode="r") for file in files]
         self._per_file = counts[0]
         self._length = sum(counts)
@@ -39,9 +37,9 @@ class TokenArray:
         return self._length
 
     def gather(self, offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """The `length` tokens at each offset: int64 [len(offsets), length].
+        """Returns the `length` tokens at each offset: int64 [len(offsets), length].
 
-        Raises `IndexError` where a range leaves the split.
+        Raises `IndexError` if a range goes beyond the split.
         """
         tokens = np.empty((len(offsets), length), dtype=np.int64)
         for row, offset in zip(tokens, offsets.tolist(), strict=True):
@@ -56,7 +54,10 @@ class TokenArray:
         return tokens
 
     def places_of(self, token: int) -> npt.NDArray[np.int64]:
-        """Offsets of all occurrences of `token`, rising: int64 [n]. Reads all of the split."""
+        """Returns the ascending offsets of all occurrences of `token`: int64 [n].
+
+        The whole split is read.
+        """
         found, base = [], 0
         for part in self._maps:
             for start in range(0, len(part), SCANNED):
@@ -67,27 +68,29 @@ class TokenArray:
 
 
 class TokenFiles:
-    """Prepared data, read-only. Make with `prepare`, open with `TokenFiles.open`."""
+    """A folder of token files, read-only. `prepare` makes it, `TokenFiles.open` opens it."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
         self.content: dict[str, Any] = manifest["content"]
         self.digest: str = manifest["digest"]
-        """sha256, as hex: one corpus, tokenizer and split have one digest on any machine."""
+        """SHA-256 (hex) of the content. The same corpus, tokenizer and split have the same digest
+        on every machine."""
         self.vocabulary_size: int = self.content["vocabulary_size"]
-        """Largest token id + 1; a model needs at least as many."""
+        """Largest token id + 1. The model's vocabulary must have at least this size."""
         self.end_of_text: int = self.content["end_of_text"]["id"]
         self.tokenizer_folder = folder / TOKENIZER
-        """Loads with `AutoTokenizer.from_pretrained`."""
+        """Folder that `AutoTokenizer.from_pretrained` can load."""
         self.dtype = np.dtype(self.content["dtype"]).newbyteorder("<")
         self._arrays: dict[str, TokenArray] = {}
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenFiles:
-        """Open a folder; checks the manifest and that every file has its size, not its digest.
+        """Open a folder of token files.
 
-        Raises `DataError`.
+        Checks the manifest and the size of every file, but not the digests of the files. Raises
+        `DataError` if a file is missing or has another size, or if the manifest is invalid.
         """
         folder = Path(folder)
         files = cls(folder, read_manifest(folder))
@@ -106,7 +109,7 @@ class TokenFiles:
         return files
 
     def tokens(self, split: str) -> TokenArray:
-        """The tokens of `train` or `validation`."""
+        """Returns the tokens of split `train` or `validation`."""
         if split not in self._arrays:
             shards = self.content["splits"][split]["shards"]
             self._arrays[split] = TokenArray(
@@ -117,21 +120,21 @@ class TokenFiles:
         return self._arrays[split]
 
     def token_count(self, split: str) -> int:
-        """Tokens in a split, end-of-text tokens counted."""
+        """Returns the number of tokens in a split, including end-of-text tokens."""
         return int(self.content["splits"][split]["tokens"])
 
     def document_count(self, split: str) -> int:
-        """Documents in a split."""
+        """Returns the number of documents in a split."""
         return int(self.content["splits"][split]["documents"])
 
     def document_ends(self, split: str) -> npt.NDArray[np.int64]:
-        """Offset behind the end-of-text token of each document of a split: int64 [documents]."""
-        # Text never turns into that token: only the packer writes it.
+        """Returns the end offset of each document of a split, end-of-text included: int64 [n]."""
+        # Text is never encoded as the end-of-text token; only the packer writes it.
         return self.tokens(split).places_of(self.end_of_text) + 1
 
     @property
     def left_out(self) -> int:
-        """Files of its sources, hidden ones apart, that were not taken; `show` says why."""
+        """Number of source files that were left out, without hidden files. `show` gives reasons."""
         by_source = self.manifest["made_with"].get("left_out", [])
         other = sum(n for left in by_source for reason, n in left.items() if reason != HIDDEN)
         skipped = sum(each.get("skipped_files", 0) for each in self.content["sources"])
@@ -139,12 +142,16 @@ class TokenFiles:
 
     @property
     def warnings(self) -> list[str]:
-        """What was found in the text that its owner should know, a line each."""
+        """Warnings about the text, for the user, one line each."""
         spelled = self.manifest["made_with"].get("special_text")
         return [f"{self.folder}: {warning(spelled)}"] if spelled else []
 
     def verify(self, progress: Callable[[str, float], None] | None = None) -> None:
-        """Hash every file again. Raises `DataError` that names the first bad one."""
+        """Compute the digest of every file again and compare it with the manifest.
+
+        `progress` is called with "verifying" and the finished fraction, 0 to 1. Raises `DataError`
+        that names the first file with another digest.
+        """
         check_croissant(self.folder, read_manifest(self.folder)["content"])
         recorded = self._recorded()
         total = sum(size for _, size, _ in recorded)
@@ -160,7 +167,7 @@ class TokenFiles:
                 progress("verifying", done / total)
 
     def _recorded(self) -> list[tuple[str, int, str]]:
-        """(name below the folder, bytes, sha256) of every file but the manifest."""
+        """Returns (name in the folder, bytes, SHA-256) of every file that the manifest lists."""
         shards = [shard for split in SPLITS for shard in self.content["splits"][split]["shards"]]
         recorded = [
             (shard["file"], shard["tokens"] * self.dtype.itemsize, shard["sha256"])
@@ -172,7 +179,7 @@ class TokenFiles:
 
 
 def show(files: TokenFiles) -> str:
-    """A few lines for people: counts, sources, licences, digests."""
+    """Returns lines for display: counts, sources, licences and digests of token files."""
     content = files.content
     tokenizer = content["tokenizer"]
     lines = [f"token files  {files.folder}", f"digest       {files.digest}"]
@@ -188,7 +195,7 @@ def show(files: TokenFiles) -> str:
         if tokenizer["kind"] == "trained"
         else f"loaded from {files.manifest['made_with']['options']['tokenizer']}"
     )
-    # Token files of before it was kept have none, nor those whose tokenizer writes none.
+    # The key is missing in token files of earlier versions, and if the tokenizer has no such token.
     begin = [each["token"] for each in content.get("begin_of_text", [])]
     lines.append(
         f"tokenizer    {content['vocabulary_size']:,} tokens, {origin}, end of text "
@@ -230,7 +237,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _size(count: int) -> str:
-    """Bytes with a decimal unit."""
+    """Returns a number of bytes as text with a decimal unit."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:

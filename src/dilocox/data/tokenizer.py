@@ -1,4 +1,4 @@
-"""Tokenizers: trained on the corpus, or loaded by name; always kept as a Hugging Face folder."""
+"""Tokenizers, trained on the corpus or loaded by name, and stored as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dilocox.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of a trained tokenizer."""
 
-# Keys that say where a tokenizer was loaded from: not part of what it does, and not the same on
-# the next machine.
+# Keys that name the place from which a tokenizer was loaded. They do not change its behaviour and
+# differ between machines.
 _PLACES = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "is_local", "cache_dir")
 
 
@@ -29,21 +29,24 @@ class Encoder:
     vocabulary_size: int
     """Largest token id + 1."""
     begin_of_text: tuple[int, ...] = ()
-    """What the tokenizer itself writes before every text; end-of-text left out."""
+    """Tokens that the tokenizer itself puts before every text, without end-of-text."""
 
     def encode(self, documents: list[str]) -> list[list[int]]:
-        """Token ids of each document. Text never turns into a special token: only the packer
-        writes begin- and end-of-text."""
+        """Returns the token ids of each document.
+
+        Text is never encoded as a special token; only the packer writes begin-of-text and
+        end-of-text tokens.
+        """
         encodings = self.tokenizer.encode_batch_fast(documents, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
 
 def train_tokenizer(documents: Iterable[list[str]], vocabulary_size: int, folder: Path) -> Encoder:
-    """Train a byte-level BPE on batches of documents and write it to `folder`.
+    """Train a byte-level BPE tokenizer on batches of documents and write it to `folder`.
 
-    All 256 bytes are in the vocabulary, so every text can be encoded and there is no unknown token.
-    The same documents in the same order give the same file.
-    Raises `DataError` if the text has too few different pieces for `vocabulary_size`.
+    The vocabulary contains all 256 bytes, so every text can be encoded without an unknown token.
+    The same documents in the same order give the same file. Raises `DataError` if the text yields
+    fewer than `vocabulary_size` tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,7 +63,7 @@ def train_tokenizer(documents: Iterable[list[str]], vocabulary_size: int, folder
     if reached < vocabulary_size:
         raise DataError(
             f"data.vocabulary_size {vocabulary_size}: the text gives {reached} tokens only; "
-            "give more text or lower it"
+            "give more text or lower the vocabulary size"
         )
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -76,15 +79,16 @@ def train_tokenizer(documents: Iterable[list[str]], vocabulary_size: int, folder
 
 
 def names_missing_folder(place: str) -> bool:
-    """Whether a text can only be a folder's name, and no such folder is there."""
+    """Returns whether `place` can only be the name of a folder, but the folder does not exist."""
     folder = place.startswith(("/", ".", "~")) or place.count("/") > 1
     return folder and not Path(place).expanduser().is_dir()
 
 
 def load_tokenizer(name: str, folder: Path) -> Encoder:
-    """Load a tokenizer by local folder or hub name (or NAME@REVISION) and write it to `folder`.
+    """Load a tokenizer and write it to `folder`.
 
-    Raises `DataError` if there is none, it has no end-of-text token, or no fast version.
+    `name` is a local folder, a hub name, or NAME@REVISION. Raises `DataError` if the tokenizer
+    cannot be loaded, has no end-of-text token, or has no fast version (`tokenizer.json`).
     """
     # Imported here: transformers costs seconds and is not needed to read token files.
     from transformers import AutoTokenizer
@@ -103,7 +107,7 @@ def load_tokenizer(name: str, folder: Path) -> Encoder:
             if local.is_dir()
             else AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
         )
-    except Exception as error:  # OSError, ValueError, KeyError, by kind of folder
+    except Exception as error:  # OSError, ValueError or KeyError, depending on the folder
         reason = (str(error).splitlines() or [type(error).__name__])[0].strip()
         raise DataError(
             f"data.tokenizer {name}: cannot be loaded ({reason}); check the name and the "
@@ -117,23 +121,24 @@ def load_tokenizer(name: str, folder: Path) -> Encoder:
     tokenizer.save_pretrained(folder)
     if not (folder / "tokenizer.json").is_file():
         raise DataError(
-            f"data.tokenizer {name}: has no tokenizer.json (a fast tokenizer); use one that has"
+            f"data.tokenizer {name}: has no fast tokenizer (tokenizer.json); use a tokenizer that "
+            "has one"
         )
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     for key in _PLACES:
         config.pop(key, None)
     _write_json(folder / "tokenizer_config.json", config)
     encoder = _encoder(folder, str(tokenizer.eos_token))
-    # Of what was written: that is published beside the model, and what it is prompted through.
+    # Read from the written folder, since this copy is published with the model and encodes prompts.
     written = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return replace(encoder, begin_of_text=_begin_of_text(written, encoder.end_of_text))
 
 
 def _begin_of_text(tokenizer: Any, end_of_text: int) -> tuple[int, ...]:
-    """The ids that a Hugging Face tokenizer puts before a text.
+    """Returns the token ids that a Hugging Face tokenizer puts before a text.
 
-    Where end-of-text is among them it is left out: in a row of documents the token that closes one
-    stands before the next already, and it is to stand at the end of documents alone.
+    End-of-text is left out. In packed documents, the end-of-text of one document already precedes
+    the next one, and the token must occur only at the end of documents.
     """
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a", add_special_tokens=True)["input_ids"]
@@ -144,7 +149,7 @@ def _begin_of_text(tokenizer: Any, end_of_text: int) -> tuple[int, ...]:
 
 
 def _encoder(folder: Path, end_of_text: str) -> Encoder:
-    """What encodes is read back from what was written: the two cannot differ."""
+    """Returns an encoder that is read back from `folder`, so that it equals the written files."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
