@@ -114,7 +114,7 @@ def test_a_tokenizer_with_a_token_more_than_its_model_has_rows_gets_a_mend_that_
         load_model_config(ModelSection(path=str(tmp_path)), 321)
     text = str(caught.value)
     assert "the tokenizer has 321 tokens, the model's vocabulary 320" in text
-    assert "remove the added tokens from id 320 on from its tokenizer.json" in text
+    assert "remove the added tokens with ids of 320 or more from its tokenizer.json" in text
     assert "resize_token_embeddings(321)" in text
     assert "vocabulary_size" not in text
 

@@ -1,10 +1,16 @@
-"""A Hugging Face causal LM into pipeline chunks, and back into a Hugging Face checkpoint.
+"""Splits a Hugging Face causal LM into pipeline chunks, and writes it back as a checkpoint.
 
-The road: `load_model_config` reads the configuration, `probe_cut` shows on a tiny copy that the
-type can be cut and `probe_weights` that it can begin with fresh weights, `plan_cut` says where,
-`build_chunk` builds one chunk on the meta device, and `materialise` fills it from `open_weights`.
-`write_stage_file` and `finish_model_folder` lead back.
-transformers is imported only when one of them is called.
+The functions are used in this order:
+
+1. `load_model_config` reads the configuration.
+2. `probe_cut` checks with a tiny copy that this model type can be cut into chunks. `probe_weights`
+   checks that the type can start with fresh weights.
+3. `plan_cut` decides where to cut.
+4. `build_chunk` builds one chunk on the meta device.
+5. `materialise` fills the chunk with weights from `open_weights`.
+6. `write_stage_file` and `finish_model_folder` write the model back.
+
+transformers is imported only when one of these functions is called.
 """
 
 from dilocox.models.architecture import load_model_config

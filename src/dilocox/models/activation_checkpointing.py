@@ -17,7 +17,8 @@ from torch.utils.checkpoint import (
 )
 
 Checkpointing = bool | Literal["selective"]
-"""What the backward pass computes again: nothing, whole layers, or the cheap half of them."""
+"""What the backward pass recomputes: nothing (False), whole layers (True), or only the operations
+of a layer that are cheap ("selective")."""
 
 _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
@@ -26,18 +27,19 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""Operations of `torch.ops.aten` whose output `selective` always saves."""
+"""Operations of `torch.ops.aten` whose outputs "selective" always saves."""
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""Operations of which `selective` saves every second output."""
+"""Operations of which "selective" saves every second output."""
 
 
 def recompute(layer: nn.Module, checkpointing: Checkpointing) -> None:
-    """Let `layer` compute its activations again in the backward pass (non-reentrant).
+    """Make `layer` recompute its activations in the backward pass (non-reentrant checkpointing).
 
-    The wrapper replaces `forward`, not the call, so that the hooks of FSDP stay outside. The
-    wrapper is a bound method, for two reasons. Dynamo skips the frame of a `functools.partial`,
-    does not enter `checkpoint` from there, and compiles nothing. And a deep copy of a bound method
-    runs the copy's own parameters, where a deep copy of a closure would run the original's.
+    The wrapper replaces `forward` and not `__call__`, so that FSDP's hooks run outside of it. The
+    wrapper is a bound method, for two reasons. First, Dynamo skips the frame of a
+    `functools.partial`, so it would not enter `checkpoint` and would compile nothing. Second, a
+    deep copy of a bound method uses the parameters of the copy, while a deep copy of a closure
+    would use the parameters of the original.
     """
     if checkpointing:
         run = _recomputed_in_part if checkpointing == "selective" else _recomputed
@@ -45,7 +47,7 @@ def recompute(layer: nn.Module, checkpointing: Checkpointing) -> None:
 
 
 class SelectedBytes(TorchDispatchMode):
-    """Counts the bytes that `selective` saves of the operations that run inside."""
+    """Context that counts the bytes which "selective" would save of the operations run in it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,7 +57,7 @@ class SelectedBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See `TorchDispatchMode`."""
+        """Run the operation and add the bytes that are saved. See `TorchDispatchMode`."""
         output = func(*args, **(kwargs or {}))
         context = SimpleNamespace(is_recompute=False)
         if self._policy(context, func) is CheckpointPolicy.MUST_SAVE:
@@ -75,10 +77,10 @@ def _recomputed_in_part(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _SaveSome:
-    """Saves attention outputs and every second matrix product, after torchtitan's policy.
+    """Policy that saves attention outputs and every second matrix product, as torchtitan does.
 
-    Forward pass and recomputation meet the same operations in the same order, and each counts its
-    own products.
+    The forward pass and the recomputation run the same operations in the same order. Each of them
+    has its own counter of products, so both decide alike.
     """
 
     def __init__(self) -> None:

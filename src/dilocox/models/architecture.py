@@ -1,6 +1,6 @@
-"""`[model]` of the run file -> a Hugging Face configuration that can be cut and trained.
+"""Turns `[model]` of the run file into a Hugging Face configuration that can be cut and trained.
 
-Everything here reads configurations only: no weights, no modelling code.
+This module reads only configurations; it loads no weights and no modelling code.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dilocox.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Keys that types use without declaring them: `head_dim` is looked up by modelling code, the others
-# come from older checkpoints and are turned into `rope_parameters`.
+# Keys that model types use without declaring them. Modelling code looks `head_dim` up; the other
+# keys come from older checkpoints and are converted to `rope_parameters`.
 _UNDECLARED_KEYS = (
     "head_dim",
     "rope_theta",
@@ -30,16 +30,17 @@ _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def load_model_config(model: ModelSection, vocabulary_size: int | None) -> PretrainedConfig:
-    """The configuration that `[model]` names, checked; its `use_cache` is off.
+    """Returns the checked configuration that `[model]` names, with `use_cache` off.
 
-    `vocabulary_size` is the tokenizer's (None: not known yet). An inline architecture without
-    `vocab_size` takes it; without it the type's own default stays. Special token ids that an
-    inline architecture does not give are none, because the defaults of the type belong to
-    another tokenizer and a padding id would freeze that row of the embedding. Of a `path` whose
-    weights are not taken they are none, too, and its generation settings are not published: both
-    go with what those weights have learned.
+    `vocabulary_size` is the size of the tokenizer; None if it is not known yet. It is the default
+    of `vocab_size` for an inline architecture. If it is None, the default of the model type stays.
 
-    Raises `ModelError` with the name, the reason and the mend.
+    Special token ids that an inline architecture does not set become None. The defaults of the type
+    belong to another tokenizer, and a padding id would freeze its row of the embedding. With `path`
+    and `pretrained = false`, the ids become None too, and the generation settings are not
+    published, since both belong to the weights that are not loaded.
+
+    Raises `ModelError`, which gives the reason and the remedy, if the configuration cannot be used.
     """
     if model.architecture is not None:
         name = f'model.architecture (model_type "{model.architecture.get("model_type")}")'
@@ -49,7 +50,7 @@ def load_model_config(model: ModelSection, vocabulary_size: int | None) -> Pretr
         config = _from_path(str(model.path), model.revision)
         if not model.pretrained:
             _forget_token_ids(config, given=())
-            config._name_or_path = ""  # by which publishing would find the generation settings
+            config._name_or_path = ""  # else the export would find and publish its settings
     config.use_cache = False
     _check_kind(config, name)
     if vocabulary_size is not None and vocabulary_size > config.vocab_size:
@@ -61,22 +62,22 @@ def load_model_config(model: ModelSection, vocabulary_size: int | None) -> Pretr
 
 
 def _room_for(model: ModelSection, tokens: int, rows: int) -> str:
-    """The mend for a vocabulary of `rows` rows that has no room for so many `tokens`."""
+    """Returns the remedy for a vocabulary of `rows` rows that is too small for `tokens` tokens."""
     if model.architecture is not None:
         return (
             "use the model's own tokenizer, lower data.vocabulary_size, or give the architecture "
             f"vocab_size = {tokens}"
         )
-    # Fine-tuned models often have a padding token more than rows.
+    # Fine-tuned models often have a padding token for which the embedding has no row.
     return (
-        f"use the model's own tokenizer; if that is it, remove the added tokens from id {rows} "
-        "on from its tokenizer.json, or give the model rows once with transformers: "
-        f"resize_token_embeddings({tokens}), then save_pretrained"
+        "use the model's own tokenizer; if this is already the model's own tokenizer, remove the "
+        f"added tokens with ids of {rows} or more from its tokenizer.json, or add rows to the "
+        f"model once with transformers: resize_token_embeddings({tokens}), then save_pretrained"
     )
 
 
 def one_line(error: BaseException) -> str:
-    """The text of `error` on one line of at most 300 characters, for the end of a message."""
+    """Returns the text of `error` as one line of at most 300 characters, for use in a message."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:297] + "..."
 
@@ -85,10 +86,11 @@ def _from_path(path: str, revision: str | None) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        # Code that comes with a model is never run, and never asked about on the terminal.
+        # Code that comes with a model is never run. With False, transformers does not ask the user
+        # for permission to run it either.
         place = os.path.expanduser(path)
         return AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False)
-    except Exception as error:  # missing, unreachable, unknown type, bad values: many kinds
+    except Exception as error:  # transformers raises many kinds of errors here
         raise ModelError(
             f"model.path {path}: no usable configuration there ({one_line(error)}); give a folder "
             "with a config.json, or a hub name that this machine can reach"
@@ -125,16 +127,16 @@ def _inline(architecture: dict[str, Any], vocabulary_size: int | None) -> Pretra
 
 
 def _forget_token_ids(config: PretrainedConfig, given: Container[str]) -> None:
-    """Set the special token ids to none, but for those that were `given`."""
+    """Set the special token ids to None, except those in `given`."""
     for key in _TOKEN_IDS:
-        # Some types insist on an id; theirs stays.
+        # Some types do not accept None; their id stays.
         if key not in given and hasattr(config, key):
             with suppress(Exception):
                 setattr(config, key, None)
 
 
 def _valid_keys(kind: type) -> set[str]:
-    """Keys that configurations of `kind` know: fields, their aliases and the undeclared ones."""
+    """Returns the keys that configurations of `kind` accept: fields, aliases, undeclared keys."""
     fields = set(getattr(kind, "__dataclass_fields__", {}))
     return {*fields, *getattr(kind, "attribute_map", {}), *_UNDECLARED_KEYS}
 
@@ -145,7 +147,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _check_kind(config: PretrainedConfig, name: str) -> None:
-    """Refuse what is no decoder-only text model that can be cut. Raises `ModelError`."""
+    """Raise `ModelError` unless `config` is of a decoder-only text model that can be cut."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = config.model_type
@@ -153,7 +155,7 @@ def _check_kind(config: PretrainedConfig, name: str) -> None:
     if text is not config:
         raise ModelError(
             f'{name}: type "{kind}" holds more than a text model; save its text part alone and '
-            f'use that (model_type "{text.model_type}")'
+            f'use this part (model_type "{text.model_type}")'
         )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
         raise ModelError(
@@ -163,12 +165,13 @@ def _check_kind(config: PretrainedConfig, name: str) -> None:
     if not getattr(config, "base_model_pp_plan", None) and kind != "opt":
         raise ModelError(
             f'{name}: type "{kind}" has no pipeline plan (base_model_pp_plan) in transformers, so '
-            'it cannot be cut; use one that has, such as "llama", "qwen3", "mistral" or "olmo2"'
+            'it cannot be cut; use a type with a plan, such as "llama", "qwen3", "mistral" or '
+            '"olmo2"'
         )
     if getattr(config, "per_layer_attributes", None):
         varying = ", ".join(sorted(config.per_layer_attributes))
         raise ModelError(
-            f"{name}: its layers differ in {varying}, which the cut does not weigh; use another "
+            f"{name}: its layers differ in {varying}, which dilocox does not support; use another "
             "model type"
         )
     if getattr(config, "quantization_config", None) is not None:

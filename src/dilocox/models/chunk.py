@@ -1,4 +1,4 @@
-"""One chunk: the model's own code with the layers of all other chunks taken out."""
+"""Builds one chunk: the model's own code without the layers of all other chunks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ if TYPE_CHECKING:
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [b, l, d] -> logits [b, l, V]."""
 HeadLoss = Callable[[Logits, torch.Tensor, torch.Tensor, list[torch.Tensor], int], torch.Tensor]
-"""(logits, hidden states [b, l, d], labels int64 [b, l], the head's parameters, V) -> scalar."""
+"""(logits function, hidden states [b, l, d], labels int64 [b, l], parameters of the head, V) ->
+loss, a scalar."""
 
 
 class ModelChunk(nn.Module):
-    """A run of a causal LM's layers, usable as the module of a pipeline stage.
+    """Consecutive layers of a causal LM, usable as the module of a pipeline stage.
 
-    `forward` takes token ids (int64 [B, L]) if the chunk embeds, else hidden states [B, L, d]. It
-    gives logits [B, L, V] if the chunk has the head, else hidden states [B, L, d]. Every token
-    attends to all tokens before it in its row; there is no padding mask.
+    `forward` takes token ids (int64 [B, L]) if the chunk has the embedding, else hidden states
+    [B, L, d]. It returns logits [B, L, V] if the chunk has the head, else hidden states [B, L, d].
+    Every token attends to all tokens before it in its row; there is no padding mask.
 
-    With a `head_loss` set, a chunk that has the head and is given `labels` (int64 [B, L]) gives
-    the loss, a scalar, instead of logits. Other chunks do not look at labels.
+    If `head_loss` is set, a chunk with the head that is given `labels` (int64 [B, L]) returns the
+    loss, a scalar, instead of logits. Other chunks ignore labels.
     """
 
     head_loss: HeadLoss | None = None
-    """Computes the loss from hidden states; None if the chunk is asked for logits alone."""
+    """Computes the loss from hidden states. None: the chunk always returns logits."""
 
     def __init__(
         self, lm: nn.Module, spec: ChunkSpec, layout: Layout, tied: tuple[str, str] | None
@@ -54,16 +55,17 @@ class ModelChunk(nn.Module):
 
     @property
     def embedding(self) -> nn.Module | None:
-        """The token embedding, if this chunk embeds (for FSDP wrapping)."""
+        """The token embedding (for FSDP wrapping); None if this chunk does not have it."""
         if not self.spec.embeds:
             return None
         return self.lm.get_submodule(f"{self._layout.body}.{self._layout.embedding}")
 
     @property
     def closing(self) -> list[nn.Module]:
-        """What comes after the last layer, in order of use, the head last (for FSDP wrapping).
+        """Modules after the last layer, in order of use, with the head last (for FSDP wrapping).
 
-        Empty unless this chunk has the head and a module before it, which every forward pass calls.
+        The list is empty unless this chunk has the head and at least one other module after the
+        layers. Every forward pass calls that module.
         """
         body = self.lm.get_submodule(self._layout.body)
         before = [getattr(body, name) for name in self._layout.exit] if self.spec.head else []
@@ -71,19 +73,22 @@ class ModelChunk(nn.Module):
         return [*before, self.lm.get_submodule(self._layout.head)] if before else []
 
     def full_names(self) -> dict[str, str]:
-        """Local name -> name in the whole model's state dict, of parameters and saved buffers.
+        """Returns the names of parameters and saved buffers in the whole model's state dict.
 
-        A tied head beside its embedding is left out: it is the embedding's parameter. A tied head
-        in another chunk has the head's own name.
+        Keys are the names in this chunk. A tied head in the same chunk as its embedding is left
+        out, since it is the same parameter. A tied head in another chunk has the head's own name.
         """
         return dict(self._names)
 
     def full_name(self, local_name: str) -> str:
-        """The whole model's name of one parameter or saved buffer. Raises `KeyError`."""
+        """Returns the name of one parameter or saved buffer in the whole model.
+
+        Raises `KeyError` if the chunk has no such parameter or buffer.
+        """
         return self._names[local_name]
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
-        """The whole model's name -> buffer, of those that its state dict has."""
+        """Returns the buffers that the whole model's state dict contains, by their full names."""
         return {
             self._names[name]: buffer
             for name, buffer in self.named_buffers()
@@ -91,7 +96,7 @@ class ModelChunk(nn.Module):
         }
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the chunk; see the class for shapes."""
+        """Run the chunk. See the class for shapes."""
         given = {"input_ids": x} if self.spec.embeds else {"inputs_embeds": x}
         with unpacked_rows():
             output = self.lm.get_submodule(self._layout.body)(**given, use_cache=False)
@@ -106,11 +111,12 @@ class ModelChunk(nn.Module):
         return self.head_loss(logits, hidden, labels, list(head.parameters()), config.vocab_size)
 
     def _logits_of(self, output: Any) -> Logits:
-        """Hidden states [b, l, d] -> logits [b, l, V], of any of the tokens that the body gave
-        `output` for.
+        """Returns a function from hidden states [b, l, d] to logits [b, l, V].
 
-        It is the causal LM's own forward, with a body that gives these hidden states. So whatever
-        the model's type does beside its head (bias, scale, soft cap) is done here, too.
+        The hidden states may be those of any of the tokens in `output`, which the body returned.
+        The function runs the causal LM's own forward with a body that returns the given hidden
+        states. So it includes everything that the model type does beside its head, such as bias,
+        scale or soft cap.
         """
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -137,19 +143,22 @@ class ModelChunk(nn.Module):
 
 
 class _Given(nn.Module):
-    """Stands for a body that has run."""
+    """Replaces a body that has already run, and returns its output."""
 
     def __init__(self, output: Any):
         super().__init__()
         self._output = output
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """What the body gave."""
+        """Returns the output of the body."""
         return self._output
 
 
 def _replaced(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
-    """`module` with `other` at `path`; everything else is shared with `module`, which stays."""
+    """Returns a copy of `module` with `other` at `path`.
+
+    The copy shares everything else with `module`, which is not changed.
+    """
     name, _, rest = path.partition(".")
     twin = copy.copy(module)
     inner = _replaced(module.get_submodule(name), rest, other) if rest else other
@@ -158,10 +167,10 @@ def _replaced(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
 
 
 class NoPositions(nn.Module):
-    """Stands for a learned position embedding after the first chunk, where it was added already."""
+    """Replaces the learned position embedding in chunks after the first one, which adds it."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """A scalar zero; adding it changes no value."""
+        """Returns a scalar zero; adding it changes no value."""
         return torch.zeros(())
 
 
@@ -173,19 +182,24 @@ def build_chunk(
     activation_checkpointing: Checkpointing,
     dtype: torch.dtype = torch.float32,
 ) -> ModelChunk:
-    """Build one chunk on the meta device; `materialise` fills it.
+    """Build one chunk on the meta device; `materialise` fills it with weights.
 
-    `attention` is an attention implementation of transformers. With `activation_checkpointing`
-    each layer is computed again in the backward pass, wholly or in part.
+    Args:
+        hf_config: configuration of the whole model.
+        spec: the layers of the chunk.
+        attention: name of an attention implementation of transformers.
+        activation_checkpointing: what the backward pass recomputes in each layer.
+        dtype: data type of the parameters.
 
-    Raises `ModelError` if the model cannot be built or cut.
+    Raises:
+        ModelError: if the model cannot be built or cut.
     """
     lm = build_skeleton(hf_config, attention=attention, dtype=dtype)
     layout = find_layout(lm)
     tied = tied_names(lm)
     body = lm.get_submodule(layout.body)
-    # Layers keep the number they were built with and the whole configuration; only the loop over
-    # them sees the sliced one.
+    # Layers keep their number in the whole model, and the whole configuration. Only the body, which
+    # loops over the layers, gets the sliced configuration.
     layers = list(body.get_submodule(layout.layers).children())
     kept = layers[spec.first_layer : spec.end_layer]
     setattr(body, layout.layers, nn.ModuleList(kept))
@@ -206,7 +220,10 @@ def build_chunk(
 
 
 def sliced_config(config: Any, first_layer: int, end_layer: int) -> Any:
-    """A copy of `config` for layers `first_layer` up to `end_layer`: per-layer lists are cut."""
+    """Returns a copy of `config` for layers `first_layer` to `end_layer` - 1.
+
+    Lists that have one item per layer are cut to these layers.
+    """
     count = config.num_hidden_layers
     part = copy.deepcopy(config)
     part.num_hidden_layers = end_layer - first_layer
@@ -218,12 +235,15 @@ def sliced_config(config: Any, first_layer: int, end_layer: int) -> Any:
 
 def _pass_through(body: nn.Module, names: tuple[str, ...]) -> None:
     for name in names:
-        # None is how some types say that they have no such part.
+        # Some types set a part to None if they do not have it.
         if getattr(body, name) is not None:
             setattr(body, name, nn.Identity())
 
 
 def _undo_input_scale(body: nn.Module) -> None:
-    """Granite's body multiplies its input; hidden states of a later chunk are scaled already."""
+    """Switch off the scaling of the body's input, which Granite models have.
+
+    Hidden states that enter a later chunk have been scaled by the first chunk.
+    """
     if hasattr(body, "embedding_multiplier"):
         body.embedding_multiplier = 1.0  # type: ignore[assignment]

@@ -1,8 +1,8 @@
-"""Chunks back to one Hugging Face folder.
+"""Writes a model that is spread over stages as one Hugging Face folder.
 
-Every stage writes its files (`write_stage_file`), from its own rank, into a new folder; then one
-rank completes the folder (`finish_model_folder`). The index is written last: a folder without it is
-not finished, and transformers does not load it.
+A rank of every stage writes the stage's files into a new folder (`write_stage_file`). Then one rank
+completes the folder (`finish_model_folder`). The index is written last. A folder without an index
+is not finished, and transformers does not load it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _STAGE_FILES = "model-*-of-*.safetensors"
 _PART = "-part-"
-"""Before the number of a stage's file, where a stage has several and they have no names yet."""
+"""Text before the part number in temporary file names, if a stage writes several files. The files
+get their final names when the folder is finished."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -51,33 +52,33 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def stage_file_name(index: int, count: int) -> str:
-    """File name of stage `index` (from 0) of `count`."""
+    """Returns the file name of stage `index` (from 0) of `count` stages."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class Published:
-    """In which form a model is published."""
+    """Form in which a model is published: data type and size of files."""
 
     bf16: bool = False
-    """fp32 tensors are rounded to bf16, to nearest, ties to even."""
+    """Whether fp32 tensors are rounded to bf16, to nearest, ties to even."""
     file_bytes: int = 5 * 10**9
-    """Bytes of tensors in a file, at most; a larger tensor has a file of its own."""
+    """Largest size of the tensors in one file, in bytes. A larger tensor gets its own file."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Published:
-        """As `[checkpoint]` of a run file asks for."""
+        """Returns the form that `[checkpoint]` of a run file asks for."""
         kept = config.checkpoint
         return cls(kept.published_dtype == "bf16", parse_bytes(kept.published_file_size))
 
     def converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor as it is published, contiguous."""
+        """Returns a tensor as it is published: rounded if `bf16` is set, and contiguous."""
         tensor = tensor.contiguous()
         rounds = self.bf16 and tensor.dtype == torch.float32
         return round_to_bf16(tensor) if rounds else tensor
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor as it is published."""
+        """Returns the size of a tensor as it is published, in bytes."""
         half = self.bf16 and tensor.dtype == torch.float32
         return tensor.numel() * (2 if half else tensor.element_size())
 
@@ -88,13 +89,22 @@ def write_stage_file(
     hf_config: PretrainedConfig,
     form: Published | None = None,
 ) -> None:
-    """Write whole tensors, by their full names, as safetensors; each file is atomic.
+    """Write the tensors of one stage as safetensors. Each file is written atomically.
 
-    Names and layout are those that `save_pretrained` would write. The copy of a tied pair is left
-    out. What is more than a file may hold goes into several files beside `path`, which
-    `finish_model_folder` names. Memory: beside `tensors`, one file's worth of copies, and what the
-    model type joins or divides, since one stored tensor may be made of several.
-    Raises `CheckpointError` if a file cannot be written.
+    Names and layout are those that `save_pretrained` would write. If the tensors do not fit into
+    one file, they go into several files beside `path`, which `finish_model_folder` renames.
+
+    Memory beside `tensors`: copies for one file, and copies of tensors that the model type joins or
+    splits for storage.
+
+    Args:
+        path: file of the stage; see `stage_file_name`.
+        tensors: unsharded tensors by full name. The second tensor of a tied pair is left out.
+        hf_config: configuration of the model.
+        form: form of the published model; None means `Published()`.
+
+    Raises:
+        CheckpointError: if a file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -116,9 +126,9 @@ def write_stage_file(
         for current, names in zip(files, groups, strict=True):
             temporary = current.with_name(f".{current.name}.part")
             group = {name: form.converted(published.pop(name)) for name in names}
-            # Parts of one tensor may share memory, which the format does not allow.
+            # Tensors that were split from one tensor may share memory. safetensors refuses this.
             save_file(_unshared(group), temporary, metadata={"format": "pt"})
-            # The library makes files that their owner alone can read, and no web server.
+            # The library creates files that only their owner, and so no web server, can read.
             temporary.chmod(0o644)
             os.replace(temporary, current)
         for stale in {path, *path.parent.glob(f"{path.stem}{_PART}*{path.suffix}")} - {*files}:
@@ -132,12 +142,12 @@ def write_stage_file(
 
 
 def _part(path: Path, number: int) -> Path:
-    """The file of a part of what does not fit into one file, until the folder is finished."""
+    """Returns the temporary path of one of several files of the stage with file `path`."""
     return path.with_name(f"{path.stem}{_PART}{number + 1:05d}{path.suffix}")
 
 
 def _groups(tensors: Mapping[str, torch.Tensor], form: Published) -> list[list[str]]:
-    """Names by file, in order."""
+    """Returns the names of the tensors of each file, in order."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -156,11 +166,20 @@ def finish_model_folder(
     tokenizer_folder: Path | None,
     revision: str | None = None,
 ) -> None:
-    """Make the stage files in `folder` a model that `from_pretrained` loads.
+    """Complete a folder of stage files, so that `from_pretrained` can load it.
 
     Writes config.json, generation_config.json and the index, and copies the tokenizer's files.
-    `revision`: of the hub model that `hf_config` is of, whose generation settings are kept.
-    Raises `CheckpointError` if a tensor of the model is missing, stored twice or unknown.
+
+    Args:
+        folder: folder with the files of all stages.
+        hf_config: configuration of the model.
+        tokenizer_folder: folder of the tokenizer; None if none is published.
+        revision: revision of the hub model that the run started from. The generation settings of
+            that model are kept.
+
+    Raises:
+        CheckpointError: if a tensor of the model is missing, stored twice or unknown, or if a file
+            cannot be read or written.
     """
     model = build_skeleton(hf_config)
     _name_parts(folder)
@@ -190,7 +209,7 @@ def finish_model_folder(
 
 
 def _published(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`tensors` under the names, and in the parts, of a published checkpoint of this type."""
+    """Returns `tensors` named and split as in a published checkpoint of this model type."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
@@ -208,9 +227,9 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _name_parts(folder: Path) -> None:
-    """Number all files of all stages, if some stage has several.
+    """Give the files of all stages their final names, if any stage wrote several files.
 
-    Files of an earlier model of as many files go: that model was finished here, or nearly.
+    Files of an earlier model in this folder that has the same number of files are replaced.
     """
     files = sorted(folder.glob(_STAGE_FILES))
     parts = [path for path in files if _PART in path.stem]
@@ -230,7 +249,10 @@ def _name_parts(folder: Path) -> None:
 
 
 def _read_headers(folder: Path) -> tuple[dict[str, str], dict[str, int], set[str]]:
-    """Stored name -> file, stored name -> bytes, and the floating dtypes that occur."""
+    """Returns the file of each stored name, the bytes of each stored name, and the dtypes.
+
+    The dtypes are the floating-point dtypes that occur.
+    """
     from safetensors import SafetensorError, safe_open
 
     stored: dict[str, str] = {}
@@ -243,7 +265,7 @@ def _read_headers(folder: Path) -> tuple[dict[str, str], dict[str, int], set[str
                     if name in stored:
                         raise CheckpointError(
                             f"{folder}: {name} is in both {stored[name]} and {path.name}; remove "
-                            "the files that another cut left there"
+                            "the files that an earlier model with other stages left there"
                         )
                     part = file.get_slice(name)
                     stored[name] = path.name
@@ -296,7 +318,7 @@ def _write_configs(
     revision: str | None,
 ) -> None:
     config: Any = copy.deepcopy(hf_config)
-    config.use_cache = True  # off while training; without it generation is slow
+    config.use_cache = True  # it is off while training, but generation is slow without it
     config.architectures = [type(model).__name__]
     config.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     special = _special_tokens(tokenizer_folder)
@@ -309,8 +331,8 @@ def _write_configs(
     for key, value in special.items():
         if getattr(generation, key, None) is None:
             setattr(generation, key, value)
-    # Not `save_pretrained`: of settings that were changed it refuses combinations that it only
-    # warns about when they are read. They came with the model, and a run is not to fail at its end.
+    # `save_pretrained` refuses combinations of changed settings for which reading gives only a
+    # warning. The settings came with the model, and a run must not fail at its end for them.
     generation.to_json_file(
         work / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"]
     )
@@ -318,7 +340,7 @@ def _write_configs(
 
 
 def _drop_version(file: Path) -> None:
-    """Sites publish the same files, whichever Transformers wrote them."""
+    """Remove the version of transformers, so that all sites publish the same bytes."""
     content = json.loads(file.read_text(encoding="utf-8"))
     content.pop("transformers_version", None)
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
@@ -326,7 +348,10 @@ def _drop_version(file: Path) -> None:
 
 
 def _generation_config(source: Any, config: Any, revision: str | None) -> Any:
-    """The one that came with the model, if there is one on this machine; else the type's own."""
+    """Returns the generation settings that came with the model, if they are on this machine.
+
+    Otherwise returns the default settings of the model type.
+    """
     from transformers import GenerationConfig
 
     name = getattr(source, "_name_or_path", "")
@@ -335,7 +360,7 @@ def _generation_config(source: Any, config: Any, revision: str | None) -> Any:
             return GenerationConfig.from_pretrained(
                 name, revision=revision or "main", local_files_only=True
             )
-    except Exception:  # most models come without one; what cannot be read raises many kinds
+    except Exception:  # most models come without settings; unreadable files raise many kinds
         return GenerationConfig.from_model_config(config)
     return GenerationConfig.from_model_config(config)
 

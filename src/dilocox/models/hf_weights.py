@@ -1,8 +1,8 @@
-"""Safetensors checkpoints, read one tensor at a time under the model's own names.
+"""Reads safetensors checkpoints, one tensor at a time, under the model's own names.
 
-Checkpoints may store a tensor under another name, or in parts (experts, fused projections), than
-the model holds it. transformers knows these conversions; here they are applied per tensor, so
-that no rank reads more than it keeps.
+A checkpoint may store a tensor under another name than the model, or as several tensors (experts,
+fused projections). transformers knows these conversions. This module applies them per tensor, so
+that a rank reads no more than it keeps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Generation settings are published with what is made of the weights.
+# The trained model is published with the generation settings of the model that it started from.
 _FETCHED = [
     "*.safetensors",
     INDEX_FILE,
@@ -39,19 +39,20 @@ _FETCHED = [
 
 @dataclass
 class Recipe:
-    """How one or more of the model's tensors are made from stored ones."""
+    """How one or more of the model's tensors are made from stored tensors."""
 
     first_name: str
+    """Full name of the first tensor that the recipe makes."""
     converter: Any = None
-    """None: the one stored tensor as it is."""
+    """Converter of transformers. None: the stored tensor is used unchanged."""
     parts: list[tuple[str, str]] = field(default_factory=list)
-    """(pattern of the converter, stored name), in the order in which they are joined."""
+    """(pattern of the converter, stored name) of each part, in the order of joining."""
 
 
 class PretrainedWeights:
-    """A folder's safetensors as a `WeightSource`.
+    """The safetensors files of a folder as a `RowSource`.
 
-    Raises `ModelError` when opened if a tensor of the model is missing there.
+    The constructor raises `ModelError` if a tensor of the model is missing in the files.
     """
 
     def __init__(self, folder: Path, hf_config: PretrainedConfig):
@@ -65,7 +66,7 @@ class PretrainedWeights:
         self._tied = pair
         if pair is not None:
             owner, copy = pair
-            # Some checkpoints store the head and leave the embedding out.
+            # Some checkpoints store the head but not the embedding.
             for name, other in ((owner, copy), (copy, owner)):
                 if name not in self._recipes and other in self._recipes:
                     self._recipes[name] = self._recipes[other]
@@ -79,19 +80,21 @@ class PretrainedWeights:
 
     @property
     def names(self) -> list[str]:
-        """Full names of all that the model saves, but for the second name of tied weights."""
+        """Full names of the tensors in the state dict, without the second of a tied pair."""
         second = self._tied[1] if self._tied else None
         return [name for name in self._shapes if name != second]
 
     @property
     def parameters(self) -> set[str]:
-        """Those of `names` that are parameters, not buffers. (Of tied weights one has a name.)"""
+        """The names in `names` of parameters; the others are names of buffers."""
         return {name for name, _ in self._model.named_parameters()} & set(self.names)
 
     @property
     def strays(self) -> list[str]:
-        """Stored names that give no tensor here: the model has no use for them, or another name
-        gives the same one."""
+        """Stored names that are not used, sorted.
+
+        The model does not have such a tensor, or another stored name gives the same tensor.
+        """
         twice = [
             stored
             for recipe in self._recipes.values()
@@ -101,7 +104,10 @@ class PretrainedWeights:
         return sorted({*self._unused, *twice})
 
     def tensor(self, full_name: str) -> torch.Tensor:
-        """See `WeightSource`. Raises `ModelError` at a wrong shape or an unreadable file."""
+        """See `WeightSource`.
+
+        Raises `ModelError` if the name is unknown, the shape is wrong or the file is unreadable.
+        """
         recipe = self._recipes.get(full_name)
         if recipe is None:
             raise ModelError(f"{full_name}: the model has no such parameter")
@@ -112,17 +118,17 @@ class PretrainedWeights:
         return value.float() if value.is_floating_point() else value
 
     def rows(self, full_name: str, rows: range) -> torch.Tensor:
-        """See `RowSource`. Raises as `tensor`.
+        """See `RowSource`. Raises the same errors as `tensor`.
 
-        Rows of a stored tensor are read and converted alone. A tensor that transformers makes from
-        others (fused projections, experts) is made as a whole and cut: its conversions are of whole
-        tensors.
+        If the stored tensor is used unchanged, only the given rows are read. If transformers makes
+        the tensor from others (fused projections, experts), the whole tensor is made and then cut,
+        because its conversions work on whole tensors.
         """
         recipe = self._recipes.get(full_name)
         if recipe is None or recipe.converter is not None:
             return self.tensor(full_name)[rows.start : rows.stop]
         if self._tied is not None and full_name in self._tied:
-            # Together the shards compare all rows.
+            # Each shard compares its own rows; together the shards compare all rows.
             self._check_tied(*self._tied, rows)
         stored = recipe.parts[0][1]
         part = self._handle(stored).get_slice(stored)
@@ -167,8 +173,11 @@ class PretrainedWeights:
         return self._open[file]
 
     def _check_tied(self, owner: str, copy: str, rows: range | None = None) -> None:
-        """A configuration that ties, with weights that differ, describes another model. `rows`: of
-        these alone."""
+        """Raise `ModelError` if the stored tensors of a tied pair differ.
+
+        The configuration then describes another model. `rows` are the rows to compare; None means
+        all rows.
+        """
         stored = [self._recipes[name] for name in (owner, copy)]
         if stored[0] is stored[1] or any(recipe.converter is not None for recipe in stored):
             return
@@ -187,9 +196,10 @@ class PretrainedWeights:
 
 
 def locate_weights(path: str, revision: str | None) -> Path:
-    """The local folder of `path`'s safetensors, downloaded first if `path` is a hub name.
+    """Returns the local folder of the safetensors of `path`; a hub model is downloaded first.
 
-    Raises `ModelError` if there are none, or only pickled ones.
+    Raises `ModelError` if the download fails, or if there are no safetensors (pickled weights are
+    not read).
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -204,7 +214,7 @@ def locate_weights(path: str, revision: str | None) -> Path:
                     ignore_patterns=["consolidated*", "*/*"],
                 )
             )
-        except Exception as error:  # the hub client raises many kinds, none of ours
+        except Exception as error:  # the hub client raises many kinds of errors
             raise ModelError(
                 f"model.path {path}: no such folder, and the download failed "
                 f"({one_line(error)}); check the name and the network, or give a local folder"
@@ -219,9 +229,10 @@ def locate_weights(path: str, revision: str | None) -> Path:
 
 
 def stored_names(folder: Path) -> dict[str, str]:
-    """Stored tensor name -> file name. Raises `ModelError` if index or file cannot be read.
+    """Returns the file name of each stored tensor, by the tensor's name.
 
-    As in transformers, the one file comes before the index where both are there.
+    If a folder has both a single file and an index, the single file is used, as in transformers.
+    Raises `ModelError` if the index or a file is missing or cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -242,9 +253,10 @@ def stored_names(folder: Path) -> dict[str, str]:
 
 
 def find_recipes(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, Recipe], list[str]]:
-    """How each state-dict tensor of `model` is made from the `stored` names.
+    """Find out how the tensors of `model` are made from stored tensors.
 
-    Second: stored names that the model has no use for.
+    Returns (recipes, unused). `recipes` has, by full name, the tensors of the state dict that can
+    be made. `unused` lists the `stored` names that the model does not use.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -274,7 +286,7 @@ def find_recipes(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, Rec
         recipe = recipes.setdefault(target, Recipe(target, converter))
         recipe.parts.append((pattern or name, name))
         if converter is not None:
-            # One conversion may give several tensors; it is known under the first one's name.
+            # One conversion may make several tensors; the recipe has the name of the first.
             for other in converter.target_patterns[1:]:
                 recipes[target.replace(converter.target_patterns[0], other)] = recipe
     return recipes, unused

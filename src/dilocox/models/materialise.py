@@ -1,4 +1,4 @@
-"""Fill a meta chunk with its own part of the weights, and no more than that."""
+"""Fills a chunk on the meta device with its own part of the weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def materialise(chunk: ModelChunk, source: WeightSource, device: torch.device | str) -> None:
-    """Give a chunk built on the meta device its memory on `device` and its values, in place.
+    """Allocate the memory of a meta chunk on `device` and fill in its values, in place.
 
     `fully_shard` may have been applied to the chunk and its layers. Each rank then fills its own
-    shard, and reads only its own rows if the source can give rows. Beside the chunk at most one
-    whole tensor of the model is in memory. All work is local: nothing is sent between ranks.
+    shard, and reads only its own rows if `source` is a `RowSource`. Beside the chunk, at most one
+    unsharded tensor of the model is in memory. Ranks do not communicate.
 
-    Raises `ModelError` from `source`.
+    Raises the `ModelError` of `source` if a tensor cannot be read.
     """
     shared = _shared_parameters(chunk)
     chunk.to_empty(device=device)
-    # to_empty gives every place its own memory; shared parameters become one again.
+    # `to_empty` allocates memory for every use of a shared parameter; make it one parameter again.
     for first, others in shared:
         for path, name in others:
             owner_path, owner_name = first
@@ -47,9 +47,9 @@ def materialise(chunk: ModelChunk, source: WeightSource, device: torch.device | 
 
 
 def own_rows(target: torch.Tensor) -> range | None:
-    """Rows of the whole tensor that this rank holds, of a `target` that is cut by rows alone.
+    """Returns the rows of the whole tensor that this rank holds, if `target` is sharded by rows.
 
-    None for a `target` that is whole, or that is cut in another way.
+    Returns None if `target` is not sharded or is sharded in another way.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -61,9 +61,9 @@ def own_rows(target: torch.Tensor) -> range | None:
     if coordinate is None:
         return rows[:0]
     for dim, placement in enumerate(target.placements):
-        # Kinds of `Shard` that lay rows out in another order are classes of their own.
+        # Subclasses of `Shard` may lay rows out in another order, so the exact type is compared.
         if type(placement) is Shard and placement.dim == 0:
-            # As `torch.chunk` cuts: the last ranks may have fewer rows, or none.
+            # Rows are cut as by `torch.chunk`, so the last ranks may have fewer rows, or none.
             run = -(-len(rows) // target.device_mesh.size(dim))
             rows = rows[coordinate[dim] * run : (coordinate[dim] + 1) * run]
         elif not isinstance(placement, Replicate):
@@ -72,9 +72,10 @@ def own_rows(target: torch.Tensor) -> range | None:
 
 
 def local_part(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the whole `value` for `target`: all of it unless `target` is sharded.
+    """Returns this rank's part of the unsharded `value` for `target`.
 
-    Cuts as `torch.chunk` does along each sharded dimension, which is DTensor's rule.
+    The part is the whole value if `target` is not sharded. Each sharded dimension is cut as by
+    `torch.chunk`, which is DTensor's rule. Raises `ValueError` if the shapes differ.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -105,7 +106,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _shared_parameters(
     chunk: nn.Module,
 ) -> list[tuple[tuple[str, str], list[tuple[str, str]]]]:
-    """Parameters held in several places: first place, other places; a place is (path, name)."""
+    """Returns the parameters that several modules share, as (first place, other places).
+
+    A place is (path of the module, name of the parameter).
+    """
     places: dict[int, list[tuple[str, str]]] = {}
     for path, module in chunk.named_modules():
         for name, parameter in module._parameters.items():
@@ -115,10 +119,10 @@ def _shared_parameters(
 
 
 def _fill_computed_buffers(chunk: ModelChunk) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales).
+    """Compute the buffers that checkpoints do not contain (rotary frequencies, embedding scales).
 
-    The model's own initialisation computes them. Around it the module's parameters are on the
-    meta device, so that they keep their values and drawing new ones costs nothing.
+    The model's own initialisation computes them. Meanwhile, "meta" parameters replace the module's
+    parameters, so that the real ones keep their values and no random values are drawn.
     """
     for path, module in list(chunk.lm.named_modules()):
         names = [

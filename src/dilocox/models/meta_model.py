@@ -1,7 +1,7 @@
-"""The whole model on the meta device, and the names by which it is taken apart.
+"""Builds the whole model on the meta device (a skeleton), and finds the names of its parts.
 
-A skeleton costs no memory for weights, whatever the model's size. Cutting, counting, fresh
-initialisation and name translation all start from it.
+A skeleton takes no memory for weights, whatever the model's size. Cutting, counting, fresh
+initialisation and name translation all start from a skeleton.
 """
 
 from __future__ import annotations
@@ -22,25 +22,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a model type are.
+    """Names of the parts of a model type.
 
-    `body` is the path of the module that runs the layers. The other names are its children:
-    `entry` modules work before the first layer and `exit` modules after the last one, each
-    taking one tensor. `positions` is a learned position embedding that the body adds to its
-    input by itself. `head` is the path of the output projection.
+    `body` and `head` are module paths in the model. The other names are children of the body.
     """
 
     body: str
+    """The module that runs the layers."""
     embedding: str
+    """The token embedding."""
     entry: tuple[str, ...]
+    """Modules between embedding and first layer, each from one tensor to one tensor."""
     positions: str | None
+    """A learned position embedding that the body itself adds to its input; None if there is none.
+    """
     layers: str
+    """The list of layers."""
     exit: tuple[str, ...]
+    """Modules after the last layer, each from one tensor to one tensor."""
     head: str
+    """The output projection."""
 
     @property
     def layer_prefix(self) -> str:
-        """Start of the names of everything inside the layers, up to the layer number."""
+        """Prefix of all names inside the layers, up to the layer number."""
         return f"{self.body}.{self.layers}."
 
 
@@ -51,21 +56,28 @@ def build_skeleton(
     dtype: torch.dtype = torch.float32,
     device: str = "meta",
 ) -> nn.Module:
-    """The whole causal LM, with a copy of `hf_config` as its configuration.
+    """Returns the whole causal LM, with a copy of `hf_config` as its configuration.
 
-    On the meta device, unless `device` says otherwise. `attention` matters only to a model that
-    runs; every type has "eager". Raises `ModelError` where transformers cannot build it.
+    Args:
+        hf_config: configuration of the model.
+        attention: attention implementation. It matters only if the model runs; every model type
+            supports "eager".
+        dtype: data type of the parameters.
+        device: device of the model.
+
+    Raises:
+        ModelError: if transformers cannot build the model.
     """
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     if attention == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
-        # Some releases of transformers leave the cap out instead of refusing.
+        # Some releases of transformers silently ignore the cap instead of refusing the model.
         raise ModelError(
             f'model type "{hf_config.model_type}" caps attention logits '
             f"(attn_logit_softcapping = {config.attn_logit_softcapping}), which attention "
-            f'"{attention}" cannot; set model.attention = "eager"'
+            f'"{attention}" does not support; set model.attention = "eager"'
         )
     try:
         with torch.device(device):
@@ -84,15 +96,15 @@ def build_skeleton(
 
 
 def find_layout(model: nn.Module) -> Layout:
-    """The layout of a whole model (see `build_skeleton`).
+    """Returns the layout of a whole model; see `build_skeleton`.
 
-    Raises `ModelError` if a parameter lies outside the parts that a cut knows, or belongs to two
-    layers: no chunk could own it alone.
+    Raises `ModelError` if a parameter is outside all parts of the layout, or belongs to two layers,
+    because no chunk could own such a parameter alone.
     """
     config: Any = model.config
     head = _name_of(model, model.get_output_embeddings())  # type: ignore[operator]
     if config.model_type == "opt":
-        # No plan in transformers: learned positions and the two projections are its own.
+        # OPT has no pipeline plan in transformers. It has learned positions and two projections.
         layout = Layout(
             body="model.decoder",
             embedding="embed_tokens",
@@ -125,12 +137,18 @@ def find_layout(model: nn.Module) -> Layout:
 
 
 def tied_pair(hf_config: PretrainedConfig) -> tuple[str, str] | None:
-    """(owner, copy) of tied embeddings as full names: embedding and head; none if not tied."""
+    """Returns the full names (embedding, head) of tied weights, or None if they are not tied.
+
+    The embedding is the owner of the weights, and the head is the copy.
+    """
     return tied_names(build_skeleton(hf_config))
 
 
 def tied_names(model: nn.Module) -> tuple[str, str] | None:
-    """`tied_pair` of a whole model. Raises `ModelError` if other parameters are tied, too."""
+    """Returns the `tied_pair` of a whole model.
+
+    Raises `ModelError` if the model ties other parameters.
+    """
     tied: dict[str, str] = dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
     if not tied:
         return None
@@ -146,7 +164,7 @@ def tied_names(model: nn.Module) -> tuple[str, str] | None:
 
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
-    """Parameters of the model; tied ones count once."""
+    """Returns the number of parameters of the model; tied parameters count once."""
     return sum(parameter.numel() for parameter in build_skeleton(hf_config).parameters())
 
 

@@ -1,6 +1,7 @@
-"""Where a model is cut: contiguous layers, the largest chunk as small as it can be.
+"""Decides where a model is cut into chunks of contiguous layers.
 
-Works on counts only; a 100B model is planned in seconds and without memory.
+The largest chunk is made as small as possible. The module only counts, so that a model of 100B
+parameters is planned in seconds and without memory for weights.
 """
 
 from __future__ import annotations
@@ -20,27 +21,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """One chunk of the model: layers `first_layer` up to, not including, `end_layer`.
-
-    `parameters` counts what the chunk holds. A tied head that is in another chunk than the
-    embedding is a parameter of its own there, so that the chunks of such a model hold more than
-    `count_parameters` by exactly the head.
-    """
+    """One chunk of the model: layers `first_layer` up to, but not including, `end_layer`."""
 
     index: int
+    """Number of the chunk, from 0."""
     count: int
+    """Number of chunks of the model."""
     first_layer: int
     end_layer: int
     embeds: bool
+    """Whether the chunk has the token embedding."""
     head: bool
+    """Whether the chunk has the output projection."""
     parameters: int
+    """Number of parameters in the chunk. A tied head in another chunk than the embedding counts
+    again, so that all chunks together have `count_parameters` plus the size of the head."""
     compute: float = 0.0
-    """Multiply-adds per token of its forward pass: matrix products and causal attention."""
+    """Multiply-adds per token of the forward pass: matrix products and causal attention."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameters, and multiply-adds per token of the forward pass, of one part of a model."""
+    """Size of one part of a model: parameters, and forward multiply-adds per token."""
 
     parameters: int
     compute: float
@@ -52,15 +54,16 @@ class Weight:
 def plan_cut(
     hf_config: PretrainedConfig, chunks: int, sequence_length: int
 ) -> tuple[ChunkSpec, ...]:
-    """Cut the model into `chunks` runs of layers, balanced by parameters and compute.
+    """Cut the model into `chunks` chunks of contiguous layers, balanced by parameters and compute.
 
-    A chunk's cost is the mean of its share of the parameters (memory and bytes to exchange) and
-    its share of the multiply-adds at `sequence_length` tokens (time). The embedding counts to the
-    first chunk, final norm and head to the last. The largest cost is the smallest possible; among
-    such cuts the most even one is taken.
+    The cost of a chunk is the mean of two fractions: its fraction of the parameters, which stands
+    for memory and bytes to exchange, and its fraction of the multiply-adds at `sequence_length`
+    tokens, which stands for time. The embedding belongs to the first chunk; final norm and head
+    belong to the last. The cut has the smallest possible largest cost. Among such cuts, the most
+    even one is chosen.
 
-    Raises `ModelError` if there are fewer layers than chunks, or if the model's learned positions
-    end before `sequence_length`.
+    Raises `ModelError` if there are fewer layers than chunks, or if the model has fewer learned
+    positions than `sequence_length`.
     """
     model = build_skeleton(hf_config)
     layout = find_layout(model)
@@ -86,7 +89,7 @@ def plan_cut(
     head = _size(model.get_submodule(layout.head))
     head_compute = float(head)
     if chunks == 1 and model.all_tied_weights_keys:
-        head = 0  # held once, with the embedding
+        head = 0  # it is the same parameter as the embedding, which is counted already
     weights[0] += Weight(entry, 0.0)
     weights[-1] += Weight(exit_ + head, head_compute)
 
@@ -112,10 +115,11 @@ def plan_cut(
 
 
 def balanced_ends(costs: Sequence[float], parts: int) -> list[int]:
-    """Ends of `parts` contiguous, non-empty runs of `costs`: smallest maximum, then most even.
+    """Divide `costs` into `parts` contiguous, non-empty runs, and return the ends of the runs.
 
-    Exact dynamic programming in two passes, O(parts * n^2): first the smallest possible maximum,
-    then the smallest sum of squares among the cuts that keep it.
+    The division has the smallest possible maximum cost of a run, and among such divisions the
+    smallest sum of squares. Two passes of exact dynamic programming find it in O(parts * n^2).
+    Raises `ValueError` if there are fewer costs than parts.
     """
     n = len(costs)
     if not 1 <= parts <= n:
@@ -130,7 +134,7 @@ def balanced_ends(costs: Sequence[float], parts: int) -> list[int]:
             min(max(best[start], prefix[end] - prefix[start]) for start in range(part - 1, end))
             for end in range(part, n + 1)
         ]
-    limit = best[n] * (1 + 1e-12)  # the same cut may round differently on the way back
+    limit = best[n] * (1 + 1e-12)  # the second pass may round the same cut differently
 
     squares = [0.0] + [infinite] * n
     chosen: list[list[int]] = []
@@ -158,7 +162,7 @@ def _size(module: nn.Module | None) -> int:
 def _layer_weight(
     layer: nn.Module, config: PretrainedConfig, index: int, sequence_length: int
 ) -> Weight:
-    """A layer's parameters, and its matrix products and attention per token."""
+    """Returns a layer's parameters, and its multiply-adds per token of products and attention."""
     share = _active_experts(config)
     matmuls = sum(
         p.numel() * (share if ".experts." in f".{name}" else 1.0)
@@ -171,12 +175,13 @@ def _layer_weight(
     window = getattr(config, "sliding_window", None)
     reach = float(sequence_length)
     if kinds is not None and kinds[index] == "sliding_attention" and window:
-        reach = min(reach, 2.0 * window)  # of `window` keys all are seen, of a whole row half
+        # A token attends to all keys of its window, but on average to half the keys of a row.
+        reach = min(reach, 2.0 * window)
     return Weight(_size(layer), matmuls + reach * width)
 
 
 def _active_experts(config: Any) -> float:
-    """Share of a layer's experts that one token passes through."""
+    """Returns the fraction of a layer's experts that process one token; 1.0 without experts."""
     active = getattr(config, "num_experts_per_tok", None)
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = getattr(config, key, None)

@@ -1,4 +1,4 @@
-"""Compare cut and whole on a tiny copy of the architecture before anything is trained."""
+"""Checks with a tiny copy of a model, before training, that its type can be cut and initialised."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAYERS = 8
 _VOCABULARY = 64
 _LENGTH = 12
 _WINDOW = 5
-# Configuration key -> largest value in the tiny copy.
+# Largest value of each configuration key in the tiny copy.
 _WIDTHS = {
     "intermediate_size": 48,
     "ffn_dim": 48,
@@ -38,19 +38,19 @@ _WIDTHS = {
 
 
 def probe_cut(hf_config: PretrainedConfig, chunks: int, attention: str) -> None:
-    """Refuse a model type whose logits change when it is cut.
+    """Raise `ModelError` if the logits of a model type change when it is cut into chunks.
 
-    A tiny copy (same type, options and pattern of layer types; few layers, small widths) runs
-    whole and cut on the CPU in fp32, with random values everywhere; the logits must be equal to
-    the bit. Models that share state across layers, or scale their input on the way in, differ.
-    So do models with a buffer that is neither stored nor set by their initialisation.
+    The check uses a tiny copy of the model: same type, options and pattern of layer types, but few
+    layers and small widths. The copy has random values and runs on the CPU in fp32, whole and cut.
+    The logits must be equal to the bit. They differ if a model shares state across layers, scales
+    its input, or has a buffer that is neither stored nor set by its initialisation.
 
-    `attention` that needs a GPU is replaced by "sdpa": the cut does not touch attention.
-    Raises `ModelError` if the logits differ or the tiny copy does not run.
+    An `attention` that needs a GPU is replaced by "sdpa", since the cut does not change attention.
+    `ModelError` is also raised if the tiny copy does not run.
     """
     attention = attention if attention in ("sdpa", "eager") else "sdpa"
     ids = torch.randint(_VOCABULARY, (2, _LENGTH), generator=torch.Generator().manual_seed(0))
-    # First, middle and last chunk are the only kinds there are.
+    # Three chunks are enough: a chunk is the first, a middle or the last one.
     parts = min(chunks, hf_config.num_hidden_layers, 3)
     name = f'model type "{hf_config.model_type}"'
     try:
@@ -77,37 +77,38 @@ def probe_cut(hf_config: PretrainedConfig, chunks: int, attention: str) -> None:
 
 
 def probe_attention(hf_config: PretrainedConfig, attention: str) -> None:
-    """Refuse an attention that the model type does not have, before its ranks find that out.
+    """Raise `ModelError` if the model type does not support `attention`.
 
-    Nothing is computed: the model is built on the meta device. "flash_attention_2" is left to its
-    own check, since it needs a GPU. Raises `ModelError`.
+    The model is built on the meta device, and nothing is computed. "flash_attention_2" is not
+    checked here, since its own check needs a GPU.
     """
     if attention in ("sdpa", "eager"):
         build_skeleton(hf_config, attention=attention)
 
 
 def probe_weights(hf_config: PretrainedConfig) -> None:
-    """Refuse a model type whose code leaves a tensor unset, so that it cannot begin with fresh
-    weights: Apertus sets some where a module is built, on the meta device here.
+    """Raise `ModelError` if the code of a model type does not initialise all its tensors.
 
-    All tensors of a tiny copy are initialised. A type that has no tiny copy is taken: its ranks
-    will see. Raises `ModelError`.
+    Such a type cannot start with fresh weights. For example, Apertus sets some values when a module
+    is built, which happens on the meta device here. The check initialises all tensors of a tiny
+    copy. A type of which no tiny copy can be built passes; its ranks then check it at their start.
     """
     try:
         tiny = tiny_config(hf_config)
         source, names = FreshWeights(tiny, seed=0), list(build_skeleton(tiny).state_dict())
-    except Exception:  # modelling code may raise anything at widths that do not go together
+    except Exception:  # modelling code may raise anything if the small widths do not fit together
         return
     for name in names:
         source.tensor(name)
 
 
 def tiny_config(hf_config: PretrainedConfig) -> Any:
-    """A copy of the configuration with few layers and small widths; the head size is kept."""
+    """Returns a copy of the configuration with few layers and small widths, but its head size."""
     tiny = copy.deepcopy(hf_config)
     layers = min(tiny.num_hidden_layers, _LAYERS)
     tiny = sliced_config(tiny, 0, layers)
-    # Rotary sections and the like refer to the head size, so heads get fewer, not smaller.
+    # Rotary sections and other settings refer to the head size, so the copy has fewer heads of the
+    # same size.
     heads = tiny.num_attention_heads
     head_size = getattr(tiny, "head_dim", None) or tiny.hidden_size // heads
     groups = getattr(tiny, "num_key_value_heads", None) or heads
@@ -133,7 +134,7 @@ def tiny_config(hf_config: PretrainedConfig) -> Any:
 
 
 class _ProbeWeights:
-    """Random values for every tensor, the same for the same name."""
+    """Random values for every tensor; the whole and the cut model get the same values."""
 
     def __init__(self, tiny: Any):
         model = build_skeleton(tiny)
@@ -156,7 +157,7 @@ class _ProbeWeights:
 
 
 def _run_whole(tiny: Any, attention: str, source: _ProbeWeights, ids: torch.Tensor) -> torch.Tensor:
-    with preserved_generator():  # building off the meta device draws initial values
+    with preserved_generator():  # building a model on the CPU draws random initial values
         model = build_skeleton(tiny, attention=attention, device="cpu")
     model.load_state_dict(source.values, strict=True)
     model.eval()

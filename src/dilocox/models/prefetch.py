@@ -1,7 +1,7 @@
-"""A model's weights are fetched and looked at before anything waits for them.
+"""Downloads and checks a model's weights before a site enrols.
 
-A site that has enrolled is expected to beat soon. So what comes from the hub is downloaded before,
-and what cannot be used is refused while nothing has been changed yet.
+After its enrolment a site must send heartbeats soon, so weights from the hub are downloaded before.
+Weights that cannot be used are refused before anything has been changed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ Progress = Callable[[str, float], None]
 
 
 def fetch_weights(config: RunConfig, progress: Progress = lambda _step, _share: None) -> None:
-    """Have the weights that the run begins with on this machine; nothing if it needs none.
+    """Make sure that the weights from which the run starts are on this machine.
 
-    In a child process: the hub's client starts threads, and this process is to fork. Two that
-    fetch the same model at a time wait for each other. Raises `ModelError` for a download that
-    fails, and for files that are missing, pickled, cut off or of another model.
+    Does nothing if the run starts with fresh weights. The download runs in a child process, because
+    the hub's client starts threads and this process must stay able to fork. Two processes that
+    fetch the same model at the same time wait for each other.
+
+    `progress` is called with the name of the step and its finished fraction, 0 to 1. Raises
+    `ModelError` if the download fails, or if files are missing, pickled, truncated or of another
+    model.
     """
     if config.model.path is not None and config.model.pretrained:
         processes.call_in_child(_fetch, config, on_progress=progress)
@@ -43,11 +47,11 @@ def _fetch(config: RunConfig, progress: Progress) -> None:
 
 
 def check_header(file: Path, names: set[str]) -> None:
-    """Raise `ModelError` unless `file` is whole and holds tensors of these `names`."""
+    """Raise `ModelError` unless `file` is complete and contains tensors with all `names`."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        # Opening compares the header with the file's length.
+        # `safe_open` compares the header with the length of the file.
         with safe_open(file, framework="pt") as opened:
             missing = sorted(names - set(opened.keys()))
     except (OSError, SafetensorError) as error:

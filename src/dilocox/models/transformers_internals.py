@@ -1,6 +1,7 @@
-"""Names of transformers that dilocox uses beside the documented ones, and a check for them.
+"""Undocumented names of transformers that dilocox uses, and a check that they exist.
 
-Releases from 5.17 on have them. A later release may not: `check` says so before a model is built.
+Releases from 5.17 on have these names, but a later release may remove one. `check` reports a
+missing name before a model is built.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ NAMES = (
     ("transformers", "PreTrainedModel", ("_init_weights",), "fresh initialisation"),
     ("transformers", "PretrainedConfig", ("base_model_pp_plan",), "stages > 1"),
 )
-"""See `torch_internals.NAMES`."""
+"""Entries (module, class, names, feature); see `torch_internals.NAMES`."""
 
 
 def check() -> None:
-    """Raise `ModelError` naming the first of `NAMES` that the installed transformers lacks."""
+    """Raise `ModelError`, with the first missing name, if transformers lacks one of `NAMES`."""
     missing = missing_name(NAMES)
     if missing is not None:
         name, purpose = missing

@@ -1,9 +1,9 @@
-"""Tells transformers that every row is one sequence, which it otherwise asks the device.
+"""Tells transformers that every row is one sequence, so that it need not read the GPU to find out.
 
-Without an attention mask transformers looks for packed sequences in the position ids, which it made
-itself. `masking_utils.find_packed_sequence_indices` reads a value back from the device for every
-micro-batch, and the host waits for all earlier kernels. Rows of dilocox are never packed, so the
-answer is always None. Fake tensors have no values to read at all.
+Without an attention mask, transformers looks for packed sequences in the position ids, which it has
+made itself. `masking_utils.find_packed_sequence_indices` reads a value back from the device for
+every micro-batch, and the host waits for all earlier kernels. Rows of dilocox are never packed, so
+the answer is always None. Moreover, fake tensors have no values that could be read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNPACKED: ContextVar[bool] = ContextVar("unpacked", default=False)
 
 @contextmanager
 def unpacked_rows() -> Iterator[None]:
-    """Inside this context, and in this thread, transformers takes no row for packed."""
+    """Within this context and thread, transformers takes every row for one sequence."""
     _install()
     before = _UNPACKED.set(True)
     try:
@@ -30,9 +30,9 @@ def unpacked_rows() -> Iterator[None]:
 
 
 def _install() -> None:
-    """Once for a process: let transformers' function answer from `_UNPACKED`.
+    """Wrap transformers' function, once per process, so that it obeys `_UNPACKED`.
 
-    A version of transformers without this function is left as it is.
+    Does nothing if this version of transformers does not have the function.
     """
     from transformers import masking_utils
 

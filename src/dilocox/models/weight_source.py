@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: a pretrained checkpoint, or fresh initialisation."""
+"""Sources of a model's tensors: a pretrained checkpoint, or fresh initialisation."""
 
 from __future__ import annotations
 
@@ -23,34 +23,38 @@ if TYPE_CHECKING:
 
 
 class WeightSource(Protocol):
-    """Gives the tensors of a whole model, one at a time."""
+    """Provides the tensors of a whole model, one at a time."""
 
     def tensor(self, full_name: str) -> torch.Tensor:
-        """The whole tensor (fp32 if it is floating, on the CPU) of that state-dict name."""
+        """Returns the unsharded tensor with this name in the state dict, on the CPU.
+
+        A floating-point tensor is fp32. Raises `ModelError` if the source cannot provide it.
+        """
         ...
 
 
 @runtime_checkable
 class RowSource(WeightSource, Protocol):
-    """A source that can give some rows of a tensor, and reads no more than these."""
+    """A source that can read some rows of a tensor without the others."""
 
     def rows(self, full_name: str, rows: range) -> torch.Tensor:
-        """Neighbouring rows of the tensor of that name, otherwise as `tensor` gives it."""
+        """Returns consecutive rows of the tensor that `tensor(full_name)` returns."""
         ...
 
 
 def read_rows(source: WeightSource, full_name: str, rows: range) -> torch.Tensor:
-    """Neighbouring rows of a tensor, of which a source may make the whole."""
+    """Returns consecutive rows of a tensor, without reading the others if `source` allows it."""
     if isinstance(source, RowSource):
         return source.rows(full_name, rows)
     return source.tensor(full_name)[rows.start : rows.stop]
 
 
 def open_weights(model: ModelSection, hf_config: PretrainedConfig, seed: int) -> WeightSource:
-    """The weights that `[model]` asks for.
+    """Returns the source of the weights that `[model]` asks for.
 
-    With `path` and `pretrained` the safetensors of that folder or hub name, read lazily; else
-    fresh initialisation from `seed`. Raises `ModelError`.
+    With `path` and `pretrained`, the source reads the safetensors of the folder or hub model
+    lazily. Otherwise it initialises fresh weights from `seed`. Raises `ModelError` if the
+    safetensors cannot be fetched or do not fit the configuration.
     """
     if model.path is not None and model.pretrained:
         folder = locate_weights(model.path, model.revision)
@@ -59,14 +63,15 @@ def open_weights(model: ModelSection, hf_config: PretrainedConfig, seed: int) ->
 
 
 FRESH_WEIGHTS = 1
-"""Version of how `FreshWeights` makes values of a seed: to be raised with every change of them."""
+"""Version of the way in which `FreshWeights` derives values from a seed. Increase it with every
+change of the values."""
 
 
 def fresh_facts() -> dict[str, Any]:
-    """All that the bits of `FreshWeights` hang on beside the model and the seed.
+    """Returns everything that decides the bits of `FreshWeights`, beside the model and the seed.
 
-    PyTorch draws other bits of a number on other instruction sets, and other numbers in other
-    versions; transformers says how each module is initialised.
+    PyTorch rounds random numbers differently on other instruction sets, and may draw other numbers
+    in other versions. transformers defines how each module is initialised.
     """
     return {
         "fresh": FRESH_WEIGHTS,
@@ -78,14 +83,15 @@ def fresh_facts() -> dict[str, Any]:
 
 
 class FreshWeights:
-    """The model's own initialisation, one module at a time and independent of any cut.
+    """Fresh weights by the model's own initialisation, module by module.
 
-    Each module that owns tensors is initialised alone, on the CPU, by the model's `_init_weights`
-    under a generator seeded by (seed, module name); everything else stays on the meta device.
-    The same is then done for its ancestors, since some types set a tensor of a child there.
+    The values do not depend on how the model is cut. Each module that owns tensors is initialised
+    alone on the CPU by the model's `_init_weights`, with a generator seeded by (seed, module name).
+    All other modules stay on the meta device. `_init_weights` then runs for the ancestors of the
+    module, since some model types set a child's tensor there.
 
-    A shard's rows are cut from the whole tensor. The model's own code draws the values of a module
-    one after the other from one generator. Drawing only some rows would give other values, or
+    The rows of a shard are cut from the whole tensor. The model's own code draws all values of a
+    module from one generator, one after another. Drawing only some rows would give other values, or
     values that depend on the number of shards.
     """
 
@@ -98,7 +104,7 @@ class FreshWeights:
         self._ready: dict[str, torch.Tensor] = {}
 
     def tensor(self, full_name: str) -> torch.Tensor:
-        """See `WeightSource`. Raises `ModelError` if the model leaves the tensor unset."""
+        """See `WeightSource`. Raises `ModelError` if the model does not initialise the tensor."""
         name = self._owner.get(full_name, full_name)
         if name not in self._known:
             raise ModelError(f"{full_name}: the model has no such parameter")
@@ -119,7 +125,7 @@ class FreshWeights:
             for kept, name, tensor in saved:
                 real = torch.empty_like(tensor, device="cpu")
                 if real.is_floating_point():
-                    real.fill_(torch.nan)  # what is still so afterwards was not initialised
+                    real.fill_(torch.nan)  # values that are still NaN later were not initialised
                 made[name] = real
                 kept[name] = nn.Parameter(real) if kept is module._parameters else real  # type: ignore[assignment]
             with torch.no_grad(), _seeded(self._seed, path):
@@ -143,7 +149,7 @@ class FreshWeights:
 
 
 def initialise_module(model: nn.Module, path: str) -> None:
-    """Run the model's own initialisation on the one module at `path` of a causal LM."""
+    """Run the model's own initialisation on only the module at `path` of a causal LM."""
     from transformers import PreTrainedModel
 
     owner: Any = model
@@ -156,7 +162,7 @@ def initialise_module(model: nn.Module, path: str) -> None:
 
 
 def _up_to_root(path: str) -> Iterator[str]:
-    """`path`, its parent, and so on up to the root "" ."""
+    """Yields `path`, its parent, and so on up to the root, which is ""."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -165,7 +171,7 @@ def _up_to_root(path: str) -> Iterator[str]:
 
 @contextmanager
 def _seeded(seed: int, name: str) -> Iterator[None]:
-    """Seed the CPU's default generator from (seed, name), and put its state back afterwards."""
+    """Within this context, seed the CPU's default generator from (seed, name)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     with preserved_generator():
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -174,7 +180,7 @@ def _seeded(seed: int, name: str) -> Iterator[None]:
 
 @contextmanager
 def preserved_generator() -> Iterator[None]:
-    """Put the state of the CPU's default generator back afterwards."""
+    """Restore the state of the CPU's default random generator at the end of this context."""
     state = torch.default_generator.get_state()
     try:
         yield

@@ -249,7 +249,7 @@ def test_wait_for_out_of_range(tmp_path: Path, count: int) -> None:
         (
             {"model": {"architecture": GEMMA2}},
             ModelError,
-            'which attention "sdpa" cannot; set model.attention = "eager"',
+            'attention "sdpa" does not support; set model.attention = "eager"',
         ),
         (
             {"model": {"architecture": {**ARCHITECTURE, "vocab_size": 200}}},
