@@ -61,8 +61,11 @@ PLAIN = {
     "inner.warmup_steps": "Inner steps of linear warm-up.",
     "outer.method": "Method whose values the keys take that the run file leaves out: see "
     "[methods](#methods).",
-    "outer.overlap": "Rule for the parameters from which a site goes on at a landing: see "
-    "[the algorithm](algorithm.md#2-a-round).",
+    "outer.overlap": "Parameters from which a site goes on at a landing. `none`: the site waits "
+    "for the exchange at the boundary and goes on from the new anchor. `naive`: the new anchor, "
+    "without the site's progress since the boundary, which is exchanged later. `keep`: the new "
+    "anchor plus the fraction `keep` of this progress. `eager`: the outer step that the site's own "
+    "contribution alone would make. See [the algorithm](algorithm.md#2-a-round).",
     "outer.exchange": "How payloads are exchanged. `gather`: every site receives every payload. "
     "`reduce`: every site averages a part of the values and sends its mean to all; each site "
     "receives 2(D-1)/D payloads, where D is the number of sites.",

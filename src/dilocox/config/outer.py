@@ -187,9 +187,8 @@ class ControlSection(Section):
     or if `adapt = "link"` uses measurements, else `equal`."""
     weights: Literal["equal", "tokens", "fednova"] = "tokens"
     """Weights of contributions that were made with unequal numbers of steps. `tokens`: proportional
-    to the number of tokens. `equal`: proportional to the batch size alone. `fednova`: each
-    contribution is also divided by its number of steps. See docs/notes/uneven.md for
-    measurements."""
+    to the number of tokens. `equal`: proportional to the batch size alone. `fednova`: proportional
+    to the batch size divided by the number of steps. See docs/notes/uneven.md for measurements."""
     max_speed: Annotated[float, Field(ge=1.0, le=1000.0)] = 8.0
     """Largest measured speed of a site, as a multiple of the median speed of the others. A larger
     value is reduced to this limit, because a site reports its own speed and its number of steps
@@ -216,10 +215,10 @@ class ControlSection(Section):
     """Fraction of the available time that exchanges are planned to fill."""
     work: Annotated[float, Field(gt=0.0, le=1.0)] = 0.03
     """With `adapt = "link"`: largest fraction of a round that training may lose to the exchanges of
-    a new plan, without waiting. On CPUs this is the time of encoding, votes, decoding, boundaries,
-    landings and digests; processor time counts twice if training gets half a core. On GPUs it is
-    the time of boundaries and landings, during which the GPUs stand still. A plan in force may take
-    a quarter more."""
+    a new plan, not counting the time that it waits. On CPUs, the loss is the time of encoding,
+    votes, decoding, boundaries, landings and digests; their CPU time counts twice if training gets
+    half a core. On GPUs, the loss is the time of boundaries and landings, during which the GPUs
+    stand still. A plan in force may take a quarter more."""
     window: Annotated[int, Field(ge=1, le=64)] = 5
     """With `adapt = "effective-rank"`: number of first rounds that use the run file's values, and
     number of rounds over which the rank is averaged later."""

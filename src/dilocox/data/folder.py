@@ -32,7 +32,8 @@ def folder_of_run(run: Path) -> Path:
 def check_place(folder: Path) -> None:
     """Raise `DataError` unless `folder` has token files, is empty, or can be created.
 
-    The check changes nothing and does not read existing token files.
+    A mount point without token files is refused. The check changes nothing and does not read
+    existing token files.
     """
     try:
         if (folder / MANIFEST).is_file():

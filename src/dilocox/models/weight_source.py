@@ -70,8 +70,8 @@ change of the values."""
 def fresh_facts() -> dict[str, Any]:
     """Returns everything that decides the bits of `FreshWeights`, beside the model and the seed.
 
-    PyTorch rounds random numbers differently on other instruction sets, and may draw other numbers
-    in other versions. transformers defines how each module is initialised.
+    PyTorch's random numbers have other bits on other instruction sets, and may be other numbers in
+    other versions. transformers defines how each module is initialised.
     """
     return {
         "fresh": FRESH_WEIGHTS,

@@ -196,7 +196,7 @@ def retry(
 
     Raises:
         DilocoxError: at once, since it stands for a permanent fault.
-        BaseException: the last error of `action`, when `seconds` have passed.
+        BaseException: the last error of `action`, if it is not retried or `seconds` have passed.
     """
     deadline = None
     for pause in backoff_delays(FIRST_PAUSE, math.inf, lambda _, most: most):

@@ -1,4 +1,4 @@
-"""All uses of private names of PyTorch, for PyTorch 2.11 to 2.14.
+"""Private names of PyTorch that dilocox needs, for PyTorch 2.11 to 2.14, and code that uses them.
 
 PyTorch may rename private names with any release. `missing_name` finds a name that a release lacks,
 so that a run is refused at its start (`dilocox.utils.versions`) instead of in the middle of a step.
