@@ -98,7 +98,7 @@ REFUSED = [
     ("control.link=1e9", "control.link: got 1000000000.0, expected a text in quotes"),
     ('control.pinned=["slots"]', 'got "slots", expected a list, each one of: "inner_steps"'),
     ("model.path=somewhere", "model: give exactly one of path and architecture"),
-    ("record.states_keep=3", "record.states_keep says how many states are kept, and"),
+    ("record.states_keep=3", "record.states_keep limits the states that are kept"),
     ("network.heartbeat=1000.0", "network.heartbeat 1000 s is above link_timeout 120 s"),
     # overrides that are none
     ("outer.rounds", "--set 'outer.rounds': write it as section.key=value"),

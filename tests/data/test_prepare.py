@@ -167,9 +167,9 @@ def test_tiny_corpus_still_holds_something_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "change", "reason"),
     [
-        ("", {}, "no text in it"),
-        (" \n\n", {}, "no text in it"),
-        ("only one", {}, "one document is not enough, some must be held out; give more text"),
+        ("", {}, "no text in the sources"),
+        (" \n\n", {}, "no text in the sources"),
+        ("only one", {}, "one document is not enough, since some documents must be held out; give"),
     ],
 )
 def test_too_little_text(tmp_path: Path, content: str, change: dict[str, Any], reason: str) -> None:

@@ -140,7 +140,7 @@ def test_so_are_its_run_file_its_store_and_its_verdicts(
     (folder / "record" / "audits").mkdir(exist_ok=True)
     replace(folder / "record" / "audits" / "0-a.json", kind, tmp_path)
     found = {each.claim.name: each for each in verify(Places(folder), print).findings}
-    assert "the run.toml of a run is a plain file" in found["run-file"].reason
+    assert "the run.toml of a run must be a plain file" in found["run-file"].reason
     assert "a record is plain files" in found["audits"].reason
 
 

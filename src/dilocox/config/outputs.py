@@ -62,8 +62,8 @@ class EvaluationSection(Section):
     def _consistent(self) -> EvaluationSection:
         if self.patience and not self.every_rounds:
             raise ValueError(
-                f"patience = {self.patience} counts evaluations, and every_rounds = 0 has none "
-                "while the run trains: set every_rounds, or leave patience out"
+                f"patience = {self.patience} counts evaluations, but with every_rounds = 0 there "
+                "are none while the run trains: set every_rounds, or leave patience out"
             )
         return self
 
@@ -114,8 +114,8 @@ class RecordSection(Section):
     def _consistent(self) -> RecordSection:
         if self.states_keep and not self.states_every:
             raise ValueError(
-                "states_keep says how many states are kept, and states_every = 0 keeps none: "
-                "set states_every, or leave states_keep out"
+                "states_keep limits the states that are kept, but with states_every = 0 no states "
+                "are kept: set states_every, or leave states_keep out"
             )
         return self
 
@@ -143,8 +143,8 @@ def keeping_problem(
     """
     if checkpoint.best and not evaluation.every_rounds:
         return (
-            "checkpoint.best chooses among evaluations, and evaluation.every_rounds = 0 has none "
-            "while the run trains: set every_rounds, or leave best out"
+            "checkpoint.best needs evaluations, but with evaluation.every_rounds = 0 there are "
+            "none while the run trains: set every_rounds, or leave best out"
         )
     if record.states_every and method in EXCHANGE_GRADIENTS:
         return (

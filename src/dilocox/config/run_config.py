@@ -395,7 +395,7 @@ def load_written(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     reason = unsafe_reason(Path(path), Path(path).parent)
     if reason:
-        raise ConfigError(f"{path}: {reason}; the run.toml of a run is a plain file")
+        raise ConfigError(f"{path}: {reason}; the run.toml of a run must be a plain file")
     raw = _read(Path(path), overrides)
     for section, keys in BEFORE.items():
         if isinstance(raw.get(section), dict):

@@ -89,10 +89,11 @@ class HoldoutSplit:
             if least < self.below <= most:
                 return self
         if most < 0:
-            raise DataError("data.source: no text in it; name files that hold some")
+            raise DataError("data.source: no text in the sources; name files that contain text")
         if least == most:
             raise DataError(
-                "data.source: one document is not enough, some must be held out; give more text"
+                "data.source: one document is not enough, since some documents must be held out; "
+                "give more text"
             )
         return HoldoutSplit(self.seed, min(max(self.below, least + 1), most))
 

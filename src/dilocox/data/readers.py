@@ -156,7 +156,7 @@ def _array(path: Path) -> Iterator[tuple[str, object]]:
                 yield f"{path}:record {number}", record
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise DataError(
-            f"{path}:record {number + 1}: not valid JSON ({error}); mend or remove it"
+            f"{path}:record {number + 1}: not valid JSON ({error}); correct or remove it"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read after record {number} ({error})") from None
@@ -219,7 +219,7 @@ def _parsed(line: bytes, where: str) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error}); mend or remove the line") from None
+        raise DataError(f"{where}: not valid JSON ({error}); correct or remove the line") from None
 
 
 def _texts(records: Iterator[tuple[str, object]], field: str) -> Iterator[str | None]:
@@ -232,7 +232,7 @@ def _texts(records: Iterator[tuple[str, object]], field: str) -> Iterator[str | 
     for where, record in records:
         if not isinstance(record, dict):
             raise DataError(
-                f'{where}: not a JSON object; each record must be one with a "{field}" field'
+                f'{where}: not a JSON object; each record must be an object with a "{field}" field'
             )
         if field not in record:
             names = ", ".join(sorted(record)[:8]) or "none"

@@ -120,7 +120,7 @@ def find_layout(model: nn.Module) -> Layout:
         if "layers" not in plan or names.index("layers") == 0:
             raise ModelError(
                 f'model type "{config.model_type}": its pipeline plan ({", ".join(names)}) is not '
-                "embedding, layers, norm; it cannot be cut"
+                "embedding, layers, norm; it cannot be cut: use another model type"
             )
         at = names.index("layers")
         layout = Layout(

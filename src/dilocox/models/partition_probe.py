@@ -71,7 +71,7 @@ def probe_cut(hf_config: PretrainedConfig, chunks: int, attention: str) -> None:
         difference = (whole - cut).abs().max().item()
         raise ModelError(
             f"{name}: cut into {parts} chunks its logits differ from the whole model's by "
-            f"{difference:.3g} (its layers share more than their input); set site.stages = 1, "
+            f"{difference:.3g} (its layers share state beside their input); set site.stages = 1, "
             "or use another model type"
         )
 

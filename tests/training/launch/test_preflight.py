@@ -303,7 +303,7 @@ def test_missing_and_empty_data(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     assert "no file with text" in refusal(prepare, run.data, run.data_folder, 0)
     (tmp_path / "text" / "a.txt").write_text("", encoding="utf-8")
-    assert "no text in it" in refusal(prepare, run.data, run.data_folder, 0)
+    assert "no text in the sources" in refusal(prepare, run.data, run.data_folder, 0)
     assert "no token files here" in refusal(preflight.check_run, run, 270, sites_here=2)
 
 
