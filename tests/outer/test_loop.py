@@ -217,7 +217,7 @@ def test_an_exchange_that_a_receiver_missed_ends_its_part() -> None:
     without = plan().model_copy(update={"members": {"lyon": plan().members["lyon"]}})
     rank.loop.end_of_slot(without, 2)
     rank.wire.answer("lyon", missed=True)
-    with pytest.raises(TrainingError, match=r"outer/0/0/0 was carried without this site"):
+    with pytest.raises(TrainingError, match=r"exchange outer/0/0/0 took place without this site"):
         rank.loop.land_due(4)
 
 

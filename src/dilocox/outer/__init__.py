@@ -1,1 +1,1 @@
-"""Between sites: coordinator, exchange, overlap rule and outer optimizer."""
+"""Mathematics between sites: contributions, their average, outer optimizer and overlap rule."""

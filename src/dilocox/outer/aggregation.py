@@ -1,8 +1,8 @@
-"""What is made of the contributions that count: the same bits at every site and in every replay.
+"""Aggregation of a contribution set, with the same bits at every site and in every replay.
 
-Only elementwise operations, each rounded once, in a fixed order; sorting compares and never rounds.
-What floating point would have to decide (how much of a contribution counts) comes in as whole
-numbers that were agreed on.
+Aggregation uses elementwise operations in a fixed order. Each operation rounds once; sorting
+compares and never rounds. Floating point does not decide how much of a contribution counts: the
+sites agree on that share as a whole number beforehand.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ def aggregate(
     shares: Sequence[Sequence[int]] = (),
     offsets: Sequence[int] = (),
 ) -> Tensor:
-    """Δ of the contribution set, flat fp32 [n].
+    """Return Δ of the contribution set, flat fp32 [n].
 
-    `decoded` are the sent_i (flat fp32 [n], w_i in them) in the order of the set, which may be
-    changed; `weights` their w_i. `shares` (in 65,536ths) of each: one number per tensor for `clip`,
-    whose tensors begin at `offsets`; one for `rfa`. Raises `ExchangeError` for what does not fit.
+    Args:
+        aggregation: see `dilocox.config.admission`.
+        decoded: the contributions sent_i in the order of the set, flat fp32 [n] each, already
+            multiplied by w_i. They may be overwritten.
+        weights: w_i of each contribution.
+        shares: how much of each contribution counts, in 65,536ths. `clip` takes one number per
+            tensor, `rfa` one number; the other rules take none.
+        offsets: position at which each tensor begins in the buffer; used by `clip`.
+
+    Raises `ExchangeError` if the numbers of contributions, weights or shares do not fit together.
     """
     if aggregation == "clip":
         return average(_clipped(decoded, shares, offsets), weights)
@@ -58,7 +65,7 @@ def _clipped(
 def _weighted(
     decoded: Iterable[Tensor], weights: Sequence[float], shares: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Mean in which a contribution counts by its share besides its weight."""
+    """Mean in which each contribution counts by its weight times its share."""
     if any(len(own) != 1 for own in shares) or len(shares) != len(weights):
         raise ExchangeError("the geometric median needs one share for each contribution")
     parts = [own[0] / WHOLE for own in shares]
@@ -69,14 +76,19 @@ def _weighted(
 
 
 def _by_value(aggregation: str, decoded: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Median, or mean without the outermost quarters (at least one each of three or more)."""
+    """Median of each value, or trimmed mean of each value.
+
+    The trimmed mean leaves out the largest and the smallest quarter: with three or more
+    contributions at least one at each end, with fewer none.
+    """
     if not decoded or len(decoded) != len(weights):
         raise ExchangeError(
             f"cannot aggregate {len(decoded)} contributions of {len(weights)} sites"
         )
     count = len(decoded)
     for sent, weight in zip(decoded, weights, strict=True):
-        # A tensor on purpose, as in `average`. Adding 0 turns -0 into 0: sorting ties them.
+        # The divisor is a tensor on purpose, as in `average`. Adding 0 turns -0 into 0: sorting
+        # takes the two for equal, so their order would depend on the device.
         sent.div_(torch.full((1,), weight, dtype=sent.dtype, device=sent.device)).add_(0.0)
     ordered = torch.sort(torch.stack(list(decoded)), dim=0).values
     quarter = max(1, count // 4) if count > 2 else 0

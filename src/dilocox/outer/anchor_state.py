@@ -1,4 +1,4 @@
-"""What a rank holds of the run's anchor when a round begins: a replay may begin there."""
+"""Copy of a rank's part of the anchor at the beginning of a round. A replay may begin there."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from dilocox.outer.loop import OuterLoop
 
 @dataclass(frozen=True)
 class AnchorCopy:
-    """A copy of the anchor and the outer momentum of all pieces of a rank, in host memory."""
+    """Copy in host memory of the anchor and the outer momentum of all pieces of a rank."""
 
     tensors: Mapping[str, Tensor]
-    """`anchor/PIECE`, flat fp32, and `momentum/PIECE`, flat in the run's dtype; piece by piece."""
+    """For each piece, `anchor/PIECE` (flat fp32) and `momentum/PIECE` (flat, in the dtype that the
+    run keeps momentum in). PIECE is the piece's number."""
     landed: tuple[int, ...]
-    """By piece: the last round whose outer step the piece has taken; -1: none."""
+    """By piece: the last round whose outer step the piece has taken; -1 if it has taken none."""
     under_way: Sequence[Future[Outcome]] = ()
-    """Exchanges that have not landed: a replay from this anchor needs their payloads."""
+    """Exchanges that have not landed. A replay from this anchor needs their payloads."""
 
     def ended(self) -> list[tuple[Tensor, ...]]:
-        """Payloads of each exchange of `under_way` that has ended by now."""
+        """Return the payloads of each exchange of `under_way` that has succeeded by now."""
         done = [each for each in self.under_way if each.done() and not each.cancelled()]
         return [each.result().payloads for each in done if each.exception() is None]
 
 
 def copy_anchor(outer: OuterLoop, round_: int) -> AnchorCopy | None:
-    """What the rank holds when `round_` begins; none of a rank that enters, or was overtaken."""
+    """Copy the anchor and the momentum as they are when `round_` begins.
+
+    Returns None at a rank that is entering the run, or that was overtaken: its anchor is not the
+    run's.
+    """
     if outer.behind or outer.awaiting:
         return None
     landed = [round_ - 1] * len(outer.states)

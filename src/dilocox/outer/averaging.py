@@ -1,4 +1,4 @@
-"""Averages of contributions: fixed order, fp32, the same bits at every site."""
+"""Averages of contributions, in fp32 and in a fixed order: every site gets the same bits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dilocox.errors import ExchangeError
 
 
 def average(decoded: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-    """Δ = Σ sent_i / Σ w_i over the contribution set, flat fp32 [n].
+    """Return Δ = Σ sent_i / Σ w_i over the contribution set, flat fp32 [n].
 
-    `decoded` are the sent_i (flat fp32 [n], w_i already in them) in the order of the contribution
-    set, taken one at a time; `weights` their w_i in that order. None of them is changed. Raises
-    `ExchangeError` for an empty set, weights that do not add up to a positive number, or numbers
-    of contributions and weights that differ.
+    `decoded` yields the contributions sent_i (flat fp32 [n], already multiplied by w_i) in the
+    order of the contribution set. They are read one at a time and stay unchanged. `weights` are
+    the w_i in the same order. Raises `ExchangeError` if the set is empty, if the sum of the weights
+    is not positive, or if there are more or fewer contributions than weights.
     """
     total: Tensor | None = None
     count = 0
@@ -32,15 +32,17 @@ def average(decoded: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
             f"cannot average {count} contributions of weights {list(weights)}: the sites disagree "
             "about the contribution set"
         )
-    # A tensor on purpose: some devices turn division by a plain number into a product.
+    # The divisor is a tensor on purpose: some devices turn a division by a plain number into a
+    # multiplication, which rounds otherwise.
     return total.div_(torch.full((1,), weight, dtype=total.dtype, device=total.device))
 
 
 def chunk_bounds(n: int, owners: int) -> list[tuple[int, int]]:
-    """[start, end) of the chunk that each of `owners` sites averages in exchange `reduce`.
+    """Return [start, end) of the chunk that each of `owners` sites averages in exchange `reduce`.
 
-    Contiguous, in whole blocks of 128, together n values; sizes differ by at most a block, and
-    the chunks are empty for some owners if there are fewer blocks than owners.
+    The chunks are contiguous, consist of whole blocks of 128 values, and cover all `n` values.
+    Sizes differ by at most one block. With fewer blocks than owners, some chunks are empty. Raises
+    `ExchangeError` if `n` is not a multiple of 128, or without owners.
     """
     if n % BLOCK or owners < 1:
         raise ExchangeError(f"cannot divide {n} values among {owners} owners in blocks of {BLOCK}")
@@ -51,17 +53,17 @@ def chunk_bounds(n: int, owners: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Requantised:
-    """A chunk's mean as its owner hands it round in exchange `reduce`."""
+    """Mean of a chunk, encoded by its owner for the other sites in exchange `reduce`."""
 
     payload: Tensor
     """uint8, the encoded mean."""
     decoded: Tensor
-    """What every site, the owner too, applies."""
+    """The decoded mean, which every site applies, the owner included."""
     second_error: Tensor
-    """Sum of w times (mean - decoded): enters the owner's residual (docs/algorithm.md §2).
+    """(Σ w) · (mean - decoded), which enters the owner's residual (docs/algorithm.md §2).
 
-    Applying `decoded` withholds (mean - decoded) of the mean, which is that times the sum of w
-    of the sum of contributions; sent again by this one site, it is made good exactly once.
+    Sites that apply `decoded` leave (mean - decoded) out of the mean. That is (Σ w) times as much
+    of the sum of contributions. The owner alone sends it again, so it is made good exactly once.
     """
 
 

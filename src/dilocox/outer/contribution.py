@@ -14,91 +14,109 @@ from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.outer.staging import HOST, Mark, Staging
 
 Weights = Mapping[str, float]
-"""w_i by site."""
+"""Weight w_i by site."""
 
 
 class Probe(Protocol):
-    """The gate's model as it was at a boundary."""
+    """What the loss gate needs to judge contributions, as it was at a boundary."""
 
     def opinions(
         self, sent: Mapping[str, torch.Tensor], found: Mapping[str, RankOpinion], weights: Weights
     ) -> dict[str, RankOpinion]:
-        """`found`, with what each contribution alone does to the held-out loss."""
+        """Add to the opinions `found` how each contribution alone changes the held-out loss.
+
+        `sent`: decoded contribution by site, flat fp32; `weights`: w_i by site.
+        """
 
     def tensors(self, anchors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a checkpoint needs of it where the anchors are now `anchors`, by any names."""
+        """Return the tensors from which a resumed run makes this probe again.
+
+        `anchors` are the anchors as they are now: the checkpoint holds these already. The
+        implementation chooses the names.
+        """
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a site brings to an exchange. `values`: u, flat fp32 [length] on the device that
-    encodes, decodes and averages; none for a site that only receives."""
+    """All that a site brings to one exchange."""
 
     key: ExchangeKey
     length: int
+    """Values of the fragment at this rank."""
     values: torch.Tensor | None
+    """u, flat fp32 [length] on the device that encodes, decodes and averages. None at a site that
+    only receives."""
     compressor: Compressor | LowRank
     mode: str
+    """`gather` or `reduce` (docs/algorithm.md §2)."""
     weights: Weights
     """w_i by site, of all members of the round's plan."""
     contributes: bool = True
+    """False if this site's contribution must not count, for example because it is not finite."""
     warm: torch.Tensor | None = None
-    """Q of a low-rank codec at the boundary, flat fp32; none for other codecs."""
+    """Q of a low-rank codec at the boundary, flat fp32. None for other codecs."""
     aggregation: str = "mean"
     """See `dilocox.config.admission`."""
     examines: bool = False
-    """The contributions are compared with each other before the vote."""
+    """True if this rank compares the contributions with each other before the vote."""
     probe: Probe | None = None
-    """The gate; none if there is none, or it does not judge this exchange."""
+    """Probe of the loss gate. None without a gate, or if the gate does not judge this exchange."""
     staging: Staging = HOST
-    """Of that device. Payloads are swapped from host memory."""
+    """Staging of the device of `values`. Payloads travel from host memory."""
     ready: Mark | None = None
-    """From when on the values are there; none if they are."""
+    """Event after which `values` are complete. None if they are complete already."""
 
     @property
     def seed(self) -> int:
-        """What codecs draw their positions from: the same at all sites, another every time."""
+        """Seed from which codecs draw positions: equal at all sites, different in each exchange."""
         return self.key.seed
 
     def pack(self, part: FramePart, payload: torch.Tensor) -> torch.Tensor:
-        """`pack_frame` of a payload of the device, into host memory that it copies to fast."""
+        """Frame a payload of the device (`pack_frame`), in host memory: pinned if on a GPU."""
         return pack_frame(part, payload, self.staging.empty(frame_bytes(part)))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an exchange."""
+    """Result of an exchange at one rank. Tensors other than `payloads` are on the device of the
+    contribution."""
 
     average: torch.Tensor | None
-    """Averaged pseudo-gradient, flat fp32 [length], on the contribution's device as all tensors
-    but `payloads`; none if nobody contributed."""
+    """Averaged pseudo-gradient, flat fp32 [length]. None if the contribution set is empty."""
     contributors: tuple[str, ...]
+    """The contribution set, in its order."""
     sent: torch.Tensor | None
-    """What the others saw of this site; none if it was left out."""
+    """This site's contribution as the other sites decode it, flat fp32 [length]. None if this site
+    was left out."""
     second_error: tuple[int, torch.Tensor] | None
-    """`reduce`: start of this site's chunk and (sum of w)·epsilon, to enter its residual."""
+    """Exchange `reduce`: start of this site's chunk, and (Σ w)·ε, which enters its residual. None
+    in exchange `gather`."""
     payload_bytes: int
     """Bytes that this rank handed to the network."""
     seconds: float
-    """From its beginning to its end; waiting for its turn is not in it."""
+    """Duration of the exchange; time in the queue before it is not included."""
     attempts: int
+    """Number of tries that the exchange took."""
     missed: bool = False
-    """The exchange was begun before this site was there."""
+    """True if the other sites began the exchange without this site."""
     link: tuple[tuple[float, float, int], ...] = ()
-    """(start, end, bytes): payloads of peers, by `time.time`, from the first byte of the first to
-    the last of the last. Waiting for the first peer to begin is not in it."""
+    """(start, end, bytes) of receiving payloads of peers, in seconds of `time.time`: from the first
+    byte of the first payload to the last byte of the last. Time until the first peer begins is not
+    included."""
     work_seconds: float = 0.0
     """Processor time of encoding, decoding and averaging."""
     advance: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Low-rank codecs: Q to Q of the next exchange, the same at all sites; due at the landing."""
+    """Low-rank codecs: maps Q to the Q of the next exchange, which is equal at all sites. Call it
+    at the landing. None for other codecs."""
     effective_rank: tuple[float, int] | None = None
-    """Low-rank codecs: of the averaged pseudo-gradient, and of how many values; none if no matrix
-    goes as low rank."""
+    """Low-rank codecs: (effective rank of the averaged pseudo-gradient, number of values that it
+    covers). None if no matrix is sent as low rank."""
     arrivals: Mapping[str, float] = field(default_factory=dict)
-    """When each site was there for it, by this process's `time.monotonic`."""
+    """By site: time at which the site was ready for the exchange, by this process's
+    `time.monotonic`."""
     payloads: tuple[torch.Tensor, ...] = ()
-    """What a replay needs, as far as it is here, uint8 each: payloads that count, a low-rank
-    codec's basis; of `reduce` the `chunk_index` and the payloads of chunks that passed here. In
-    host memory."""
+    """Payloads that a replay needs and this rank has, uint8 each, in host memory: the payloads that
+    count, and the basis of a low-rank codec. In exchange `reduce`: the `chunk_index`, and the chunk
+    payloads that passed through this rank."""
     ready: Mark | None = None
-    """From when on its tensors are there; none if they are."""
+    """Event after which the tensors are complete. None if they are complete already."""

@@ -1,4 +1,4 @@
-"""A rank's contributions to one exchange, from their decoding before the vote to the average."""
+"""The contributions to one exchange at one rank: decode, score before the vote, then average."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class Weighing:
-    """Decodes what came, says what is to be said of it, and averages what counts.
+    """Decodes the payloads of an exchange, forms opinions of them, and averages those that count.
 
-    Every payload is decoded once: the mean of all is computed while they are looked at, and thrown
-    away in the rare case that not all of them count. Rules that compare contributions keep them.
+    Each payload is decoded once. The mean of all contributions is computed during that pass; it is
+    discarded in the rare case that the contribution set is smaller, and the payloads are decoded
+    again. Rules that compare contributions with each other keep the decoded tensors instead.
     """
 
     def __init__(
@@ -34,7 +35,14 @@ class Weighing:
         senders: Sequence[str],
         decode: Callable[[Tensor], Tensor],
     ) -> None:
-        """`senders`: sites that contribute, in order; `decode`: payload to flat fp32 [length]."""
+        """Prepare for one exchange.
+
+        Args:
+            what: this site's contribution.
+            me: name of this site.
+            senders: sites that contribute, in the order of the contribution set.
+            decode: turns a payload into flat fp32 [length].
+        """
         self._what, self._me, self._decode = what, me, decode
         self._senders = senders
         self._payloads: Mapping[str, Tensor] = {}
@@ -42,12 +50,15 @@ class Weighing:
         self._expected: list[str] = []
         self._mean: Tensor | None = None
         self.held: list[str] = []
-        """Sites whose contribution is here and decodes to finite numbers."""
+        """Sites whose contribution has arrived and decodes to finite numbers."""
         self.own: Tensor | None = None
-        """What the others see of this site, as it was sent; none if it only receives."""
+        """This site's contribution as the other sites decode it. None if it only receives."""
 
     def examined(self, payloads: Mapping[str, Tensor]) -> dict[str, RankOpinion]:
-        """What is to be said of `payloads`, by site. Nothing is said of what is in order."""
+        """Decode `payloads` (by site) and return this rank's opinions of them, by site.
+
+        Without `Contribution.examines`, only sites with a problem get an opinion.
+        """
         self._payloads = payloads
         opinions: dict[str, RankOpinion] = {}
         if self._what.examines:
@@ -63,7 +74,7 @@ class Weighing:
 
         def good() -> Iterator[Tensor]:
             for site, sent, empty in self._decoded(opinions):
-                # A site without anything to say is expected not to count.
+                # The vote is expected to leave an all-zero contribution out, so the mean does too.
                 if not empty:
                     self._expected.append(site)
                     weights.append(self._what.weights[site])
@@ -76,7 +87,10 @@ class Weighing:
         return opinions
 
     def settled(self, counted: Sequence[str], shares: Mapping[str, Sequence[int]]) -> Tensor | None:
-        """Δ of the sites that count, flat fp32 [length]; none if there are none."""
+        """Return Δ of the sites `counted`, flat fp32 [length]. None if no site counts.
+
+        `shares`: how much of each site's contribution counts, see `aggregate`.
+        """
         if not counted:
             return None
         if self._mean is not None and list(counted) == self._expected:
@@ -87,7 +101,10 @@ class Weighing:
         return aggregate(self._what.aggregation, sent, weights, own, self._offsets())
 
     def _decoded(self, opinions: dict[str, RankOpinion]) -> Iterator[tuple[str, Tensor, bool]]:
-        """(site, sent, whether it is all zero) of what decodes; what does not goes to opinions."""
+        """Yield (site, decoded contribution, True if all zero) of each payload that decodes.
+
+        A payload that does not decode to finite numbers gets an entry in `opinions` instead.
+        """
         for site in self._senders:
             if site not in self._payloads:
                 continue
@@ -107,7 +124,7 @@ class Weighing:
             yield site, sent, empty
 
     def _copy_of(self, site: str) -> Tensor:
-        """What a site sent, to be changed."""
+        """Decoded contribution of a site, which the caller may overwrite."""
         kept = self._kept.get(site)
         if kept is not None:
             return kept.clone() if site == self._me else kept

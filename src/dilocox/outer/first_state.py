@@ -1,7 +1,7 @@
-"""Is the state that the founder gives, when a run starts, the one that was made here?
+"""Check at the start of a run: is the founder's state equal to the state that this site made?
 
-Every site makes theta_0 itself before it hears of the founder's. Weights of a seed differ in their
-last bits between processors; stored weights are the same everywhere.
+Every site makes theta_0 itself before it receives theta_0 of the founder. Weights drawn from a seed
+differ in their last bits between kinds of processors. Stored weights are equal everywhere.
 """
 
 from __future__ import annotations
@@ -16,47 +16,57 @@ from dilocox.errors import JoinError
 from dilocox.outer.snapshot import Snapshot
 
 ROUNDING = 1e-3
-"""Norm of the difference between weights that two processors draw from one seed, over the norm of
-the weights: at most this. Measured: 1e-7."""
+"""Largest accepted difference between weights that two processors draw from one seed: norm of the
+difference over norm of the weights. Measured: 1e-7."""
 
 
 class OtherStartError(JoinError):
-    """The founder begins the run from another state than the run file says."""
+    """The founder begins the run from a state other than the state that the run file names."""
 
 
 @dataclass(frozen=True)
 class FirstState:
-    """Judges what comes of theta_0 from `donor`."""
+    """Checks the pieces of theta_0 that `site` receives from `donor`."""
 
     site: str
     donor: str
     stored: bool
-    """Theta_0 is `model.path`'s weights; else those of `run.seed`."""
+    """True if theta_0 comes from the files of `model.path`; False if `run.seed` draws it."""
 
     def difference(
         self, snapshot: Snapshot, anchor: Tensor, momentum: Tensor, starting: bool
     ) -> float:
-        """How far a piece is from the `anchor` that was made here, over the norm of that.
+        """Return how far a piece is from this site's: norm of the difference over norm of `anchor`.
 
-        `anchor` and `momentum`: flat, as this rank holds them. `starting`: the run has not begun.
-        Raises `OtherStartError` for a piece that no honest founder gives.
+        Args:
+            snapshot: the received piece. Without tensors, or from a slot after the start, the
+                result is 0.
+            anchor: this rank's own anchor of the piece, flat.
+            momentum: this rank's own outer momentum of the piece, flat.
+            starting: True if the run has not begun yet.
+
+        Raises `OtherStartError` if an honest founder could not have sent the piece.
         """
         if not snapshot.tensors:
             return 0.0
         if snapshot.tick:
-            # Once the run has begun, pieces are what the rounds have made of them.
+            # Rounds have changed the pieces since the start, so there is nothing to compare with.
             if starting:
-                raise self._error(f"piece {snapshot.piece} is of slot {snapshot.tick}")
+                raise self._error(
+                    f"piece {snapshot.piece} is of slot {snapshot.tick}, after the start"
+                )
             return 0.0
         given: dict[str, Tensor] = {}
         for name, own in (("anchor", anchor), ("momentum", momentum)):
             found = snapshot.tensors.get(name)
             if found is None or found.shape != own.shape:
-                raise self._error(f"piece {snapshot.piece} has no {name} of its length")
+                raise self._error(
+                    f"piece {snapshot.piece} comes without {name}, or with another length"
+                )
             given[name] = found
         off = _apart(given["anchor"], anchor)
         if not off <= (0.0 if self.stored else ROUNDING):
-            raise self._error(f"piece {snapshot.piece} is {off:.1g} of its size off")
+            raise self._error(f"piece {snapshot.piece} differs by {off:.1g} of its norm")
         if not torch.equal(given["momentum"].float(), momentum.float().cpu()):
             raise self._error(f"piece {snapshot.piece} has another outer momentum")
         return off
@@ -74,15 +84,15 @@ class FirstState:
         )
 
     def rounding(self, off: float) -> str:
-        """What to say of a piece that differs no more than processors do."""
+        """Message for a piece that differs by no more than two kinds of processors differ."""
         return (
-            f"theta_0 of {self.donor} is {off:.1g} of its size off what run.seed gives here, no "
-            "more than between two kinds of processors: it is taken"
+            f"theta_0 of {self.donor} differs by {off:.1g} of its norm from the weights that "
+            "run.seed gives here; two kinds of processors differ as much, so it is accepted"
         )
 
 
 def _apart(given: Tensor, own: Tensor) -> float:
-    """Norm of the difference over the norm of `own`; not a number if a value is none."""
+    """Norm of the difference over the norm of `own`; NaN if a value is NaN."""
     here = own.detach().float().cpu()
     size = float(torch.linalg.vector_norm(here, dtype=torch.float64))
     off = float(torch.linalg.vector_norm(given.float() - here, dtype=torch.float64))

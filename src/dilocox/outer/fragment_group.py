@@ -1,4 +1,4 @@
-"""A fragment of one round: the pieces of a rank that are exchanged together, as one vector."""
+"""A fragment of a round: pieces of a rank that one exchange carries together as one vector."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dilocox.outer.layout import Layout
 
 
 class FragmentGroup:
-    """Neighbouring pieces, whose vectors lie one behind the other in what is exchanged.
+    """Neighbouring pieces, whose vectors are concatenated for the exchange.
 
-    Each keeps its own state: pieces that are exchanged together in one round may part in the next.
+    Each piece keeps a state of its own, because the next round may group the pieces differently.
     """
 
     def __init__(self, states: Sequence[FragmentState]) -> None:
@@ -26,33 +26,40 @@ class FragmentGroup:
 
     @property
     def warm(self) -> Tensor | None:
-        """Q of a low-rank codec; none for other codecs."""
+        """Q of a low-rank codec, flat fp32. None for other codecs."""
         return self._states[0].warm
 
     def slices(self) -> Iterator[tuple[FragmentState, slice]]:
-        """Each piece's state, and where it lies in the fragment's vector."""
+        """Yield each piece's state and its place in the fragment's vector."""
         start = 0
         for state in self._states:
             yield state, slice(start, start + state.layout.length)
             start += state.layout.length
 
     def compressor(self, name: str) -> Compressor | LowRank:
-        """The codec `name` for this fragment; see `FragmentState.compressor`.
+        """Return the codec `name` for this fragment; see `FragmentState.compressor`.
 
-        Raises `TrainingError` for a low-rank codec and several pieces: Q is one piece's.
+        Raises `TrainingError` for a low-rank codec and several pieces, because each piece has a Q
+        of its own.
         """
         if len(self._states) == 1:
             return self._states[0].compressor(name)
         found = compressor(name, self.layout.geometry)
         if isinstance(found, LowRank):
-            raise TrainingError(f"{name}: pieces with a basis each cannot be exchanged together")
+            raise TrainingError(
+                f"{name}: each piece has a low-rank basis of its own, so pieces cannot be "
+                "exchanged together"
+            )
         return found
 
     def boundary(
         self, live: Mapping[str, Tensor], weight: float, decay: float
     ) -> tuple[Tensor, bool, str | None]:
-        """The contribution u, flat fp32 [layout.length]; whether it may be contributed; and the
-        value that is not finite, if one is (see `FragmentState.boundary`)."""
+        """Return (u, finite, name) of the pieces together; see `FragmentState.boundary`.
+
+        `u` is the contribution, flat fp32 [layout.length]. If `finite` is False, u must not be
+        contributed, and `name` is the first value that is not finite; otherwise `name` is None.
+        """
         parts, bad = [], None
         for state in self._states:
             u, finite = state.boundary(live, weight, decay)
@@ -62,7 +69,7 @@ class FragmentGroup:
         return _one(parts), bad is None, bad
 
     def check(self, *vectors: Tensor | None) -> None:
-        """Raise `ExchangeError` for one that is there and not of this fragment's length."""
+        """Raise `ExchangeError` if a vector has another length than this fragment. None passes."""
         length = self.layout.length
         for vector in vectors:
             if vector is not None and vector.shape != (length,):
@@ -71,7 +78,7 @@ class FragmentGroup:
                 )
 
     def only(self, pieces: Collection[FragmentState]) -> list[tuple[FragmentState, slice]]:
-        """`slices` of some of its pieces."""
+        """Return `slices` restricted to `pieces`."""
         chosen = {id(state) for state in pieces}
         return [(state, place) for state, place in self.slices() if id(state) in chosen]
 
@@ -82,8 +89,7 @@ class FragmentGroup:
         second_error: tuple[int, Tensor] | None = None,
         pieces: Collection[FragmentState] | None = None,
     ) -> None:
-        """The contribution set is fixed: see `FragmentState.committed`. `pieces`: of these alone,
-        none for all."""
+        """Call `FragmentState.committed` for `pieces`; None means all pieces of the fragment."""
         for state, place in self.slices() if pieces is None else self.only(pieces):
             state.committed(
                 u[place], None if sent is None else sent[place], _within(second_error, place)
@@ -91,7 +97,10 @@ class FragmentGroup:
 
 
 def fragment_of(states: Sequence[FragmentState], fragment: int, fragments: int) -> FragmentGroup:
-    """`fragment` of `fragments` of a rank with these pieces. Raises `ConfigError`."""
+    """Return fragment number `fragment` of `fragments`, at a rank whose pieces are `states`.
+
+    Raises `ConfigError` if the rank has fewer pieces than fragments.
+    """
     return FragmentGroup([states[piece] for piece in pieces_of(fragment, fragments, len(states))])
 
 
@@ -100,7 +109,10 @@ def _one(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _within(error: tuple[int, Tensor] | None, place: slice) -> tuple[int, Tensor] | None:
-    """What of (start, values) lies in a piece, counted from the piece's start; none if nothing."""
+    """Return the part of (start, values) within a piece, with start relative to the piece.
+
+    None if no value lies in the piece.
+    """
     if error is None:
         return None
     start, values = error

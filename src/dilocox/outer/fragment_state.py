@@ -1,11 +1,12 @@
 """The outer state of one piece at one rank: anchor, momentum, residual, reference.
 
-A piece's reference is the point from which displacements count. At a boundary it becomes the
-live parameters x; when a landing makes x jump, it jumps along. So at any time
+The reference of a piece is the point from which displacements are counted. At a boundary the
+reference is set to the live parameters x. When a landing makes x jump, the reference jumps by the
+same distance. Therefore, at any time and whatever jumps lie between,
 
-    reference − x = −(sum of the inner optimizer's displacements since the last boundary) = δ,
+    reference − x = −(sum of the inner optimizer's displacements since the last boundary) = δ.
 
-whatever jumps lay between. (docs/algorithm.md §1, §2.)
+See docs/algorithm.md §1 and §2.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from dilocox.utils import tracing
 from dilocox.utils.cache_blocks import blocks
 
 _HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
-"""Its thread begins with the first digest that is started, not before."""
+"""Thread that computes digests. It starts with the first digest, not on import."""
 
 
 class FragmentState:
     """Flat fp32 buffers of one piece, all [layout.length] on `device`; the momentum may be bf16.
 
-    `live` arguments are this rank's parameters by full name (fp32, any device, a superset of
-    the layout's names); copies between devices are explicit and complete on return. Order per
-    round: `boundary`, then `committed` when the contribution set is known, then `land`. With a
-    delay of a round, the next boundary follows the landing at the same slot end.
+    Every `live` argument holds this rank's parameters by full name: fp32, on any device, at least
+    the layout's names. Copies between devices are explicit and complete on return.
+
+    Order of calls per round: `boundary`, then `committed` when the contribution set is known, then
+    `land`. With a delay of a whole round, `land` comes first at the slot end of the next boundary.
     """
 
     def __init__(
@@ -56,11 +58,16 @@ class FragmentState:
         device: torch.device | None = None,
         momentum_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Start with the anchor at `live`, no momentum, no residual.
+        """Start with the anchor equal to `live`, without momentum and without residual.
 
-        `eager`: keep the last pseudo-gradient and the site's own part of the momentum, which
-        overlap `eager` needs (8 more bytes per parameter). `momentum_dtype`: fp32, or bf16 (2 bytes
-        per parameter less).
+        Args:
+            layout: place of each tensor in the buffers.
+            live: this rank's parameters.
+            error_feedback: keep a residual.
+            eager: keep the last pseudo-gradient and the site's own part of the momentum, which
+                overlap `eager` needs. They take 8 more bytes per parameter.
+            device: device of the buffers; None means the CPU.
+            momentum_dtype: fp32, or bf16, which saves 2 bytes per parameter.
         """
         self.layout = layout
         self.anchor = layout.pack(live, out=torch.zeros(layout.length, device=device))
@@ -69,24 +76,25 @@ class FragmentState:
         """m of the outer optimizer."""
         self.reference = self.anchor.clone()
         self.residual = torch.zeros_like(self.anchor) if error_feedback else None
-        """e; none without error feedback."""
+        """e. None without error feedback."""
         self.previous = torch.zeros_like(self.anchor) if eager else None
-        """δ of the last boundary; none unless `eager`."""
+        """δ of the last boundary. None unless `eager`."""
         self.own = torch.zeros_like(self.anchor) if eager else None
-        """m_i of `dilocox.outer.overlap`; none unless `eager`."""
+        """m_i of `dilocox.outer.overlap`. None unless `eager`."""
         self.warm: Tensor | None = None
-        """Q of a low-rank codec, flat fp32, the same at all sites; none for other codecs."""
+        """Q of a low-rank codec, flat fp32, equal at all sites. None for other codecs."""
         self.warm_codec = ""
-        """Codec that `warm` is of; empty if there is none."""
+        """Name of the codec that `warm` belongs to; empty without one."""
         self.non_finite: str | None = None
-        """`name[index]` of a value that the last `boundary` met which is not finite, or beyond
-        `LARGEST`, then with the value; or None."""
+        """`name[index]` of the first unusable value that the last `boundary` found: a value that is
+        not finite, or beyond `LARGEST` (then the value follows). None if all values are usable."""
         self._hashed: Future[str] | None = None
 
     def compressor(self, name: str) -> Compressor | LowRank:
-        """The codec `name` for this fragment. Q is made, or fitted to another rank, as it needs.
+        """Return the codec `name` for this piece.
 
-        To be called at a boundary, so that all sites do it at the same moment.
+        For a low-rank codec, `warm` is created, or converted from the low-rank codec used before.
+        Call this at a boundary, so that all sites convert `warm` at the same moment.
         """
         found = compressor(name, self.layout.geometry)
         if isinstance(found, LowRank) and self.warm_codec != name:
@@ -102,15 +110,15 @@ class FragmentState:
     def boundary(
         self, live: Mapping[str, Tensor], weight: float, decay: float
     ) -> tuple[Tensor, bool]:
-        """The contribution u = w·δ + β·e, flat fp32 [length], and whether it is finite, with no
-        value beyond `LARGEST`.
+        """Return the contribution u = w·δ + β·e, flat fp32 [length], and True if u is usable.
 
-        The residual moves into u and comes back with `committed`: it is never in two
-        contributions, even if the next boundary comes before this one's commit.
+        u is usable if all values are finite and none is beyond `LARGEST`. `weight` is w, `decay`
+        is β. The residual moves into u and is restored by `committed`. So it is never part of two
+        contributions, even if the next boundary comes before `committed` of this one.
 
-        Where u is not finite, δ is given up: the fragment's `live` parameters go back to the
-        anchor, u is the residual alone, False is returned and `non_finite` names the value. This
-        u is not to be contributed; `committed(u, None)` then leaves the residual as it was.
+        If u is not usable, δ is dropped: the `live` parameters return to the anchor, u is the
+        residual alone, and `non_finite` names the value. Such a u must not be contributed;
+        `committed(u, None)` then leaves the residual as it was.
         """
         packed = self.layout.pack(live, device=self.anchor.device)
 
@@ -137,11 +145,11 @@ class FragmentState:
     def gradients(
         self, gradients: Mapping[str, Tensor], weight: float, decay: float
     ) -> tuple[Tensor, bool]:
-        """The contribution u = w·g + β·e of a method that exchanges gradients; as `boundary`.
+        """Return u = w·g + β·e of a method that exchanges gradients, and True if u is usable.
 
-        `gradients` (full name to fp32) are not changed; a tensor that has none, since it is frozen,
-        counts as zero. Where u is not finite it is the residual alone, and is not to be
-        contributed.
+        See `boundary` for the result and for `weight` and `decay`. `gradients` (full name to fp32)
+        stay unchanged. A frozen tensor has no gradient and counts as zero. If u is not usable, the
+        returned u is the residual alone and must not be contributed.
         """
         shapes = zip(self.layout.names, self.layout.shapes, strict=True)
         frozen = {name: torch.zeros(shape) for name, shape in shapes if name not in gradients}
@@ -152,11 +160,11 @@ class FragmentState:
     def _with_residual(
         self, packed: Tensor, decay: float, to_own: Callable[[slice, Tensor], object]
     ) -> tuple[Tensor, tuple[int, float] | None]:
-        """u = own + β·e, and (position, value) of one that is not finite or beyond `LARGEST`; u is
-        then the residual alone.
+        """Return u = own + β·e, and (position, value) of the first unusable value, or None.
 
-        `to_own` makes, in place, w·δ or w·g of a block of what is `packed`. The residual moves into
-        what is returned. `packed` may be overwritten.
+        A value is unusable if it is not finite or is beyond `LARGEST`; u is then the residual
+        alone. `to_own` turns one block of `packed` into w·δ or w·g in place. The residual moves
+        into u and becomes zero. `packed` may be overwritten.
         """
         u, bad = packed, None
         for at in blocks(packed):
@@ -176,11 +184,17 @@ class FragmentState:
     def committed(
         self, u: Tensor, sent: Tensor | None, second_error: tuple[int, Tensor] | None = None
     ) -> None:
-        """The contribution set is fixed: keep what compression has withheld of u.
+        """Add to the residual the part of u that compression left out. Does nothing without error
+        feedback.
 
-        `sent` is what the others saw of this site, None if it was left out (then all of u stays
-        here). `second_error`: start and values of (Σw)·ε of the chunk that this site averaged in
-        exchange `reduce`. Without error feedback there is nothing to keep.
+        Call this once the contribution set is known.
+
+        Args:
+            u: the contribution, from `boundary` or `gradients`.
+            sent: the contribution as the other sites decode it. None if this site was left out;
+                all of u then goes into the residual.
+            second_error: (start, values) of (Σ w)·ε of the chunk that this site averaged in
+                exchange `reduce`.
         """
         if self.residual is None:
             return
@@ -193,11 +207,15 @@ class FragmentState:
             self.residual[start : start + values.numel()].add_(values.to(self.residual.device))
 
     def land(self, live: Mapping[str, Tensor], average: Tensor | None, rule: Rule) -> None:
-        """Outer step on the anchor, then the overlap rule's jump of `live` and reference.
+        """Take the outer step on the anchor; then move `live` and the reference by the overlap
+        rule.
 
-        `average` is Δ, flat fp32 [length]; None for an empty contribution set, which leaves anchor
-        and momentum as they are. Raises `TrainingError`, with nothing changed, if Δ is not finite
-        (finite contributions can overflow together): all sites see the same Δ and end alike.
+        `average` is Δ, flat fp32 [length]. It is None for an empty contribution set, which leaves
+        anchor and momentum unchanged.
+
+        Raises `TrainingError`, without changing anything, if Δ is not finite: a sum of finite
+        contributions can overflow. All sites have the same Δ, so all raise. Raises `ExchangeError`
+        if Δ has another shape or dtype.
         """
         if average is not None:
             self._check_average(average)
@@ -209,7 +227,7 @@ class FragmentState:
         self.layout.unpack(view, live)
 
     def _land_block(self, at: slice, now: Tensor, average: Tensor | None, rule: Rule) -> None:
-        """`land` of a block; `now` are its live parameters, then what they become."""
+        """Land one block. `now` holds its live parameters, and is overwritten with the new ones."""
         reference, anchor = self.reference[at], self.anchor[at]
         displacement = now - reference
         own = None if self.own is None else self.own[at]
@@ -236,9 +254,10 @@ class FragmentState:
             )
 
     def reset_to_anchor(self, live: Mapping[str, Tensor], keep_residual: bool = True) -> None:
-        """Go on from the anchor: what was trained since the last boundary is given up.
+        """Set `live` and the reference to the anchor. Training since the last boundary is lost.
 
-        After non-finite values the residual stays (it is finite); one who enters a run has none.
+        `keep_residual`: True after non-finite values, because the residual itself is finite; False
+        at a site that enters a run.
         """
         self.layout.unpack(self.anchor, live)
         self.reference.copy_(self.anchor)
@@ -246,7 +265,10 @@ class FragmentState:
             self.residual.zero_()
 
     def fold_into_residual(self, live: Mapping[str, Tensor], weight: float) -> None:
-        """All that was trained since the last boundary goes into the residual, if there is one."""
+        """Add w·δ, the training since the last boundary, to the residual, if there is a residual.
+
+        `weight` is w of this site.
+        """
         u, _ = self.boundary(live, weight, 1.0)
         self.committed(u, None)
 
@@ -257,10 +279,15 @@ class FragmentState:
         codec: str = "",
         keep_residual: bool = False,
     ) -> None:
-        """Enter a run: take a peer's `agreed` tensors, and go on from there without residual.
+        """Take over a peer's state when this site enters a run.
 
-        `codec`: the peer's `warm_codec`; `keep_residual`: of a site that enters again.
-        Raises `ExchangeError` if they do not fit.
+        Args:
+            live: this rank's parameters, which are set to the new anchor.
+            agreed: the tensors that the peer's `agreed` returned.
+            codec: the peer's `warm_codec`.
+            keep_residual: True for a site that enters the run again.
+
+        Raises `ExchangeError` if names, shapes or dtypes of the tensors do not fit this piece.
         """
         self._settle()
         self._expect_warm(codec)
@@ -271,30 +298,37 @@ class FragmentState:
         self.reset_to_anchor(live, keep_residual)
 
     def take_anchor_from(self, live: Mapping[str, Tensor]) -> None:
-        """Make the anchor what `live` is: method `allreduce`, whose sites never differ."""
+        """Set the anchor and the reference to `live`. Method `allreduce` uses this: its sites never
+        differ."""
         self._settle()
         self.layout.pack(live, out=self.anchor)
         self.reference.copy_(self.anchor)
 
     def take_momentum(self, whole: Mapping[str, Tensor]) -> None:
-        """Begin with an outer momentum: this rank's part of it, fp32 by full name. Raises
-        `ExchangeError` if it does not fit."""
+        """Start from an outer momentum: `whole` holds this rank's part, fp32 by full name.
+
+        Raises `ExchangeError` if a tensor is missing or has another shape or dtype.
+        """
         self._settle()
         self.momentum.copy_(as_kept(self.layout.pack(whole), self.momentum.dtype))
 
     def agreed(self) -> dict[str, Tensor]:
-        """What is equal at all sites after every landing, by name (not copies)."""
+        """Return the tensors that are equal at all sites after every landing, by name; no
+        copies."""
         found = {"anchor": self.anchor, "momentum": self.momentum, "warm": self.warm}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _expect_warm(self, codec: str) -> None:
-        """Make room for the Q of `codec`, or have none."""
+        """Allocate `warm` for the low-rank codec `codec`; an empty name leaves `warm` at None."""
         self.warm, self.warm_codec = None, ""
         if codec:
             self.compressor(codec)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything to go on from, by name (not copies). What is in flight is the caller's."""
+        """Return all tensors that a checkpoint needs, by name; no copies.
+
+        The caller saves exchanges that are in flight.
+        """
         found = {
             **self.agreed(),
             "reference": self.reference,
@@ -305,21 +339,23 @@ class FragmentState:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def load(self, tensors: Mapping[str, Tensor], codec: str = "") -> None:
-        """Take over what `state_tensors` gave, with its `warm_codec`.
+        """Restore the tensors of `state_tensors`. `codec` is the `warm_codec` of that time.
 
-        Raises `CheckpointError` if it does not fit.
+        Raises `CheckpointError` if names, shapes or dtypes do not fit this piece.
         """
         self._settle()
         self._expect_warm(codec)
         _copy_all(self.state_tensors(), tensors, CheckpointError)
 
     def digest(self) -> str:
-        """SHA-256 of what is agreed, hex: equal at all sites after every landing."""
+        """Return the SHA-256, hex, of the `agreed` tensors: equal at all sites after every
+        landing."""
         hashed, self._hashed = self._hashed, None
         return self._sha256() if hashed is None else hashed.result()
 
     def start_digest(self) -> None:
-        """Begin to compute `digest` in another thread; what would change it waits for that."""
+        """Begin to compute `digest` in another thread. Methods that change these tensors wait for
+        the digest first."""
         self._settle()
         staging = staging_of(self.anchor.device)
         now = staging.mark()
@@ -339,9 +375,9 @@ class FragmentState:
             self._hashed = None
 
     def digest_of(self, agreed: Mapping[str, Tensor]) -> str:
-        """What `digest` would be with these `agreed` tensors of another site.
+        """Return the `digest` of the `agreed` tensors of another site.
 
-        Raises `ExchangeError` if they are not of this piece.
+        Raises `ExchangeError` if anchor or momentum is missing or has another length.
         """
         for kind, mine in (("anchor", self.anchor), ("momentum", self.momentum)):
             if kind not in agreed or agreed[kind].shape != mine.shape:
@@ -361,7 +397,10 @@ class FragmentState:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256, hex, over each tensor's name, dtype, shape and little-endian bytes, by name."""
+    """Return the SHA-256, hex, over name, dtype, shape and little-endian bytes of each tensor.
+
+    The tensors are hashed in the order of their names.
+    """
     total = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -377,7 +416,8 @@ def _copy_all(
     given: Mapping[str, Tensor],
     error: type[CheckpointError] | type[ExchangeError],
 ) -> None:
-    """Copy tensors of equal names, shapes and dtypes; nothing is changed if one does not fit."""
+    """Copy `given` into `into`. Raises `error`, without changing anything, if names, shapes or
+    dtypes differ."""
     if into.keys() != given.keys():
         raise error(
             f"fragment state holds {', '.join(sorted(given))}, expected {', '.join(sorted(into))}; "

@@ -1,4 +1,4 @@
-"""What a rank has under way between its sites, and what a round of it cost."""
+"""Exchanges of a rank that are in flight, and what the exchanges of a round cost."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ class Pending:
     key: ExchangeKey
     plan: RoundPlan
     lands_at: int
-    """Tick of the landing."""
+    """Tick of the landing: slots since the start of the run."""
     outcome: Future[Outcome]
     contribution: torch.Tensor | None
-    """u, kept for the residual; none if this site only received."""
+    """u, kept for the residual. None if this site only receives."""
     contributes: bool
+    """See `Contribution.contributes`."""
     probe: Probe | None = None
-    """What its gate goes by, once it is handed in."""
+    """Probe of the loss gate. None before the exchange is submitted, or without a gate."""
     moments: torch.Tensor | None = None
-    """`row_means` at its boundary, if they travel along."""
+    """`row_means` at the boundary, uint8. None if the payload carries no second moments."""
     counted: bool = False
-    """Some of it has landed."""
+    """True once a piece of the exchange has landed and `Counts` includes the exchange."""
 
     @classmethod
     def waiting(
@@ -41,28 +42,32 @@ class Pending:
         probe: Probe | None = None,
         moments: torch.Tensor | None = None,
     ) -> Pending:
-        """An exchange that has not been handed in yet. `probe`: if it was handed in before."""
+        """Return an exchange that is not submitted yet.
+
+        `probe`: the probe of an exchange that was submitted before a checkpoint; otherwise None.
+        """
         return cls(key, plan, lands_at, Future(), contribution, contributes, probe, moments)
 
 
 @dataclass
 class Counts:
-    """What a round cost, reset when it is reported."""
+    """Costs of the exchanges of a round. Reset when the round is reported."""
 
     wait_seconds: float = 0.0
-    """Training stood still for data that had not come."""
+    """Seconds in which training stood still because an exchange had not ended."""
     waited_for: dict[str, float] = field(default_factory=dict)
-    """Seconds of it until the last site was there, by that site; the rest is the link's."""
+    """By site: the part of `wait_seconds` until this site, the last one, was ready for the
+    exchange. The rest of `wait_seconds` is due to the link."""
     exchange_seconds: float = 0.0
     exchanges: int = 0
     payload_bytes: int = 0
     values: int = 0
-    """fp32 values that the payloads stand for."""
+    """Number of fp32 values that the payloads encode."""
     attempts: int = 0
     contributors: list[int] = field(default_factory=list)
     link: list[tuple[float, float, int]] = field(default_factory=list)
-    """(start, end, bytes) of what came in, as `Outcome.link` has them."""
+    """(start, end, bytes) of received payloads; see `Outcome.link`."""
     work_seconds: float = 0.0
     """Processor time of the exchanges."""
     effective_ranks: list[tuple[float, int]] = field(default_factory=list)
-    """(effective rank, values) of landings with a low-rank codec."""
+    """(effective rank, number of values) of each landing with a low-rank codec."""

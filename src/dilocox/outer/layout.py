@@ -1,4 +1,4 @@
-"""Pieces: which tensors are exchanged together, and how they lie in one flat buffer."""
+"""Pieces: the tensors that always travel together, and their places in one flat buffer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dilocox.outer.staging import Staging, staging_of
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each of the tensors of one piece, or of several, lies in a flat fp32 buffer.
+    """Place of each tensor of one or several pieces in a flat fp32 buffer.
 
     Every tensor starts at a multiple of 128 values, so that no quantisation block mixes two
-    tensors; what lies between them is zero and stays so. A tensor may have no elements (FSDP
-    shards are uneven), and so may the whole fragment.
+    tensors. The gaps between tensors are zero and stay zero. A tensor may have no elements, because
+    FSDP shards are uneven; so may the whole buffer.
     """
 
     names: tuple[str, ...]
@@ -31,7 +31,7 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """The layout of tensors with these (local) shapes, in this order."""
+        """Return the layout of tensors with these local shapes, by full name, in this order."""
         offsets = []
         length = 0
         for shape in shapes.values():
@@ -42,7 +42,7 @@ class Layout:
 
     @classmethod
     def joined(cls, layouts: Sequence[Layout]) -> Layout:
-        """The layout of several buffers, one behind the other."""
+        """Return the layout of several buffers that are concatenated."""
         if len(layouts) == 1:
             return layouts[0]
         offsets: list[int] = []
@@ -56,18 +56,21 @@ class Layout:
 
     @property
     def geometry(self) -> Geometry:
-        """What codecs need to know of it."""
+        """The layout in the form that codecs take."""
         return Geometry(self.shapes, self.offsets, self.length)
 
     @property
     def gaps(self) -> list[slice]:
-        """Where no tensor lies."""
+        """Slices of the buffer that belong to no tensor."""
         ends = [o + math.prod(shape) for o, shape in zip(self.offsets, self.shapes, strict=True)]
         begins = [*self.offsets[1:], self.length]
         return [slice(end, begin) for end, begin in zip(ends, begins, strict=False) if end < begin]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Each tensor as a view of `flat` [length], in its own shape."""
+        """Return each tensor by full name, as a view of `flat` [length] in the tensor's shape.
+
+        Raises `ExchangeError` if `flat` has another length.
+        """
         if flat.shape != (self.length,):
             raise ExchangeError(f"layout of {self.length} values got {list(flat.shape)}")
         return {
@@ -81,11 +84,15 @@ class Layout:
         out: Tensor | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Copy `tensors` (fp32, any device) into a flat fp32 [length] tensor.
+        """Copy `tensors` into a flat fp32 [length] tensor and return it. Complete on return.
 
-        It is `out`, whose gaps must be zero already, or a new one on `device` (default CPU); of
-        tensors of a GPU that one is in memory that copies are fast to. Complete on return. Raises
-        `ExchangeError` for a tensor that is missing or has another shape or dtype.
+        Args:
+            tensors: at least the layout's tensors by full name, fp32, on any device.
+            out: the target, whose gaps must be zero already. None allocates a new tensor.
+            device: device of a new tensor; None means the CPU. Tensors of a GPU are then packed
+                into pinned host memory.
+
+        Raises `ExchangeError` if a tensor is missing or has another shape or dtype.
         """
         self._check(tensors)
         staging = _between(device if out is None else out.device, tensors, self.names)
@@ -102,15 +109,17 @@ class Layout:
         return flat
 
     def unpack(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `flat` [length] into `tensors` in place; complete on return. Raises `ExchangeError`
-        as `pack` does."""
+        """Copy `flat` [length] into `tensors` in place. Complete on return.
+
+        Raises `ExchangeError` if a tensor is missing or has another shape or dtype.
+        """
         self._check(tensors)
         with torch.no_grad():
             staging = _between(flat.device, tensors, self.names)
             staging.copy([(tensors[name], view) for name, view in self.views(flat).items()])
 
     def locate(self, position: int) -> str:
-        """`name[index]` of the value at `position` of the buffer, for messages."""
+        """Return `name[index]` of the value at `position` of the buffer, for messages."""
         for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
             if offset <= position < offset + math.prod(shape):
                 return f"{name}[{position - offset}]"
@@ -130,8 +139,11 @@ class Layout:
 def _between(
     flat: torch.device | None, tensors: Mapping[str, Tensor], names: Sequence[str]
 ) -> Staging:
-    """What copies between a flat buffer and `names` of `tensors`: the GPU's, where only one side is
-    on one."""
+    """Return the staging that copies between a flat buffer on device `flat` and `names` of
+    `tensors`.
+
+    The GPU's staging if the tensors are on a GPU and the buffer is in host memory; else the CPU's.
+    """
     devices = {tensors[name].device for name in names}
     elsewhere = [device for device in devices if device.type != "cpu"]
     if elsewhere and (flat is None or flat.type == "cpu"):
@@ -142,9 +154,10 @@ def _between(
 def local_shapes(
     shapes: Mapping[str, Sequence[int]], names: Sequence[str], shard: int, shards: int
 ) -> dict[str, tuple[int, ...]]:
-    """What shard `shard` of `shards` holds of tensors with these whole `shapes`.
+    """Return the local shapes, by name, of `names` at shard `shard` of `shards`.
 
-    FSDP's rule: rows in runs of ceil(rows / shards), the last ones shorter.
+    `shapes` are the shapes of whole tensors. As in FSDP, each shard holds ceil(rows / shards)
+    consecutive rows; the last shards hold fewer rows, or none.
     """
     local = {}
     for name in names:
@@ -155,7 +168,7 @@ def local_shapes(
 
 
 def layer_number(name: str) -> int | None:
-    """The first whole number among the dotted parts of a parameter's name, or None."""
+    """Return the first whole number among the dotted parts of a parameter's name, or None."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
@@ -164,13 +177,19 @@ def split_pieces(
     fragments: int,
     layer_of: Callable[[str], int | None] = layer_number,
 ) -> list[list[str]]:
-    """Names in `fragments` contiguous groups, as equal in size as whole layers allow.
+    """Split tensor names into `fragments` contiguous pieces, as equal in size as layers allow.
 
-    `sizes` are numbers of elements of the whole (unsharded) tensors in model order, so that all
-    shards of a stage split alike. A layer stays together; tensors without a layer number that
-    follow one another (embedding; final norm and head) count as a layer of their own, alone in
-    a fragment only where that is the better balance. If there are fewer layers than fragments,
-    layers are divided between their tensors. Raises `ConfigError` if there are fewer tensors, too.
+    The tensors of a layer stay in one piece. Consecutive tensors without a layer number (the
+    embedding; the final norm and the head) count as one layer. With fewer layers than pieces,
+    layers are split between their tensors.
+
+    Args:
+        sizes: number of elements of each whole (unsharded) tensor, in model order, so that all
+            shards of a stage split alike.
+        fragments: number of pieces (`outer.fragments`).
+        layer_of: layer number of a tensor name, or None.
+
+    Raises `ConfigError` if there are fewer tensors than pieces.
     """
     units: list[list[str]] = []
     last: int | None = None
@@ -197,15 +216,17 @@ def split_pieces(
 
 
 def _partition(weights: Sequence[int], parts: int) -> list[int]:
-    """Ends of `parts` non-empty runs of `weights` with the least sum of squared run weights.
+    """Return the ends of `parts` non-empty runs of `weights`, balanced by weight.
 
-    Whole numbers and a fixed order of comparison: every rank finds the same answer.
+    The sum of the squared run weights is the smallest possible. Whole numbers and a fixed order of
+    comparison give every rank the same result.
     """
     count = len(weights)
     before = [0]
     for weight in weights:
         before.append(before[-1] + weight)
-    # best[end]: least cost of weights[:end] in the runs so far; choice: where the last run starts.
+    # best[end]: lowest cost of weights[:end] in the runs so far. choice[end]: start of the last
+    # run.
     best: list[int | None] = [0] + [None] * count
     choices: list[list[int]] = []
     for part in range(1, parts + 1):

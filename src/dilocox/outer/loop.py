@@ -1,4 +1,4 @@
-"""The outer loop of one rank: boundaries, exchanges under way, landings (docs/algorithm.md §2)."""
+"""The outer loop of one rank: boundaries, exchanges in flight, landings (docs/algorithm.md §2)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,19 @@ Submit = Callable[[Contribution], "Future[Outcome]"]
 
 
 class OuterLoop:
-    """All pieces of one rank, and how they are exchanged.
+    """Exchanges all pieces of one rank: takes contributions at boundaries, applies averages at
+    landings. A tick is a number of slots since the start of the run.
 
-    `states` are those of the pieces; a plan's fragments are runs of them
-    (`dilocox.coordinator.protocol.fragment_groups`). `live` are the rank's local parameters, full
-    name to fp32 tensor, which landings change in place. `touch` is called while waiting, so that
-    the rank keeps counting as alive. `hash_beside`: digests of what has landed are computed beside
-    training, whose processor then is another. `second`: gives the inner optimizer's second moments;
-    asked for where plans share them.
+    Args:
+        states: outer state of each piece. A fragment of a plan is a run of pieces
+            (`dilocox.coordinator.protocol.fragment_groups`).
+        live: local parameters, full name to fp32 tensor. Landings change them in place.
+        me: name of this site. `stage` of `stages` is this rank's stage.
+        submit: starts an exchange beside training.
+        touch: called while this rank waits, so that it still counts as alive.
+        hash_beside: compute digests of landed pieces in another thread, beside training.
+        admission: how contributions are judged and averaged.
+        second: returns the inner optimizer's second moments, for plans that share them.
     """
 
     def __init__(
@@ -69,17 +74,19 @@ class OuterLoop:
         self.states = list(states)
         self.live = live
         self.landed = [-1] * len(self.states)
-        """By piece: round of the exchange that landed on it last; -1: none since the start."""
+        """By piece: round of the exchange that landed on it last; -1 if none has landed."""
         self.pending: list[Pending] = []
+        """Exchanges of pseudo-gradients that have not landed."""
         self.gradient: Pending | None = None
-        """The exchange of gradients under way, of methods that exchange those."""
+        """Exchange of gradients in flight, for methods that exchange gradients. May be None."""
         self.counts = Counts()
         self.dropping = False
-        """This site's contributions do not count until the round ends (non-finite values)."""
+        """True: this site's contributions do not count until the round ends (non-finite values)."""
         self.slope: GradientProbe | None = None
-        """What a gate without a model of its own goes by, at the next boundaries."""
+        """Held-out loss and gradient for the loss gate, of a rank that has a part of the model."""
         self.non_finite: str | None = None
-        """The value that was not finite in the pseudo-gradient of a boundary, until it is read."""
+        """First non-finite value of a boundary's pseudo-gradient. The caller reads and clears
+        it."""
         self._me = me
         self._stage = stage
         self._stages = stages
@@ -91,22 +98,22 @@ class OuterLoop:
         self.owner_landings: list[int] = []
         """Ticks at which the first stage's first fragment will land."""
         self.behind = False
-        """Something was exchanged without this site: its anchor is not the run's any more."""
+        """True: an exchange took place without this site, so its anchor is no longer the run's."""
         self.returning = False
-        """It enters again, with its residual."""
+        """True: this site enters the run again, and keeps its residual."""
         self.awaiting: set[int] = set()
-        """While entering: pieces whose state has not come yet."""
+        """While this site enters: pieces whose state has not arrived yet."""
         self._held_back: list[tuple[int, Pending, int]] = []
         """Landings that wait for the state of a piece: (tick, exchange, piece)."""
         self.restored: list[Pending] = []
-        """Exchanges of a checkpoint that are not handed in again yet."""
+        """Exchanges of a checkpoint that are not submitted again yet."""
 
     def has_boundary(self, plan: RoundPlan, slot: int) -> bool:
         """True if a fragment of any stage has its boundary at the end of `slot`."""
         return any(slot in self._boundaries(plan, stage) for stage in range(self._stages))
 
     def has_due(self, plan: RoundPlan, slot: int) -> bool:
-        """True if something of this rank lands or begins at the end of `slot`."""
+        """True if an exchange of this rank lands or begins at the end of `slot`."""
         tick = plan.first_tick + slot
         return bool(self.begins(plan, slot)) or any(item.lands_at <= tick for item in self.pending)
 
@@ -117,9 +124,10 @@ class OuterLoop:
         )
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Entering: take over a piece as it was after the landings of the snapshot's tick.
+        """Take over a piece from a donor, as it was after the landings of the snapshot's tick.
 
-        Without tensors: what this rank holds is the same. Landings since then follow at once.
+        A snapshot without tensors means that this rank's state is equal already. Held-back landings
+        of later ticks follow at once.
         """
         piece, tick = snapshot.piece, snapshot.tick
         if snapshot.tensors:
@@ -136,10 +144,10 @@ class OuterLoop:
     def average_gradients(
         self, plan: RoundPlan, key: ExchangeKey, gradients: Mapping[str, torch.Tensor], late: bool
     ) -> None:
-        """Replace `gradients` by their weighted mean over the sites.
+        """Replace `gradients` (full name to fp32) in place by their weighted mean over the sites.
 
-        `late`: by the mean of the inner step before, which travelled beside this one's computation
-        (zeros in the very first step). What compression withholds goes into the next step's.
+        `late`: take the mean of the inner step before, whose exchange ran beside the computation of
+        this step; zeros in the first step. The residual goes into the next step's contribution.
         Raises `TrainingError` if no site's gradients are finite.
         """
         state = self.states[0]
@@ -158,7 +166,7 @@ class OuterLoop:
                 gradient.copy_(views[name])
 
     def land_gradients(self) -> torch.Tensor | None:
-        """The mean of the gradients under way, or none if there are none.
+        """Return the mean of the gradients in flight, flat fp32; None if no exchange is in flight.
 
         Raises `TrainingError` if no site's gradients were finite.
         """
@@ -176,31 +184,31 @@ class OuterLoop:
         return outcome.average
 
     def end_of_slot(self, plan: RoundPlan, slot: int) -> bool:
-        """Land, then begin, what is due at the end of the round's slot `slot` (1 to plan.slots).
+        """Land, then begin, the exchanges that are due at the end of `slot` (1 to plan.slots).
 
-        A piece lands at the latest at its next boundary, which may be sooner than its delay where
-        rounds become shorter: so one exchange of a piece is under way at a time, and what it was
-        exchanged with lands with it.
-        Returns True if the first fragment of the first stage landed or began, at whichever rank:
-        then a tied copy must be set from its owner.
+        An exchange lands at the latest at the next boundary of any of its pieces, sooner than its
+        delay if rounds become shorter. So at most one exchange of a piece is in flight.
+
+        Returns True if the first fragment of the first stage landed or began, at any rank: the copy
+        of a tied tensor must then be set from its owner.
         """
         tick = plan.first_tick + slot
         self.land_before(plan, slot)
         for fragment in self.begins(plan, slot):
             self._begin(plan, fragment, tick)
         self.land_due(tick)
-        # A boundary sets a tensor that is not finite back to its anchor.
+        # A boundary may change parameters: it sets a piece that is not finite back to its anchor.
         begins = self._boundaries(plan, 0)[0] == slot
         return self._owner_lands(plan, slot, tick) or begins
 
     def begins(self, plan: RoundPlan, slot: int) -> list[int]:
-        """Fragments of this rank that have their boundary at the end of `slot`."""
+        """Return the fragments of this rank that have their boundary at the end of `slot`."""
         boundaries = self._boundaries(plan, self._stage)
         return [fragment for fragment, due in enumerate(boundaries) if due == slot]
 
     def land_before(self, plan: RoundPlan, slot: int) -> None:
-        """Land what is due at the end of `slot`, and what would be under way when an exchange of
-        a piece of it begins there."""
+        """Land the exchanges that are due at the end of `slot`, and those of which a piece has its
+        next boundary there."""
         tick, count = plan.first_tick + slot, len(self.states)
         self.land_due(tick)
         begin = {
@@ -212,7 +220,7 @@ class OuterLoop:
                        tick)  # fmt: skip
 
     def land_due(self, tick: int) -> None:
-        """Land everything whose time has come, in order of time and fragment."""
+        """Land all exchanges that are due by `tick`, in order of tick, then fragment."""
         self._land_all([item for item in self.pending if item.lands_at <= tick], tick)
 
     def _land_all(self, due: Sequence[Pending], tick: int) -> None:
@@ -221,13 +229,15 @@ class OuterLoop:
             self._land(item, min(item.lands_at, tick))
 
     def settle(self) -> None:
-        """Wait until all exchanges under way are decided; nothing of them lands."""
+        """Wait until all exchanges in flight have ended. None of them lands."""
         for item in self.under_way_now():
             self._wait(item)
 
     def fold_into_residual(self, weight: float) -> None:
-        """This site was overtaken and will enter again: what it has trained and no average holds
-        goes into the residual. Nothing that is under way lands here."""
+        """Save this site's work in the residual, because it was overtaken and will enter again.
+
+        Training that is in no average goes into the residual. No exchange in flight lands.
+        """
         for item in self.under_way_now():
             outcome = self._wait(item)
             self.counts.payload_bytes += outcome.payload_bytes
@@ -240,19 +250,20 @@ class OuterLoop:
         self.behind, self.returning = False, True
 
     def flush(self, plan: RoundPlan) -> None:
-        """End of training: land what is pending, then one last outer step of everything left."""
+        """End training: land all exchanges in flight, then exchange the rest in a last outer
+        step."""
         self.land_due(2**62)
         for fragment in range(plan.fragments):
             self._begin(plan, fragment, plan.first_tick)
         self.land_due(2**62)
 
     def reset_to_anchor(self) -> None:
-        """Go on from the anchor: what was trained since the last boundaries is given up."""
+        """Set all parameters to the anchor. Training since the last boundaries is lost."""
         for state in self.states:
             state.reset_to_anchor(self.live)
 
     def names(self, plan: RoundPlan, fragments: Sequence[int]) -> list[str]:
-        """Of the tensors of these fragments of `plan`."""
+        """Return the full names of the tensors of these fragments of `plan`."""
         layouts = [self._fragment(plan, fragment).layout for fragment in fragments]
         return [name for layout in layouts for name in layout.names]
 
@@ -260,20 +271,20 @@ class OuterLoop:
         return fragment_of(self.states, fragment, plan.fragments)
 
     def _whole(self, key: ExchangeKey, plan: RoundPlan) -> FragmentGroup:
-        """What an exchange is of: gradients are of all that there is."""
+        """Return the pieces of an exchange; an exchange of gradients carries all pieces."""
         if key.kind == "gradient":
             return FragmentGroup(self.states)
         return self._fragment(plan, key.fragment)
 
     def pieces_of(self, item: Pending) -> range:
-        """The pieces that an exchange is of."""
+        """Return the numbers of the pieces that an exchange carries."""
         return pieces_of(item.key.fragment, item.plan.fragments, len(self.states))
 
     def _boundaries(self, plan: RoundPlan, stage: int) -> list[int]:
         return boundary_slots(stage, self._stages, plan.fragments, plan.slots)
 
     def _owner_lands(self, plan: RoundPlan, slot: int, tick: int) -> bool:
-        """Follow the first stage's first fragment by the calendar alone."""
+        """True if the first stage's first fragment lands; found from the schedule alone."""
         if self._boundaries(plan, 0)[0] == slot:
             self.owner_landings = [min(when, tick) for when in self.owner_landings]
             self.owner_landings.append(tick + plan.delay)
@@ -307,19 +318,19 @@ class OuterLoop:
             self.pending.append(item)
 
     def resume_in_flight(self) -> None:
-        """Hand in the exchanges that a checkpoint held; once the run goes on."""
+        """Submit the exchanges of a checkpoint again. Call this once the run continues."""
         restored, self.restored = self.restored, []
         for item in restored:
             self._start(item)
 
     def under_way_now(self) -> list[Pending]:
-        """All exchanges between boundary and landing, for a checkpoint."""
+        """Return all exchanges between boundary and landing, for a checkpoint."""
         return [*self.pending, self.gradient] if self.gradient else list(self.pending)
 
     def _hand_in(self, item: Pending) -> None:
         plan, device = item.plan, self.states[0].anchor.device
         if item.contribution is not None:
-            # One of a checkpoint comes in host memory.
+            # A contribution from a checkpoint is in host memory.
             item.contribution = item.contribution.to(device)
         staging = staging_of(device)
         outer, admission = item.key.kind == "outer", self._admission
@@ -348,7 +359,7 @@ class OuterLoop:
         )
 
     def _probe(self, layout: Layout) -> Probe | None:
-        """What the gate goes by: all anchors as they are now, or the slope there."""
+        """Return the loss gate's probe: the anchors as they are now, or the gradient there."""
         gate = self._admission.gate
         if gate is None:
             return None if self.slope is None else self.slope.probe(layout)
@@ -357,14 +368,14 @@ class OuterLoop:
     def probe_again(
         self, key: ExchangeKey, plan: RoundPlan, tensors: Mapping[str, torch.Tensor]
     ) -> Probe | None:
-        """The probe of an exchange of a checkpoint, of what `Probe.tensors` gave for it."""
+        """Return the probe of an exchange of a checkpoint, from its `Probe.tensors`."""
         layout, gate = self._whole(key, plan).layout, self._admission.gate
         if gate is not None:
             return gate.again(tensors, self.anchors(), layout)
         return GradientProbe.again(tensors, layout) if tensors else None
 
     def anchors(self) -> dict[str, torch.Tensor]:
-        """All anchors as they are now: full name to fp32 view."""
+        """Return all anchors as they are now: full name to fp32 view."""
         return {
             name: view
             for each in self.states
@@ -372,7 +383,7 @@ class OuterLoop:
         }
 
     def _land(self, item: Pending, tick: int, pieces: Sequence[int] | None = None) -> None:
-        """Land `pieces` of it, without them all; those whose state has not come wait for it."""
+        """Land `pieces` of an exchange; None means all. Hold pieces back that await their state."""
         pieces = self.pieces_of(item) if pieces is None else pieces
         self._held_back += [(tick, item, piece) for piece in pieces if piece in self.awaiting]
         here = [self.states[piece] for piece in pieces if piece not in self.awaiting]
@@ -383,7 +394,7 @@ class OuterLoop:
         if outcome.missed:
             if item.contribution is None:
                 raise TrainingError(
-                    f"{item.key.text} was carried without this site; it must join again"
+                    f"exchange {item.key.text} took place without this site, which must join again"
                 )
             fragment.committed(item.contribution, None, pieces=here)
             self.counts.payload_bytes += outcome.payload_bytes
@@ -403,7 +414,7 @@ class OuterLoop:
         here: Sequence[FragmentState],
     ) -> None:
         plan, weight = item.plan, None
-        # One that enters receives what it has no part in.
+        # A site that is entering receives the average without a contribution of its own.
         if item.contribution is not None:
             weight = plan.members[self._me].weight
             with tracing.span("residual"):
@@ -411,7 +422,7 @@ class OuterLoop:
         weights = [plan.members[site].weight for site in outcome.contributors]
         own = plan.members[self._me].weight if self._me in outcome.contributors else 0.0
         rule = Rule(
-            # One that enters has a displacement too, once its own round goes on.
+            # A site that is entering has a displacement too, once it trains in its first round.
             overlap=plan.overlap if weight is not None or plan.overlap == "keep" else "none",
             keep=plan.keep,
             learning_rate=plan.learning_rate,
@@ -428,7 +439,7 @@ class OuterLoop:
             self._share_moments(item, outcome, fragment.layout)
             self._count(outcome, fragment.layout.length)
             item.counted = True
-        # One that enters may have fetched a Q of another rank than that of this exchange.
+        # A site that is entering may have fetched a Q of another codec than this exchange has.
         fragment.compressor(plan.codec)
         if outcome.advance is not None and here[0].warm is not None:
             here[0].warm = outcome.advance(here[0].warm)
@@ -437,7 +448,7 @@ class OuterLoop:
                 state.start_digest()
 
     def _share_moments(self, item: Pending, outcome: Outcome, layout: Layout) -> None:
-        """Take over what the sites have said of the second moments, if their payloads carry it."""
+        """Apply the row means of second moments that the others' payloads carry, if any do."""
         if not parse_spec(item.plan.codec).moments:
             return
         said = zip(outcome.contributors, outcome.payloads, strict=True)
@@ -473,7 +484,7 @@ class OuterLoop:
         return outcome
 
     def _blame(self, outcome: Outcome, since: float) -> None:
-        """Who came last, if this rank stood still for it from `since` on."""
+        """Count the wait from `since` on against the site that was ready last."""
         others = {site: at for site, at in outcome.arrivals.items() if site != self._me}
         last = max(others, key=lambda site: others[site], default=None)
         if last is not None and others[last] > since:

@@ -1,8 +1,8 @@
-"""The gate: what a contribution alone does to the held-out loss.
+"""The loss gate: measures how one contribution alone changes the held-out loss.
 
-A rank that holds the whole model tries it out (`Gate`). Of several ranks none can: there each
-measures its part of the contribution along the gradient of the held-out loss (`GradientProbe`), and
-the coordinator adds the parts.
+A rank that holds the whole model computes the loss with the contribution applied (`Gate`). With
+several ranks per site, no rank can do that. Each rank then multiplies its part of the contribution
+by the gradient of the held-out loss (`GradientProbe`), and the coordinator adds the parts.
 """
 
 from __future__ import annotations
@@ -19,45 +19,52 @@ from dilocox.coordinator.protocol.verdicts import CAP, MICRO, WHOLE, RankOpinion
 from dilocox.outer.layout import Layout
 
 _LOSS = "/loss"
-"""No tensor has such a name."""
+"""Name of the loss among a probe's tensors; no parameter has a name like it."""
 Loss = Callable[[Mapping[str, Tensor]], float]
-"""Whole model by full name, fp32, to held-out loss in nats."""
+"""Maps a whole model (full name to fp32) to its held-out loss in nats."""
 
 
 class Gate:
-    """Computes losses, one at a time, in a model of its own beside training. Thread-safe."""
+    """Computes held-out losses in a second copy of the model, beside training. Thread-safe: one
+    loss at a time."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
         self._one_at_a_time = threading.Lock()
 
     def probe(self, anchors: Mapping[str, Tensor], layout: Layout) -> GateProbe:
-        """For an exchange of the fragment of `layout`. `anchors` (full name to fp32) are copied."""
+        """Return a probe for an exchange of the fragment of `layout`.
+
+        `anchors` (full name to fp32, all of the model) are copied to host memory.
+        """
         copies = {name: each.detach().to("cpu", copy=True) for name, each in anchors.items()}
         return GateProbe(self, copies, layout)
 
     def again(
         self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], layout: Layout
     ) -> GateProbe:
-        """The probe that `GateProbe.tensors` were of, with the anchors that they were taken at."""
+        """Rebuild a probe from its `GateProbe.tensors`.
+
+        `anchors` must be those that `GateProbe.tensors` was called with.
+        """
         return self.probe({**anchors, **tensors}, layout)
 
     def loss(self, tensors: Mapping[str, Tensor]) -> float:
-        """Held-out loss of a whole model."""
+        """Return the held-out loss, in nats, of a whole model (full name to fp32)."""
         with self._one_at_a_time:
             return self._loss(tensors)
 
 
 @dataclass(frozen=True)
 class GateProbe:
-    """The anchors as they were at one boundary."""
+    """Probe of a `Gate`: the anchors of the whole model as they were at one boundary."""
 
     gate: Gate
     anchors: Mapping[str, Tensor]
     layout: Layout
 
     def tensors(self, anchors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What makes it again where the anchors have become `anchors`; see `Gate.again`."""
+        """Return the probe's anchors that differ from the present `anchors`; see `Gate.again`."""
         return {
             name: each
             for name, each in self.anchors.items()
@@ -70,10 +77,11 @@ class GateProbe:
         found: Mapping[str, RankOpinion],
         weights: Mapping[str, float],
     ) -> dict[str, RankOpinion]:
-        """`found`, with the loss at the anchors and what each contribution of `sent` gains.
+        """Add to the opinions `found` the loss at the anchors, and each contribution's gain.
 
-        What is tried is what would count: a pseudo-gradient clipped as the opinion says, taken
-        whole.
+        The gain is how much lower the loss is after a whole step along the contribution:
+        anchor − sent / w, with `sent` cut down to the shares of its opinion. `sent`: by site, flat
+        fp32; `weights`: w_i by site.
         """
         before = self.gate.loss(self.anchors)
         told = {}
@@ -87,33 +95,38 @@ class GateProbe:
 
 @dataclass(frozen=True)
 class GradientProbe:
-    """The held-out loss in nats near the anchors of one boundary, and some of its gradients."""
+    """Held-out loss, in nats, near the anchors of one boundary, and this rank's part of its
+    gradient."""
 
     loss: float
     gradients: Mapping[str, Tensor]
-    """Full name to fp32 on the CPU: of what this rank trains of the fragments of the boundary."""
+    """Gradient of the held-out loss for this rank's trained tensors in the fragments of the
+    boundary: full name to fp32 on the CPU."""
 
     @classmethod
     def again(cls, tensors: Mapping[str, Tensor], layout: Layout) -> SlopeProbe:
-        """The probe that `SlopeProbe.tensors` were of."""
+        """Rebuild a probe from its `SlopeProbe.tensors`."""
         gradients = {name: each for name, each in tensors.items() if name != _LOSS}
         return cls(float(tensors[_LOSS]), gradients).probe(layout)
 
     def probe(self, layout: Layout) -> SlopeProbe:
-        """For an exchange of the fragment of `layout`."""
+        """Return a probe for an exchange of the fragment of `layout`."""
         known = {name: self.gradients[name] for name in layout.names if name in self.gradients}
         return SlopeProbe(GradientProbe(self.loss, known), layout)
 
 
 @dataclass(frozen=True)
 class SlopeProbe:
-    """A slope, and the fragment that is exchanged."""
+    """Probe by gradient: held-out loss and gradient, for one fragment."""
 
     slope: GradientProbe
     layout: Layout
 
     def tensors(self, anchors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What makes it again, whatever the anchors have become; see `GradientProbe.again`."""
+        """Return loss (fp64) and gradients by name; see `GradientProbe.again`.
+
+        The result does not depend on `anchors`.
+        """
         loss = torch.tensor(self.slope.loss, dtype=torch.float64)
         return {_LOSS: loss, **self.slope.gradients}
 
@@ -123,9 +136,11 @@ class SlopeProbe:
         found: Mapping[str, RankOpinion],
         weights: Mapping[str, float],
     ) -> dict[str, RankOpinion]:
-        """`found`, with that loss and what this rank's part of each contribution of `sent` gains
-        to first order: its inner product with the gradient, clipped as the opinion
-        says and taken whole.
+        """Add to the opinions `found` the loss, and the gain of this rank's part of each
+        contribution.
+
+        The gain is to first order: the inner product of the gradient and sent / w, with `sent` cut
+        down to the shares of its opinion. `sent`: by site, flat fp32; `weights`: w_i by site.
         """
         told = {}
         for site, each in sent.items():
@@ -142,7 +157,10 @@ class SlopeProbe:
 def _counted(
     layout: Layout, sent: Tensor, opinion: RankOpinion, weight: float
 ) -> Iterator[tuple[str, Tensor, float]]:
-    """(full name, what was sent, factor to what would count of it) by tensor."""
+    """Yield (full name, decoded contribution, factor) of each tensor.
+
+    The factor (share / w) turns the contribution into the pseudo-gradient that would count.
+    """
     shares = opinion.shares
     for number, (name, view) in enumerate(layout.views(sent).items()):
         share = shares[number if len(shares) > 1 else 0] / WHOLE if shares else 1.0

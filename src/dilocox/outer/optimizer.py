@@ -10,19 +10,25 @@ from dilocox.utils.rounding import round_to_bf16
 __all__ = ["MOMENTUM_DTYPES", "as_kept", "nesterov_step", "round_to_bf16"]
 
 MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""By their names in run files and records."""
+"""Dtypes that the outer momentum may have, by their names in run files and records."""
 
 
 def nesterov_step(
     anchor: Tensor, momentum: Tensor, average: Tensor, learning_rate: float, momentum_factor: float
 ) -> None:
-    """One outer step in place; all tensors flat fp32 of the same length and device, `momentum`
-    fp32 or bf16.
+    """Take one outer step in place: m = μ·m + Δ, then θ = θ − γ·(Δ + μ·m).
 
-    m = μ·m + Δ, then θ = θ − γ·(Δ + μ·m) (DiLoCo, arXiv 2311.08105, in the form of PyTorch's
-    SGD with nesterov). Products and sums are separate operations, each rounded once, so that
-    the anchor has the same bits at every site whatever its processor. A momentum in bf16 is rounded
-    once, when the step is done: the step itself goes by all of m.
+    This is DiLoCo's outer step (arXiv 2311.08105), in the form of PyTorch's SGD with `nesterov`.
+    Products and sums are separate operations, and each rounds once, so the anchor has the same bits
+    at every site on any processor.
+
+    Args:
+        anchor: θ, flat fp32; changed in place.
+        momentum: m, flat fp32 or bf16, on the same device; changed in place. A bf16 momentum is
+            rounded once, after the step; the step itself uses the unrounded m.
+        average: Δ, flat fp32, unchanged.
+        learning_rate: γ.
+        momentum_factor: μ.
     """
     kept = momentum.dtype == torch.float32
     total = momentum if kept else momentum.float()
@@ -35,5 +41,5 @@ def nesterov_step(
 
 
 def as_kept(momentum: Tensor, dtype: torch.dtype) -> Tensor:
-    """An outer momentum, flat fp32, as it is kept in `dtype`: fp32 (itself) or bf16."""
+    """Return an outer momentum (flat fp32) in `dtype`: itself for fp32, rounded for bf16."""
     return momentum if dtype == torch.float32 else round_to_bf16(momentum)

@@ -1,30 +1,33 @@
-"""Overlap rules: where a site goes on from when an averaged pseudo-gradient lands.
+"""Overlap rules: the parameters from which a site continues when an average lands.
 
-The anchor takes the outer step under every rule, and is the same at all sites. A rule only says
-which parameters the site itself trains on from there. With θ the anchor after the step and d the
-displacement (sum of inner updates) since the fragment's last boundary:
+Under every rule the anchor takes the outer step and is equal at all sites. The rule only sets the
+site's own parameters x. Let θ be the anchor after the step, and d the displacement (sum of inner
+updates) since the fragment's last boundary:
 
-- `none`, `naive`: x = θ. With `none` d is zero, because nothing was trained since the boundary.
+- `none`, `naive`: x = θ. With `none`, d is zero, because the site waits from boundary to landing.
 - `keep`: x = θ + κ·d. Fresh progress stays, damped by κ.
-- `eager` (arXiv 2502.12996): when Δ_{t−1} lands, the site knows its own part of Δ_t already: s·δ_t
-  with δ_t = −d and its share s = w_i / Σw. It goes on from where the next outer step would lead if
-  that part were all of it: with m_i the site's own part of the momentum (m_i = μ·m_i + s·δ_{t−1} at
-  every outer step, so that the sum of all m_i is m),
+- `eager` (arXiv 2502.12996): when Δ_{t−1} lands, the site already knows its own part s·δ_t of the
+  next average Δ_t. Here δ_t = −d, and s = w_i / Σw is the site's share. The site continues from the
+  result of an outer step with this part alone:
   x = θ − γ·(s·δ_t + μ·(μ·m_i + s·δ_t)).
-  In the paper every site applies to its own view the outer step of Δ_{t−1} + s·(δ_t − δ_{t−1}):
-  its old part is exchanged for the fresh one. The outer step is linear and the differences add
-  up over the rounds, to exactly this distance from the anchor. One such step from the *anchor*,
-  which does not hold the eager parts of earlier rounds, would take δ_{t−1} away without having
-  given it: with one site, γ = 1 and μ = 0, x would be θ_0 + d_0 + d_2 after three rounds instead of
-  θ_0 + d_0 + d_1 + d_2, and strong momentum then diverges. Nothing of it enters anchor or momentum.
+  m_i is the site's own part of the momentum: m_i = μ·m_i + s·δ_{t−1} at every outer step, so the
+  sum of all m_i is m. Anchor and momentum m take nothing from this step.
 
-Under every rule a site may keep a share λ of its residual e in x: x is then less by λ·e/w_i, for e
-is of the sign and scale of contributions. With codecs that send few values most of what a site has
-learned waits in its residual, and the site would go on as if it had not learned it
+  In the paper, every site applies to its own view the outer step of Δ_{t−1} + s·(δ_t − δ_{t−1}):
+  the fresh part replaces the old one. The outer step is linear, and the differences add up over the
+  rounds to exactly the distance from the anchor given above. The paper's step must not be taken
+  from the *anchor*: the anchor does not hold the eager parts of earlier rounds, so δ_{t−1} would be
+  subtracted without ever having been added. With one site, γ = 1 and μ = 0, x would be
+  θ_0 + d_0 + d_2 after three rounds instead of θ_0 + d_0 + d_1 + d_2. Strong momentum then
+  diverges.
+
+Under every rule a site may keep a share λ of its residual e in x. The rule then subtracts λ·e/w_i
+from x, because e has the sign and the scale of contributions. Codecs that send few values leave
+most of the learned change in the residual; without λ the site would train on without that change
 (docs/notes/quality.md).
 
-A rule moves x by a jump, and a jump is no displacement: what d counts is the same before and
-after, so all of d, undamped, is in the next pseudo-gradient (see `FragmentState.land`).
+A rule moves x by a jump. A jump is not a displacement: d is the same before and after, so the next
+pseudo-gradient contains all of d, undamped (see `FragmentState.land`).
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from dilocox.outer.optimizer import nesterov_step
 
 @dataclass(frozen=True)
 class Rule:
-    """How one exchange lands: the plan of its round, and this site's share in its average."""
+    """How one exchange lands: rates of its round's plan, and this site's share of its average."""
 
     overlap: Literal["none", "naive", "keep", "eager"]
     learning_rate: float
@@ -48,12 +51,13 @@ class Rule:
     momentum: float
     """mu, the outer momentum."""
     keep: float = 1.0
-    """kappa; counts with overlap `keep` only."""
+    """kappa; used by overlap `keep` only."""
     share: float = 0.0
-    """w_i over the sum of w of the contribution set, 0 if this site is not in it; counts with
-    `eager` only."""
+    """w_i over the sum of w of the contribution set; 0 if this site is not in the set. Used by
+    overlap `eager` only."""
     residual: float = 0.0
-    """lambda / w_i: the residual is of the scale of contributions, which are weighted."""
+    """lambda / w_i. The division is needed because the residual has the scale of contributions,
+    which are multiplied by w_i."""
 
 
 def local_view(
@@ -63,11 +67,16 @@ def local_view(
     own: Tensor | None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Where the site goes on from: a new flat fp32 tensor like `anchor`, which stays as it is.
+    """Return the parameters x from which the site continues, as a new flat fp32 tensor.
 
-    `anchor` is θ after the step, `displacement` is d, `own` is m_i, the site's part of the momentum
-    after the step, `residual` is e, if the site has one. Raises `TrainingError` if `eager` lacks
-    `own`.
+    Args:
+        rule: the overlap rule and its rates.
+        anchor: θ after the step; unchanged.
+        displacement: d.
+        own: m_i after the step. May be None under every rule but `eager`.
+        residual: e. None without error feedback.
+
+    Raises `TrainingError` if rule `eager` gets no `own`.
     """
     view = _by_rule(rule, anchor, displacement, own)
     if rule.residual and residual is not None:

@@ -1,7 +1,8 @@
-"""What a rank finds in the contributions to an exchange, as whole numbers for its vote.
+"""Scores of the contributions to an exchange (norm, direction, shares), as whole numbers.
 
-Computed in fp64 and rounded at the end. Two machines may differ by one in the last place: the
-numbers are opinions, which the coordinator settles.
+A rank sends the scores with its vote. They are computed in fp64 and rounded at the end. Two
+machines may differ by one in the last digit; the coordinator settles on one value from all
+opinions.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 from dilocox.coordinator.protocol.verdicts import CAP, MILLI, WHOLE, RankOpinion
 
 _PIECE = 1 << 18
-"""Values that are looked at at a time, as fp64."""
+"""Values that are converted to fp64 at a time on a CPU."""
 _DEVICE_PIECE = 1 << 24
-"""Those on another device than a CPU, where every operation is a launch of its own."""
+"""The same on a GPU. Each operation is a kernel launch there, so larger pieces are faster."""
 _STEPS = 64
-"""Of the geometric median: enough for eight points of any spread to settle to 16 bits."""
+"""Iterations of the geometric median: eight points of any spread converge to 16 bits."""
 
 
 def examine(
@@ -31,11 +32,17 @@ def examine(
     aggregation: str,
     picked: bool = False,
 ) -> dict[str, RankOpinion]:
-    """Opinions of `sent`, decoded and finite, flat fp32 [n] each, by site.
+    """Compare contributions with each other and return this rank's opinions, by site.
 
-    A site's pseudo-gradient is what it sent over its weight w_i. `offsets` are where tensors begin
-    in the buffer, the first at 0, ascending; `aggregation` decides what `shares` are of. `picked`:
-    each site has sent few values, others than the next one (`dilocox.config.codec_spec.PICKED`).
+    Norms and directions are those of a site's pseudo-gradient: its contribution over its weight.
+
+    Args:
+        sent: decoded contribution by site, finite, flat fp32 [n] each.
+        weights: w_i by site.
+        offsets: position at which each tensor begins in the buffer, ascending from 0.
+        aggregation: decides whether `shares` are per tensor (`clip`), one number (`rfa`) or empty.
+        picked: True for a codec that sends few values, which each site picks for itself
+            (`dilocox.config.codec_spec.PICKED`).
     """
     if not sent:
         return {}
@@ -67,7 +74,10 @@ def examine(
 
 
 def gram(rows: Sequence[Tensor], weights: Sequence[float]) -> list[list[float]]:
-    """Inner products of the rows over their weights, fp64 [sites x sites]."""
+    """Return the inner products of row / weight of all pairs of rows, computed in fp64.
+
+    `rows`: one flat fp32 [n] per site. The result is a list of lists, [sites][sites].
+    """
     count, length, device = len(rows), rows[0].numel(), rows[0].device
     total = torch.zeros(count, count, dtype=torch.float64, device=device)
     size = _PIECE if device.type == "cpu" else _DEVICE_PIECE
@@ -87,19 +97,22 @@ def _added(grams: Sequence[Sequence[Sequence[float]]], count: int) -> list[list[
 
 
 def _usual(norms: Sequence[float]) -> float:
-    """Lower median of the norms of those that have sent anything; 0 if nobody has."""
+    """Lower median of the norms above zero; 0 if all norms are zero."""
     return median_low([norm for norm in norms if norm > 0] or [0.0])
 
 
 def _clip_shares(
     grams: Sequence[Sequence[Sequence[float]]], norms: Sequence[float], picked: bool
 ) -> list[list[int]]:
-    """By site and tensor: median norm over norm, at most one. `norms` are of all tensors together.
+    """Share by site and tensor: median norm over the site's norm, at most 1, in 65,536ths.
 
-    A site that has sent nothing at all has no say. Where half of the others or more have nothing of
-    a tensor, what counts of the whole contribution counts of it: nobody is cut down to nothing, and
-    nobody sends more of it than others send altogether. So it is with all tensors where values are
-    picked: how many of them a small tensor gets in one round is chance, and no measure for others.
+    `grams`: inner products of each tensor. `norms`: norm of each site's whole contribution; a site
+    whose norm is zero does not enter the median.
+
+    If the median norm of a tensor is zero, each site's share of its whole contribution applies to
+    that tensor. Then no site is cut down to zero, and no site sends more of the tensor than the
+    others send in all. With `picked`, this holds for all tensors: how many values of a small tensor
+    a site picks in one round is chance, so its norm cannot be compared with that of others.
     """
     of_all = _cut(norms, _usual(norms))
     shares: list[list[int]] = [[] for _ in norms]
@@ -115,15 +128,17 @@ def _clip_shares(
 
 
 def _cut(norms: Sequence[float], most: float) -> list[int]:
-    """What is left of each if none may be more than `most`."""
+    """Return the share, in 65,536ths, that cuts each norm down to at most `most`."""
     return [int(most / norm * WHOLE) if norm > most else WHOLE for norm in norms]
 
 
 def rfa_shares(products: Sequence[Sequence[float]]) -> list[int]:
-    """How much of each point is in the geometric median of all, the most being 65,536.
+    """Return the share of each point in the geometric median of all points.
 
-    From inner products alone: the median lies in the points' span (Weiszfeld's iteration, smoothed
-    as in RFA, arXiv 1912.13445). The share of a point is the reciprocal of its distance.
+    The largest share is 65,536. The share of a point is proportional to the reciprocal of its
+    distance from the median. Weiszfeld's iteration, smoothed as in RFA (arXiv 1912.13445), needs
+    the inner products `products` of all pairs of points only, because the median lies in their
+    span.
     """
     count = len(products)
     norms = [math.sqrt(products[number][number]) for number in range(count)]
@@ -144,9 +159,10 @@ def rfa_shares(products: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _cosine(products: Sequence[Sequence[float]], number: int) -> int | None:
-    """Of one point and the mean direction of the others; none if there is none.
+    """Return the cosine, in thousandths, between one point and the mean direction of the others.
 
-    The others count as directions, whatever their length: a long one must not make all look odd.
+    None if a direction does not exist. The others are scaled to length 1 first: otherwise one long
+    point would turn the mean away from all honest ones.
     """
     norms = [math.sqrt(products[each][each]) for each in range(len(products))]
     others = [other for other in range(len(products)) if other != number and norms[other] > 0]

@@ -1,6 +1,6 @@
-"""Second moments that sites share: their row means, a part of the rows with every exchange.
+"""Sharing of second moments between sites: every exchange carries the means of some rows.
 
-See `dilocox.compression.second_moments` for why, and for what travels.
+`dilocox.compression.second_moments` gives the reason and the format.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from dilocox.compression.second_moments import (
 from dilocox.outer.layout import Layout
 
 Second = Callable[[], SecondMoments]
-"""Gives a rank's, as they are now."""
+"""Returns a rank's second moments as they are now."""
 
 
 def none_held() -> SecondMoments:
-    """Those of an inner optimizer that has none."""
+    """Return empty second moments, for an inner optimizer without second moments."""
     return SecondMoments({}, torch.ones(()), {})
 
 
 def row_means(second: SecondMoments, layout: Layout, round_: int) -> Tensor:
-    """What this rank says of a fragment's rows that are due in a round: uint8 [due] on the CPU.
+    """Return the row means of this rank for a fragment's rows that are due in `round_`.
 
-    Rows of tensors without second moments are 0.
+    The result is uint8 [due] on the CPU. Rows of tensors without second moments are 0.
     """
     weights = second.weights
     said = torch.zeros(due_rows(layout.geometry), device=weights.device)
     for place, rows in _due(second, layout, round_):
         said[place : place + len(rows)] = rows.mean(1)
-    # Before the first step there are neither moments nor weights.
+    # Before the first step moments and weights are zero: avoid 0 / 0.
     return to_bytes(torch.where(weights > 0, said / weights, 0.0)).cpu()
 
 
 def told_by(carried: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What other sites have said: for each due row the sum of their means, fp32 [due], and of how
-    many that is, int64 [due].
+    """Add up the row means of the other sites.
 
-    `carried`: uint8 [due] of each other site that counts, in the order of the contribution set.
+    Returns, for each due row, the sum of the means, fp32 [due], and the number of sites that have
+    sent a mean, int64 [due]. `carried`: uint8 [due] of each other site of the contribution set, in
+    the order of the set.
     """
     told = torch.stack([from_bytes(each) for each in carried])
     return told.sum(0), (told > 0).sum(0)
@@ -56,12 +57,15 @@ def told_by(carried: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def take_means(
     second: SecondMoments, layout: Layout, round_: int, told: tuple[Tensor, Tensor]
 ) -> None:
-    """Set the mean of each row that was due in a round to that over the sites, in place.
+    """Scale each row that was due in `round_`, in place, to the mean over the sites.
 
-    `told`: of `told_by`. A site's own means are those of now: rows whose gradient came back while
-    the exchange was under way are not scaled to what they were before. Within a row moments keep
-    their proportions; one without, or with less than 2^-60, gets the others' mean in every place.
-    Rows of which the others know nothing stay as they are.
+    Within a row, moments keep their proportions. A row whose own mean is zero or below 2^-60 takes
+    the others' mean in every place. A row for which no other site has sent a mean stays unchanged.
+
+    The own mean is taken now, not at the boundary. Otherwise a row whose gradient became non-zero
+    while the exchange was in flight would be scaled back to its mean before.
+
+    `told`: result of `told_by`.
     """
     weights = second.weights
     others, number = (each.to(weights.device) for each in told)
@@ -69,7 +73,7 @@ def take_means(
     due = list(_due(second, layout, round_))
     for place, rows in due:
         torch.mean(rows, 1, out=own[place : place + len(rows)])
-    # Of all rows together: a fragment has many tensors, of few rows each that are due.
+    # Compute for all rows together: a fragment has many tensors with few due rows each.
     known = (own > 0) & (own >= SMALLEST * weights)
     mean = (others * weights + torch.where(known, own, 0.0)) / (number + known).clamp_(min=1)
     told_of = number > 0
@@ -84,7 +88,11 @@ def take_means(
 
 
 def _due(second: SecondMoments, layout: Layout, round_: int) -> Iterator[tuple[int, Tensor]]:
-    """(place among what is due, the rows [n, columns] themselves) of every tensor with moments."""
+    """Yield (place, rows) of every tensor with second moments.
+
+    `place` is the position of the tensor's first row among all due rows; `rows` is a view
+    [n, columns] of the due rows.
+    """
     place = 0
     for name, count in zip(layout.names, due_counts(layout.shapes), strict=True):
         if count and name in second.live:

@@ -1,4 +1,4 @@
-"""A donor's copy of one piece's agreed state, which an entering site takes over."""
+"""A donor's copy of the agreed state of one piece, for a site that enters the run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One piece's agreed state after the landings of `tick`."""
+    """Agreed state of one piece after the landings of `tick`."""
 
     piece: int
     tick: int
+    """Slots since the start of the run."""
     tensors: Mapping[str, torch.Tensor]
-    """What all sites agree on, flat fp32 on the CPU; empty if the receiver has the same."""
+    """Tensors of `FragmentState.agreed`, on the CPU. Empty if the receiver's tensors are equal."""
     codec: str = ""
-    """Low-rank codec that `warm` among the tensors is of."""
+    """Low-rank codec that the tensor `warm` belongs to; empty without one."""
     landed: int = -1
-    """Round of the exchange that landed on it last; -1: none since the run started."""
+    """Round of the exchange that landed on the piece last; -1 if none has landed."""

@@ -318,7 +318,7 @@ def sha256_of(tensor: Tensor) -> str:
 
 
 class Snapshot:
-    """Copies in host memory of tensors as they stood when they were asked for."""
+    """Copies in host memory of tensors, as they stood when `snapshot` was called."""
 
     def __init__(self, copies: dict[str, Tensor], marks: Sequence[Mark]) -> None:
         self._copies = copies
@@ -358,7 +358,7 @@ def snapshot(tensors: Mapping[str, Tensor]) -> Snapshot:
 
 
 def _places(staging: Staging, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Host memory for a copy of each, of its shape and dtype."""
+    """Allocate host memory for a copy of each tensor, with its shape and dtype."""
     sizes: list[int] = []
     places = {}
     for name, tensor in tensors.items():
