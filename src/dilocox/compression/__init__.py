@@ -1,9 +1,9 @@
-"""Compression: one fp32 tensor to a payload of exactly known size, and back.
+"""Compression: encodes an fp32 tensor to a payload of exactly known size, and decodes it.
 
-`compressor` makes what a codec spec (see `dilocox.config.codec_spec`) names for a buffer of
-tensors; its parts encode and decode. `codec` gives a flat codec by name; a frame wraps a payload
-for the wire. Nothing here knows sites, rounds or networks. Decoding is a pure function of the
-payload: the same bytes on every machine.
+`compressor` returns the compressor of a codec spec (see `dilocox.config.codec_spec`) for a buffer
+of tensors; the parts of a compressor encode and decode. `codec` returns a flat codec by name. A
+frame wraps a payload for the wire. This package knows nothing of sites, rounds or networks.
+Decoding is a pure function of the payload, with the same bytes on every machine.
 """
 
 from dilocox.compression.base import (

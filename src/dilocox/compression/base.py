@@ -1,7 +1,8 @@
-"""What a codec is, and the checks that all codecs share.
+"""The codec protocol, and checks that all codecs share.
 
-A codec without state maps a flat fp32 tensor to a payload of bytes whose size depends on the number
-of values alone. A payload is little-endian; hosts are (x86-64 and aarch64 both are).
+A codec has no state. It maps a flat fp32 tensor to a payload of bytes; the size of the payload
+depends on the number of values alone. A payload is little-endian, and so must hosts be: x86-64 and
+aarch64 are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from dilocox.errors import ConfigError, ExchangeError
 
 BLOCK = 128
-"""Values per block: every length that a codec sees is a multiple of it."""
+"""Values per block. Every length that a codec gets is a multiple of `BLOCK`."""
 
 _CPU_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 26
@@ -25,11 +26,13 @@ _ALIGNMENT = 4
 class Codec(Protocol):
     """Encodes n fp32 values to `payload_bytes(n)` bytes; n is a multiple of `BLOCK`.
 
-    Input must be finite: the caller checks once, with `first_non_finite`, because it alone can
-    name the tensor. Encoding a non-finite value gives a payload of the right size whose content
-    is unspecified. Bytes and decoded values do not depend on thread count, CPU or device: all
-    arithmetic is elementwise IEEE without fused steps, on exact or correctly rounded operations,
-    and what is added up is exact in every order. Decoded values are finite, whatever the payload.
+    Input must be finite. The caller checks this once, with `first_non_finite`, because only the
+    caller can name the tensor. Encoding a non-finite value gives a payload of the right size with
+    unspecified content.
+
+    Bytes and decoded values do not depend on thread count, CPU or device. All arithmetic is
+    elementwise IEEE without fused operations, and each operation is exact or correctly rounded.
+    Sums are exact in every order. Decoded values are finite for every payload.
     """
 
     @property
@@ -39,13 +42,13 @@ class Codec(Protocol):
 
     @property
     def identifier(self) -> int:
-        """Number in the frame header; never used again for another codec."""
+        """Number in the frame header. A number is never reused for another codec."""
         ...
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """What else the frame header says of the codec: top-k's values per chunk, top-1's per
-        block, low rank's rank and bits, and zeros where the codec's identifier says all."""
+        """Parameters of the codec in the frame header. top-k: values kept per 4,096, and 0; top-1:
+        values per block, and 0; low rank: rank and bits; other codecs: zeros."""
         ...
 
     def payload_bytes(self, n: int) -> int:
@@ -53,32 +56,31 @@ class Codec(Protocol):
         ...
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """fp32 [n] to uint8 [payload_bytes(n)] on the same device, into `out` if given.
+        """Encode fp32 [n] to uint8 [payload_bytes(n)] on the same device, into `out` if given.
 
-        Raises `ExchangeError` for values that are not flat contiguous fp32 in whole blocks.
+        Raises `ExchangeError` if the values are not flat contiguous fp32 in whole blocks.
         """
         ...
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
-        """uint8 [payload_bytes(n)] to fp32 [n] on the same device, into `out` if given.
+        """Decode uint8 [payload_bytes(n)] to fp32 [n] on the same device, into `out` if given.
 
-        Raises `ExchangeError` if the payload does not have the size of n values, or is none that
-        encoding can make where that would show in the values (a scale that is not finite, say).
+        Raises `ExchangeError` if the payload does not have the size of n values, or if it holds a
+        value that no encoder writes and that affects the result, for example an infinite scale.
         """
         ...
 
 
 LARGEST = 2.0**40
-"""A contribution with a value beyond this counts as not finite: no model comes back from there, and
-sums of squares of a low-rank codec would not hold it."""
+"""Largest magnitude of a value of a contribution; a contribution beyond it counts as not finite. No
+model recovers from such a value, and sums of squares of the low-rank codec could overflow."""
 
 
 def first_unusable(values: Tensor, largest: float = LARGEST) -> int | None:
-    """Position of the first of `values` (any float dtype, flat) that is NaN or beyond `largest`,
-    or None.
+    """Return the position of the first of `values` that is NaN or beyond `largest`, or None.
 
-    One pass without temporaries where all is well: a NaN survives in both extremes and an
-    infinity is one of them.
+    `values` are flat, of any float dtype. If all values are usable, one pass without temporary
+    tensors suffices: minimum and maximum are NaN if a value is NaN.
     """
     if values.numel() == 0:
         return None
@@ -89,14 +91,14 @@ def first_unusable(values: Tensor, largest: float = LARGEST) -> int | None:
 
 
 def first_non_finite(values: Tensor) -> int | None:
-    """Position of the first NaN or infinity in `values` (any float dtype, flat), or None."""
+    """Return the position of the first NaN or infinity in flat `values`; None if all are finite."""
     return first_unusable(values, torch.finfo(values.dtype).max)
 
 
 def all_zero(values: Tensor) -> bool:
-    """No value (any float dtype) is anything else than 0; true of none at all.
+    """Return True if all `values` (any float dtype) are 0, or if there are no values.
 
-    The extremes take a sixth of the time that `Tensor.any` takes on a CPU.
+    Minimum and maximum take a sixth of the time that `Tensor.any` takes on a CPU.
     """
     if values.numel() == 0:
         return True
@@ -110,10 +112,10 @@ def refuse_non_finite(values: Tensor, name: str) -> None:
 
 
 def refuse_unusable(values: Tensor, name: str) -> None:
-    """Raise `ExchangeError` for decoded `values` of codec `name` beyond `LARGEST`: means of finite
-    ones can be finite, and the anchor be none after some of them.
+    """Raise `ExchangeError` if a decoded value of codec `name` is NaN or beyond 2 · `LARGEST`.
 
-    Twice as much passes: codecs round.
+    Finite values are not enough: the mean of huge values can be finite, and the anchor can still
+    overflow after some rounds. The factor of 2 leaves room for the rounding of codecs.
     """
     _refuse(values, name, 2 * LARGEST)
 
@@ -128,7 +130,8 @@ def _refuse(values: Tensor, name: str, largest: float) -> None:
 
 
 def require_finite(values: Tensor, what: str) -> None:
-    """Raise `ExchangeError` that names `what` and the position unless all of `values` is finite."""
+    """Raise `ExchangeError`, which names `what` and the position, unless all `values` are
+    finite."""
     position = first_non_finite(values)
     if position is not None:
         raise ExchangeError(
@@ -145,13 +148,16 @@ def check_count(n: int) -> int:
 
 
 def check_number(codec: str, what: str, number: int, least: int, largest: int) -> None:
-    """Raise `ConfigError` for a codec's own number that it does not have."""
+    """Raise `ConfigError` unless `number`, the parameter `what` of a codec, is in its limits."""
     if not least <= number <= largest:
         raise ConfigError(f"codec {codec!r}: {what} must be from {least} to {largest}")
 
 
 def check_values(values: Tensor) -> int:
-    """Number of values of a codec's input; raises `ExchangeError` unless flat, fp32 and whole."""
+    """Return the number of values of a codec's input.
+
+    Raises `ExchangeError` unless the input is flat contiguous fp32 in whole blocks.
+    """
     if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
         raise ExchangeError(
             f"a codec takes a flat contiguous fp32 tensor, not {values.dtype} "
@@ -161,7 +167,10 @@ def check_values(values: Tensor) -> int:
 
 
 def check_payload(payload: Tensor, size: int, name: str, n: int) -> Tensor:
-    """The payload, its start aligned; raises `ExchangeError` unless it is uint8 [size]."""
+    """Return the payload, copied if its start is not aligned.
+
+    Raises `ExchangeError` unless the payload is uint8 [size].
+    """
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != size:
         raise ExchangeError(
             f"{name} payload of {n} values must be {size} bytes, got {list(payload.shape)} of "
@@ -174,10 +183,11 @@ def check_payload(payload: Tensor, size: int, name: str, n: int) -> Tensor:
 def check_scales(
     scales: Tensor, smallest: float, largest: float, name: str, zero: bool = False
 ) -> float:
-    """The largest of bf16 `scales` (0 without any): each from `smallest` to `largest`, or `zero`.
+    """Check bf16 `scales` and return the largest one; 0 if there are none.
 
-    Raises `ExchangeError` for any other. The limits are positive and exact in bf16. Bits are
-    compared, as whole numbers: a NaN, an infinity or a negative number is outside like any other.
+    Raises `ExchangeError` if a scale is outside [`smallest`, `largest`]. With `zero`, a scale of 0
+    is accepted too. The limits are positive and exact in bf16. The bits are compared as whole
+    numbers, so NaN, infinities and negative numbers are outside the limits.
     """
     bits = scales.view(torch.int16).reshape(-1)
     if zero:
@@ -195,7 +205,10 @@ def check_scales(
 
 
 def output(out: Tensor | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`out` after a check of shape, dtype, device and alignment, or a new tensor."""
+    """Return `out` after a check of shape, dtype, device and alignment; a new tensor if None.
+
+    Raises `ExchangeError` if `out` does not fit.
+    """
     if out is None:
         return torch.empty(size, dtype=dtype, device=device)
     if out.dtype != dtype or out.shape != (size,) or not out.is_contiguous():
@@ -208,7 +221,8 @@ def output(out: Tensor | None, size: int, dtype: torch.dtype, device: torch.devi
 
 
 def pieces(n: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Intervals that cover n values: small enough for a CPU's cache, large elsewhere."""
+    """Yield intervals [start, end) that cover n values: on a CPU they fit its cache, on other
+    devices they are large."""
     step = _CPU_PIECE if device.type == "cpu" else _DEVICE_PIECE
     for start in range(0, n, step):
         yield start, min(start + step, n)

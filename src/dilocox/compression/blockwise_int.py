@@ -1,23 +1,24 @@
 """Symmetric integers in blocks of 128 values, with one bf16 scale per block.
 
-Payload: the n / 128 scales, then the codes. A code is in ±127 (int8) or ±7 (int4). int4 puts two
-codes in a byte, `low + 16 * high` as a signed byte, where `low` is from the first half of the
-block and `high` from the second; so packing is arithmetic on contiguous halves.
+Payload: the n / 128 scales, then the codes. A code is in ±127 (int8) or ±7 (int4). int4 packs two
+codes into one signed byte, `low + 16 * high`: `low` is from the first half of the block, `high`
+from the second half. So packing is arithmetic on contiguous halves.
 
-Why the numbers come out the same everywhere:
+Why the result has the same bits on every machine:
 
-- The scale is `bf16(absmax * fp32(1 / largest))` and the code `round(value * (1 / scale))`, ties
-  to even. The largest of many values does not depend on their order; product, reciprocal and
-  rounding are correctly rounded elementwise operations. There is no division by a number that the
-  compiler knows (some devices turn it into a product) and no sum that could be fused.
+- The scale is `bf16(absmax * fp32(1 / largest))`. The code is `round(value * (1 / scale))`, ties to
+  even. A maximum does not depend on the order of the values. Product, reciprocal and rounding are
+  correctly rounded elementwise operations. There is no division by a constant, which some devices
+  turn into a product, and no sum that could be fused.
 - bf16 has 8 significant bits, so `absmax / scale` is below `largest + 1/2` and rounds to at most
-  `largest`: no code needs clamping. Code times scale has at most 15 significant bits: exact in
-  fp32, and below fp32's largest finite value even for the largest input.
-- A scale is at least 2^-125, also in a block of zeros (whose codes are 0), so nothing is divided by
-  zero, and values too small to be normal fp32 numbers become 0 whether or not the processor
-  flushes them.
+  `largest`: no code needs clamping. Code times scale has at most 15 significant bits, so it is
+  exact in fp32. It is below the largest finite fp32 value even for the largest input.
+- A scale is at least 2^-125, also in a block of zeros, whose codes are 0. So no division by zero
+  occurs. Values below the normal fp32 numbers become 0, whether or not the processor flushes
+  subnormal numbers.
 
-The error of a value is at most half of its block's scale (times 1 + 2^-15, from rounding twice).
+The error of a value is at most half of its block's scale, times 1 + 2^-15 because of rounding
+twice.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _HALF = BLOCK // 2
 
 @dataclass(frozen=True)
 class Quantised:
-    """Codes of `bits` bits, 8 or 4 (two per byte)."""
+    """Codec with codes of `bits` bits: 8, or 4 (two codes per byte)."""
 
     name: str
     identifier: int
@@ -58,7 +59,7 @@ class Quantised:
         return (1 << (self.bits - 1)) - 1
 
     def payload_bytes(self, n: int) -> int:
-        """n / 64 bytes of scales and n * bits / 8 bytes of codes."""
+        """Return n / 64 bytes of scales plus n * bits / 8 bytes of codes."""
         return check_count(n) // BLOCK * (2 + BLOCK * self.bits // 8)
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
@@ -81,7 +82,7 @@ class Quantised:
             some.round_()
             if self.bits == 4:
                 low, high = some[:, :_HALF], some[:, _HALF:]
-                # Small whole numbers: exact, whether or not product and sum are fused.
+                # Small whole numbers are exact, whether or not product and sum are fused.
                 codes[first:last].copy_(torch.add(low, high, alpha=16))
             else:
                 codes[first:last].copy_(some)
@@ -106,7 +107,7 @@ class Quantised:
             else:
                 some.copy_(codes[first:last])
             some.mul_(scale)
-        # Encoding never writes the code -largest - 1: only with it can a scale overflow.
+        # No encoder writes the code -largest - 1. Only this code times a scale can overflow.
         if top * (self.largest + 1) > _LARGEST_VALUE:
             refuse_non_finite(values, self.name)
         return values

@@ -1,4 +1,4 @@
-"""How tensors lie in the one flat fp32 buffer that a codec sees."""
+"""Places of tensors in the flat fp32 buffer that a codec gets."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dilocox.errors import ExchangeError
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes and places of tensors in a flat buffer; hashable, and the same at every site.
+    """Shapes and places of tensors in a flat buffer. Hashable, and equal at every site.
 
-    Tensors lie in order, each from a multiple of 128 on, and do not overlap. What lies between
-    them (a gap) is zero before encoding and after decoding. Tensors may have no elements. Raises
-    `ExchangeError` for anything else.
+    Tensors lie in order and do not overlap. Each tensor starts at a multiple of 128 values. The
+    gaps between tensors are zero before encoding and after decoding. A tensor may have no elements.
+    Raises `ExchangeError` if shapes, offsets and length break these rules.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -42,15 +42,15 @@ class Geometry:
 
     @classmethod
     def flat(cls, length: int) -> Geometry:
-        """One 1-D tensor that fills a buffer of `length` values."""
+        """Return the geometry of one 1-D tensor that fills a buffer of `length` values."""
         return cls(((length,),), (0,), length)
 
     def size(self, number: int) -> int:
-        """Elements of tensor `number`."""
+        """Return the number of elements of tensor `number`."""
         return math.prod(self.shapes[number])
 
     def gaps(self) -> list[tuple[int, int]]:
-        """[start, end) of everything that belongs to no tensor, in order."""
+        """Return [start, end) of each interval that belongs to no tensor, in order."""
         ends = [0, *(start + self.size(i) for i, start in enumerate(self.offsets))]
         starts = (*self.offsets, self.length)
         return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

@@ -1,15 +1,19 @@
-"""Random tenth, then the largest fifth of it, as 4-bit integers (CocktailSGD's form).
+"""A random tenth of the values, then the largest fifth of these, as 4-bit integers (CocktailSGD).
 
-Of every ten neighbours one is looked at, drawn from the seed alike at every site, so that nothing
-need be sent about it. Of every 4,096 values looked at (the last chunk may be shorter: c), the
-k = ceil(820 * c / 4096) largest are sent: one bf16 scale, then, as `dilocox.compression.sparse`
-says, the indices among the c and signed codes of 4 bits in ±7. Payload of n values: the sum over
-chunks of the ceil(n / 10) values looked at of 2 + ceil((k * (5 + l) + (c >> l)) / 8) bytes, with
-the l >= 0 that makes them least; 848 bytes for c = 4,096, 0.166 bits per value.
+One of every ten neighbours is drawn at random. All sites draw the same values from the common seed,
+so the draw is not sent. The drawn values are divided into chunks of c = 4,096; the last chunk may
+be shorter. Of each chunk the k = ceil(820 * c / 4096) largest values are sent: one bf16 scale, then
+the indices among the c values and signed 4-bit codes in ±7, packed as in
+`dilocox.compression.sparse`.
 
-The draw is the same everywhere because it is arithmetic modulo 2^64 on whole numbers (SplitMix64
-of seed, place and group number; high 32 bits times ten, divided by 2^32): no floating point, no
-library's generator whose stream might change with its version.
+A chunk takes 2 + ceil((k * (5 + l) + (c >> l)) / 8) bytes, with the l >= 0 for which this is least:
+848 bytes for c = 4,096, or 0.166 bits per value of the tensor. A payload of n values holds the
+chunks of the ceil(n / 10) drawn values.
+
+The draw has the same result on every machine, because it is arithmetic modulo 2^64 on whole
+numbers: SplitMix64 of seed, place and group number, then the high 32 bits times ten, divided by
+2^32. It uses no floating point, and no library's generator, whose stream could change with the
+version.
 """
 
 from __future__ import annotations
@@ -44,18 +48,19 @@ _STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Cocktail:
-    """Works on the device of its tensors, with the same bytes everywhere."""
+    """Codec `cocktail`. It works on the device of its tensors, with the same bytes everywhere."""
 
     seed: int
-    """The same at all sites, another one for every exchange."""
+    """Seed of the draw: equal at all sites, different in every exchange."""
     place: int
-    """Where in the buffer the values begin: equal tensors do not lose the same positions."""
+    """Position in the buffer at which the values begin. It enters the draw, so that different parts
+    of the buffer do not lose the same positions."""
     name: str = "cocktail"
     identifier: int = 8
     numbers: tuple[int, int] = (0, 0)
 
     def payload_bytes(self, n: int) -> int:
-        """As the module says."""
+        """Return the size that the module's docstring gives."""
         looked_at = -(-check_count(n) // _GROUP)
         return sparse.payload_bytes(looked_at, _KEPT, _HEAD, _BITS)
 
@@ -97,7 +102,7 @@ class Cocktail:
         return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
-        """See `Codec.decode`. Refuses indices that encoding does not make, too."""
+        """See `Codec.decode`. Also refuses indices that no encoder writes."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
         values = output(out, n, torch.float32, payload.device).zero_()
         if not tensor_ops.numpy_reaches(payload):
@@ -145,7 +150,7 @@ class Cocktail:
         return values
 
     def positions(self, start: int, end: int, n: int) -> Array:
-        """Which of n values groups [start, end) look at: int64 [end - start], one per group."""
+        """Return the drawn positions among n values: int64, one per group of [start, end)."""
         key = _mixed(_mixed(self.seed & _MASK) ^ self.place)
         number = np.arange(start, end, dtype=np.uint64)
         mixed = number * np.uint64(_STEP) + np.uint64(key)
@@ -159,7 +164,7 @@ class Cocktail:
         return picked
 
     def _positions_there(self, start: int, end: int, n: int, there: torch.device) -> Tensor:
-        """`positions` on another device: signed whole numbers, which wrap as unsigned ones do."""
+        """`positions` on another device. Signed whole numbers wrap as unsigned numbers do."""
         key = _mixed(_mixed(self.seed & _MASK) ^ self.place)
         number = torch.arange(start, end, dtype=torch.int64, device=there)
         mixed = number * _signed(_STEP) + _signed(key)
@@ -171,24 +176,27 @@ class Cocktail:
 
 
 def _to_codes(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 scales [rows, 1] and int64 codes [rows, k] of fp32 [rows, k], which it overwrites."""
+    """Return bf16 scales [rows, 1] and int64 codes [rows, k] of fp32 `chosen` [rows, k].
+
+    `chosen` is overwritten.
+    """
     scale = chosen.abs().amax(1, keepdim=True).mul_(1.0 / _LARGEST_CODE)
     scale = scale.to(torch.bfloat16).clamp_(min=_SMALLEST_SCALE)
     return scale, chosen.mul_(scale.to(torch.float32).reciprocal_()).round_().to(torch.int64)
 
 
 def _signed(number: int) -> int:
-    """The signed whole number of the same 64 bits."""
+    """Return the signed whole number with the same 64 bits."""
     return number - (1 << 64) if number >> 63 else number
 
 
 def _shifted(numbers: Tensor, places: int) -> Tensor:
-    """The bits of int64 moved down, with zeros moved in."""
+    """Shift the bits of int64 numbers right, and fill with zeros."""
     return numbers >> places & ((1 << 64 - places) - 1)
 
 
 def _mixed(number: int) -> int:
-    """SplitMix64's output for a state, with Python's whole numbers."""
+    """Return SplitMix64's output for the state `number`, in Python's whole numbers."""
     number = (number + _STEP) & _MASK
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK

@@ -1,4 +1,4 @@
-"""Parts of a flat buffer of tensors, each encoded on its own by one codec."""
+"""Parts of a flat buffer of tensors. One codec encodes each part separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilocox.errors import ExchangeError
 
 @dataclass(frozen=True)
 class Part:
-    """Some values of the buffer and how they are encoded: as one run, whatever tensors they are."""
+    """A range of values of the buffer, and its codec, which ignores the tensors' bounds."""
 
     name: str
     """Canonical spec."""
@@ -27,11 +27,11 @@ class Part:
     """Number of values; a multiple of 128."""
     codec: Codec
     gaps: tuple[tuple[int, int], ...]
-    """[start, end) of what belongs to no tensor: zero after decoding."""
+    """[start, end) of each interval that belongs to no tensor; zero after decoding."""
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """The codec's own numbers, in the frame header."""
+        """Parameters of the codec in the frame header; see `Codec.numbers`."""
         return self.codec.numbers
 
     @cached_property
@@ -40,9 +40,10 @@ class Part:
         return self.codec.payload_bytes(self.values)
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """Flat contiguous finite fp32 [values] to uint8 [payload_bytes] on the same device.
+        """Encode finite flat contiguous fp32 [values] to uint8 [payload_bytes], on their device.
 
-        The result is `out` if given. Raises `ExchangeError` for values of another number or type.
+        The result is `out` if given. Raises `ExchangeError` for another number of values, or if
+        they are not flat contiguous fp32.
         """
         if check_values(values) != self.values:
             raise ExchangeError(
@@ -51,9 +52,9 @@ class Part:
         return self.codec.encode(values, out)
 
     def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
-        """uint8 [payload_bytes] to finite fp32 [values] on the same device, into `out` if given.
+        """Decode uint8 [payload_bytes] to finite fp32 [values] on its device, into `out` if given.
 
-        Raises `ExchangeError` if the payload has another size or is none that encoding makes.
+        Raises `ExchangeError` if the payload has another size, or as `Codec.decode` does.
         """
         values = self.codec.decode(payload, self.values, out)
         for start, end in self.gaps:
@@ -63,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Compressor:
-    """A codec for the parts of a buffer, each encoded on its own in a single phase."""
+    """A codec for a buffer of tensors. It encodes each part of the buffer separately."""
 
     name: str
     """Canonical spec."""
@@ -71,20 +72,20 @@ class Compressor:
     """Number in the frame header."""
     geometry: Geometry
     codec: Callable[[int, int], Codec]
-    """What encodes a part, by seed and the part's place in the buffer."""
+    """Returns the codec of a part, from the seed and the part's place in the buffer."""
     moments: Tensor | None = None
-    """uint8 [due_rows] that travel behind payloads, if any do."""
+    """Row means of second moments, uint8 [due_rows], which follow each payload. May be None."""
 
     def with_moments(self) -> Compressor:
-        """The same with moments behind its payloads, which are zeros until `carrying` sets them."""
+        """Return a copy whose payloads carry second moments. They are zero until `carrying`."""
         zeros = torch.zeros(due_rows(self.geometry), dtype=torch.uint8)
         one = WithMoments(self.codec(0, 0), zeros)
         return replace(self, name=one.name, identifier=one.identifier, moments=zeros)
 
     def carrying(self, moments: Tensor) -> Compressor:
-        """The same with these moments, uint8 [due_rows], behind its payloads instead of its own.
+        """Return a copy whose payloads carry `moments`, uint8 [due_rows].
 
-        Raises `ExchangeError` for others, and for a codec that carries none.
+        Raises `ExchangeError` if dtype or shape differ, or if this codec carries no moments.
         """
         own = self.moments
         if own is None or moments.dtype != torch.uint8 or moments.shape != own.shape:
@@ -95,10 +96,10 @@ class Compressor:
         return replace(self, moments=moments)
 
     def part(self, start: int, end: int, seed: int = 0) -> Part:
-        """Values [start, end) of the buffer, multiples of 128, as a part.
+        """Return the part with values [start, end) of the buffer; both are multiples of 128.
 
-        `seed` must be the same at all sites; only `cocktail` draws from it. Raises
-        `ExchangeError` for limits that are not in the buffer.
+        `seed` must be equal at all sites; only `cocktail` draws from it. Raises `ExchangeError` if
+        the interval is not in the buffer, or is not all of it while payloads carry moments.
         """
         if self.moments is not None and (start, end) != (0, self.geometry.length):
             raise ExchangeError(f"{self.name}: moments travel with whole buffers, not with parts")
@@ -115,6 +116,6 @@ class Compressor:
 
 
 def _clipped(intervals: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
-    """What of `intervals` lies in [start, end), counted from `start`; empty ones are left out."""
+    """Return the non-empty parts of `intervals` within [start, end), relative to `start`."""
     cut = [(max(low, start) - start, min(high, end) - start) for low, high in intervals]
     return [(low, high) for low, high in cut if low < high]

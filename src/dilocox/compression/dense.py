@@ -1,4 +1,4 @@
-"""Dense codecs: every value in a floating-point format of its own."""
+"""Dense codecs: every value is sent as one floating-point number."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dilocox.compression.base import (
 
 @dataclass(frozen=True)
 class Dense:
-    """Values rounded to `dtype`, to nearest even; fp32 is the identity on bits.
+    """Rounds values to `dtype`, to nearest even. With fp32, all bits stay the same.
 
-    A value beyond the largest finite value of `dtype` (fp16: 65504) saturates there instead of
-    becoming infinite: with error feedback the residual keeps the rest for the next rounds,
-    and without it a bounded error is better than a lost run.
+    A value beyond the largest finite value of `dtype` (fp16: 65504) saturates at that value instead
+    of becoming infinite. With error feedback, the residual keeps the rest for later rounds. Without
+    it, a bounded error is better than a lost run.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Dense:
     numbers: tuple[int, int] = (0, 0)
 
     def payload_bytes(self, n: int) -> int:
-        """2n bytes (fp16, bf16) or 4n (fp32)."""
+        """Return 2n bytes (fp16, bf16) or 4n bytes (fp32)."""
         return check_count(n) * self.dtype.itemsize
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:

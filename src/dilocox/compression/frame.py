@@ -1,10 +1,9 @@
-"""A payload on the wire: 64 bytes that say what it is, then the payload.
+"""A payload on the wire: a header of 64 bytes, then the payload.
 
 Header, little-endian: magic (4 bytes), format version (u16), codec identifier (u16), number of
-values (u64), payload length in bytes (u64), SHA-256 of the payload (32 bytes), two numbers of the
-codec's own (u32 each: top-k's values per chunk; top-1's values per block; low rank's rank and
-bits; else zeros). A frame is refused for any difference from what the receiver expects; nothing in
-it is trusted.
+values (u64), payload length in bytes (u64), SHA-256 of the payload (32 bytes), two parameters of
+the codec (u32 each, see `Codec.numbers`). The receiver knows the header that it expects and refuses
+a frame that differs in any field. It trusts no field.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _HEADER = struct.Struct("<4sHHQQ32sII")
 
 
 class FramePart(Protocol):
-    """What sender and receiver know of a payload before it is sent."""
+    """Properties of a payload that sender and receiver know before it is sent."""
 
     @property
     def identifier(self) -> int:
-        """Number of the codec, or of the message if a codec has several."""
+        """Number of the codec. A codec with several messages has a number for each message."""
         ...
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """The codec's own numbers, see `Codec.numbers`."""
+        """Parameters of the codec; see `Codec.numbers`."""
         ...
 
     @property
@@ -45,7 +44,7 @@ class FramePart(Protocol):
 
     @property
     def values(self) -> int:
-        """Number of values that the payload stands for."""
+        """Number of values that the payload encodes."""
         ...
 
     @property
@@ -55,20 +54,20 @@ class FramePart(Protocol):
 
 
 def frame_bytes(part: FramePart) -> int:
-    """Exact size in bytes of the frame of a payload of `part`."""
+    """Return the exact size, in bytes, of the frame of a payload of `part`."""
     return FRAME_HEADER_BYTES + part.payload_bytes
 
 
 def payload_digest(payload: Tensor) -> bytes:
-    """SHA-256 of a uint8 tensor in host memory, 32 bytes."""
+    """Return the SHA-256, 32 bytes, of a uint8 tensor in host memory."""
     return hashlib.sha256(payload.contiguous().numpy().data).digest()
 
 
 def pack_frame(part: FramePart, payload: Tensor, into: Tensor | None = None) -> Tensor:
-    """uint8 [payload_bytes] on any device to uint8 [frame_bytes(part)] in host memory.
+    """Frame a payload, uint8 [payload_bytes] on any device: uint8 [frame_bytes(part)] on the host.
 
-    The frame is `into`, if that is given. Raises `ExchangeError` if the payload does not have the
-    size of `part`.
+    The frame is written into `into` if given. Raises `ExchangeError` if the payload does not have
+    the size of `part`.
     """
     size = part.payload_bytes
     if payload.dtype != torch.uint8 or payload.shape != (size,):
@@ -87,23 +86,23 @@ def pack_frame(part: FramePart, payload: Tensor, into: Tensor | None = None) -> 
 
 
 def frame_payload(frame: Tensor) -> Tensor:
-    """The payload, uint8 [payload_bytes], of a frame that was packed here: not a copy."""
+    """Return the payload, uint8 [payload_bytes], of a frame from `pack_frame`; not a copy."""
     return frame[FRAME_HEADER_BYTES:]
 
 
 def frame_digest(frame: Tensor) -> bytes:
-    """The payload's SHA-256, 32 bytes, as the header of a whole uint8 frame says it."""
+    """Return the payload's SHA-256, 32 bytes, from the header of a complete uint8 frame."""
     header = frame[:FRAME_HEADER_BYTES].numpy().tobytes()
     digest: bytes = _HEADER.unpack(header)[5]
     return digest
 
 
 def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: FramePart) -> Tensor:
-    """The payload, uint8 [payload_bytes] in host memory, of a frame that holds `part`.
+    """Check a received frame against `part` and return its payload, uint8 [payload_bytes].
 
-    The result shares memory with a tensor `frame` and is a copy of any other. Raises
-    `ExchangeError` with the reason if the frame is cut short, too long, of another format,
-    codec or number of values, or if its payload is not the one that was sent.
+    The result is in host memory. It shares memory with `frame` if that is a tensor, and is a copy
+    otherwise. Raises `ExchangeError` with the reason if the frame is too short or too long, has
+    another format, codec or number of values, or if the payload's digest is wrong.
     """
     if not isinstance(frame, Tensor):
         if len(frame) < FRAME_HEADER_BYTES:

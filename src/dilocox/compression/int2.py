@@ -1,20 +1,20 @@
 """Two bits per value: four levels, ±0.5 and ±1.5 of one bf16 scale per block of 128 values.
 
-Payload: the n / 128 scales, then 32 bytes per block. A code 0 to 3 stands for (code - 1.5) * scale,
-and byte j of a block holds the codes of its values j, j + 32, j + 64 and j + 96, the first in the
-lowest bits; so packing is arithmetic on contiguous quarters. A scale is 0, for a block that decodes
-to zeros, or from 2^-125 to 2^127.
+Payload: the n / 128 scales, then 32 bytes per block. A code from 0 to 3 decodes to
+(code - 1.5) * scale. Byte j of a block holds the codes of values j, j + 32, j + 64 and j + 96, the
+first in the lowest bits. So packing is arithmetic on contiguous quarters. A scale is from 2^-125 to
+2^127, or 0 for a block that decodes to zeros.
 
-The scale is chosen for least squared error: 1.25 times the mean magnitude, which is right for
-normal values, then twice (sum of magnitudes times their levels) / (sum of squared levels), the
-best scale for given codes (Lloyd's iteration). The error is then within 1 % of the least possible
-for normal, Laplacian and Student values and 2.5 % for uniform ones; without the two steps it is
-2 to 50 % above, and more the less normal the values are.
+The scale is chosen for a small squared error. It starts at 1.25 times the mean magnitude, which
+fits normally distributed values. Then two steps of Lloyd's iteration set it to the best scale for
+the present codes: (sum of magnitudes times their levels) / (sum of squared levels). The error is
+then within 1 % of the least possible for normal, Laplacian and Student distributions, and within
+2.5 % for uniform ones. Without the two steps the error is 2 to 50 % above the least possible; it is
+larger for distributions that are farther from normal.
 
-Magnitudes enter the sums as whole numbers up to 2^16 (of the block's largest), so every sum is
-below 2^24, exact in fp32, and comes out the same in any order: payloads do not depend on the
-machine.
-There is no code for zero: single zeros of a block come out as half a scale.
+Magnitudes enter the sums as whole numbers up to 2^16, in units of the block's largest magnitude
+over 2^16. Every sum is below 2^24 and so exact in fp32 in any order: payloads do not depend on the
+machine. No code decodes to zero: a zero in a block of other values decodes to half a scale.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _UNIT = 2.0**-16
 
 @dataclass(frozen=True)
 class Int2:
-    """2.125 bits per value; without error feedback too coarse to train with."""
+    """Codec `int2`: 2.125 bits per value. Without error feedback it is too coarse for training."""
 
     name: str = "int2"
     identifier: int = 6
     numbers: tuple[int, int] = (0, 0)
 
     def payload_bytes(self, n: int) -> int:
-        """n / 64 bytes of scales and n / 4 bytes of codes."""
+        """Return n / 64 bytes of scales plus n / 4 bytes of codes."""
         return check_count(n) // BLOCK * (2 + _QUARTER)
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
@@ -65,13 +65,13 @@ class Int2:
             scale = _scale(some)
             scales[first:last].copy_(scale.view(-1))
             wide = scale.to(torch.float32)
-            # Where the scale is 0, so is every product, and all codes are the same.
+            # With a scale of 0 every product is 0, and all codes are equal.
             inverse = torch.where(wide > 0, wide.reciprocal(), 0.0)
             code = torch.mul(some, inverse).floor_().clamp_(-2, 1).add_(2)
             packed = code[:, 3 * _QUARTER :]
             for quarter in (2, 1, 0):
                 rest = code[:, quarter * _QUARTER : (quarter + 1) * _QUARTER]
-                # Small whole numbers: exact, whether or not product and sum are fused.
+                # Small whole numbers are exact, whether or not product and sum are fused.
                 packed = torch.add(rest, packed, alpha=4)
             codes[first:last].copy_(packed)
         return payload
@@ -101,20 +101,21 @@ class Int2:
 
 
 def _scale(blocks: Tensor) -> Tensor:
-    """bf16 [blocks, 1]: scale of each row of fp32 [blocks, 128]."""
+    """Return the scale, bf16 [blocks, 1], of each row of fp32 [blocks, 128]."""
     magnitude = blocks.abs()
     unit = magnitude.amax(1, keepdim=True).clamp_(min=_SMALLEST_SCALE / _UNIT).mul_(_UNIT)
     whole = magnitude.mul_(unit.reciprocal()).round_()
     total = whole.sum(1, keepdim=True)
     level = total * (1.25 / BLOCK)
     for _ in range(_STEPS):
-        # A large magnitude is one of at least `level`. In whole numbers, x > limit for it; then
-        # `over` is x - limit, at least 1, and 0 for a small one.
+        # A magnitude x is large if it is at least `level`: in whole numbers, if x > limit. `over`
+        # is x - limit, at least 1, for a large magnitude, and 0 for a small one.
         limit = level.ceil_().sub_(1)
         over = torch.sub(whole, limit).clamp_(min=0)
         excess = over.sum(1, keepdim=True)
         count = over.clamp_(max=1).sum(1, keepdim=True)
-        # Levels are 0.5 and 1.5: 0.5 of all and 1 more of the large; squared, 0.25 and 2 more.
+        # Levels are 0.5 and 1.5. Weighted sum: 0.5 of all magnitudes plus 1 of the large ones. Sum
+        # of squared levels: 0.25 per value plus 2 per large value.
         weighted = total.mul(0.5).add_(excess).add_(limit.mul_(count))
         level = weighted.div_(count.mul_(2).add_(0.25 * BLOCK))
     scale = level.mul_(unit).clamp_(max=_LARGEST_SCALE)

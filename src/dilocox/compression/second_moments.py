@@ -1,17 +1,19 @@
-"""Row means of second moments, sent behind a payload: a byte each.
+"""Row means of second moments, one byte each, which follow a payload.
 
-AdamW divides by the root of its second moments, and every site has moments of its own: a value that
-hardly matters to a site's text moves as far there as one that does. Sites that tell each other the
-mean of every row, a part of the rows per exchange, can set theirs to the mean over the sites
-(docs/algorithm.md §2).
+AdamW divides by the root of its second moments, and every site has second moments of its own. So a
+parameter that hardly matters to a site's text moves as far at that site as an important one. Sites
+send each other the mean of every row, a part of the rows per exchange, and set their own rows to
+the mean over the sites (docs/algorithm.md §2).
 
-A payload with moments is that of its codec, then one byte per row that is due: 0 for none (no
-moment, or less than 2^-60), else c from 1 to 255 for numbers whose fp32 bits, without the lowest
-21, are c + 267: four steps to an octave, from 2^-60 to 14, 255 for what is more. Whole numbers, the
-same everywhere. Rows are those of all tensors of two or more dimensions of a buffer, one after
-another, by all dimensions but the last. In exchanges of round r row i of a tensor is due if i mod
-`PERIOD` is r mod `PERIOD`, whatever else the buffer holds; of a shard, i counts from the whole
-tensor's first row. Where fewer of a tensor are due than in other rounds its last byte is 0.
+A payload with moments is the payload of its codec, then one byte per due row. Byte 0 means no
+value: no moment, or a mean below 2^-60. A byte c from 1 to 255 stands for the fp32 numbers whose
+bits, without the lowest 21, are c + 267. That gives four steps per octave from 2^-60 to 14; 255
+stands for larger numbers too. The conversion uses whole numbers, so it is equal on every machine.
+
+Every tensor of two or more dimensions has rows; all dimensions but the last count them. The rows of
+all tensors of a buffer follow one another. In exchanges of round r, row i of a tensor is due if
+i mod `PERIOD` = r mod `PERIOD`, whatever else the buffer holds. In a shard, i counts from the first
+row of the whole tensor. If fewer rows of a tensor are due than in other rounds, its last byte is 0.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from dilocox.compression.buffer_layout import Geometry
 from dilocox.config.codec_spec import WITH_MOMENTS
 
 PERIOD = 32
-"""Exchanges of a fragment in which all of its rows have been due once."""
+"""Number of exchanges of a fragment in which each of its rows is due once."""
 IDENTIFIER = 0x100
-"""Added to that of the codec."""
+"""Number that a codec with moments adds to the codec's identifier."""
 
 SMALLEST = 2.0**-60
-"""Of what a byte can say. A row below has no moments worth telling or scaling."""
+"""Smallest mean that a byte can hold. A row with a smaller mean is neither sent nor scaled."""
 
 _DROPPED = 21
 _BELOW = 267
@@ -41,57 +43,57 @@ _LARGEST = 255
 
 
 def row_counts(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Rows of each tensor; 0 for those of fewer than two dimensions or without elements."""
+    """Return the number of rows of each tensor: 0 with fewer than two dimensions, or if empty."""
     return [math.prod(shape[:-1]) if len(shape) > 1 and min(shape) > 0 else 0 for shape in shapes]
 
 
 def due_counts(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Bytes for each tensor's rows that travel with one exchange; not all are used in each."""
+    """Return, per tensor, the bytes that travel with one exchange; some may be unused."""
     return [-(-count // PERIOD) for count in row_counts(shapes)]
 
 
 def due_rows(geometry: Geometry) -> int:
-    """Those of a whole buffer."""
+    """Return the bytes of second moments that travel with one exchange of a whole buffer."""
     return sum(due_counts(geometry.shapes))
 
 
 @dataclass(frozen=True)
 class SecondMoments:
-    """Those of a rank's inner optimizer."""
+    """Second moments of a rank's inner optimizer."""
 
     live: Mapping[str, Tensor]
-    """By full name: fp32, local shape, the optimizer's own storage."""
+    """Second moments by full name: fp32, local shape, the optimizer's own storage."""
     weights: Tensor
-    """What each has given out in weights so far, 1 - beta2^steps: a fp32 scalar on their device,
-    small after a site's first steps. Moments are compared and shared divided by it."""
+    """1 - beta2^steps, the bias correction: a fp32 scalar on the device of the moments. It is small
+    after the first steps. Moments are divided by it before they are compared and sent."""
     first_rows: Mapping[str, int]
-    """Of shards: the row of the whole tensor that is their first. Tensors left out are whole."""
+    """First row of this rank's shard within the whole tensor, by name. A missing name means 0."""
 
 
 def carried(payload: Tensor, geometry: Geometry) -> Tensor:
-    """The moments behind a whole payload of a buffer: uint8 [due_rows]."""
+    """Return the moments, uint8 [due_rows], at the end of a payload of a whole buffer."""
     return payload[len(payload) - due_rows(geometry) :]
 
 
 def to_bytes(moments: Tensor) -> Tensor:
-    """fp32 [n], finite and not negative, to uint8 [n], as the module says."""
+    """Convert fp32 [n], finite and not negative, to uint8 [n] in the format of the module."""
     codes = (moments.contiguous().view(torch.int32) >> _DROPPED) - _BELOW
     return codes.clamp_(0, _LARGEST).to(torch.uint8)
 
 
 def from_bytes(codes: Tensor) -> Tensor:
-    """uint8 [n] to fp32 [n]: the middle of what the byte stands for; 0 for none."""
+    """Convert uint8 [n] to fp32 [n]: the middle of the range of a byte; 0 for byte 0."""
     bits = (codes.to(torch.int32) + _BELOW << _DROPPED) + (1 << _DROPPED - 1)
     return torch.where(codes == 0, 0.0, bits.view(torch.float32))
 
 
 @dataclass(frozen=True)
 class WithMoments:
-    """A codec whose payloads carry moments behind them."""
+    """A codec whose payloads end with second moments."""
 
     codec: Codec
     moments: Tensor
-    """uint8 [due_rows], what `encode` sends."""
+    """Moments that `encode` sends, uint8 [due_rows]."""
 
     @property
     def name(self) -> str:
@@ -105,11 +107,11 @@ class WithMoments:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """The codec's."""
+        """The codec's numbers."""
         return self.codec.numbers
 
     def payload_bytes(self, n: int) -> int:
-        """That of the codec, and a byte per row."""
+        """Return the size of the codec's payload plus one byte per due row."""
         return self.codec.payload_bytes(n) + len(self.moments)
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
@@ -122,6 +124,6 @@ class WithMoments:
         return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
-        """See `Codec.decode`: the values, without the moments."""
+        """See `Codec.decode`. Returns the values without the moments."""
         check_payload(payload, self.payload_bytes(n), self.name, n)
         return self.codec.decode(payload[: self.codec.payload_bytes(n)], n, out)

@@ -1,19 +1,21 @@
-"""What `topk` and `cocktail` share: K of every 4,096 values, the largest, and how they are packed.
+"""Selection and packing that `topk` and `cocktail` share: the K largest of every 4,096 values.
 
-Values are taken in chunks of 4,096, or, where K is below 64, of the next power of two of which 64
-or more are kept, 65,536 at most: of fewer values the scales, and the last byte that is not full,
-would be a large part. A last chunk may be shorter. Of c values, ceil(K * c / 4096) are kept. Each
-chunk is a record of its own: its scales, then a stream of bits that starts with the lowest of the
-first byte. Of k kept values, in the order of their places in the chunk, it has
+Values are divided into chunks of 4,096. If K is below 64, the chunk size is the next power of two
+in which at least 64 values are kept, up to 65,536; in smaller chunks, the scales and the incomplete
+last byte would take a large part of the record. The last chunk may be shorter. Of c values,
+ceil(K * c / 4096) are kept.
 
-- bit 0 of the k codes, then bit 1 of them, up to bit b - 1,
-- bit 0 of the k indices, then bit 1 of them, up to bit l - 1,
-- (c >> l) + k bits, of which number (index >> l) + i is 1 for the i-th index, i from 0,
+Each chunk is one record: its scales, then a stream of bits that starts with the lowest bit of the
+first byte. For k kept values, in the order of their places in the chunk, the stream holds
 
-and zeros up to a whole byte: b + l + 1 bits per value and (c >> l) per chunk. l is the number from
-0 on for which l * k + (c >> l) is least, and the least such number. This is Elias and Fano's coding
-of ascending numbers: 8.0 bits per index for K = 64, where no coding takes less than 7.4. All of it
-is arithmetic on whole numbers, so it is the same on every machine.
+- bit 0 of the k codes, then bit 1 of the codes, up to bit b - 1,
+- bit 0 of the k indices, then bit 1 of the indices, up to bit l - 1,
+- (c >> l) + k bits, of which bit (index >> l) + i is 1 for the i-th index, i from 0,
+
+then zeros up to a whole byte. That makes b + l + 1 bits per value and (c >> l) bits per chunk. l is
+the smallest number from 0 on for which l * k + (c >> l) is least. This is the Elias-Fano coding of
+ascending numbers. It takes 8.0 bits per index for K = 64, where any coding needs at least 7.4. The
+arithmetic uses whole numbers, so it gives the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -28,22 +30,22 @@ from numpy.typing import NDArray
 from dilocox.errors import ExchangeError
 
 UNIT = 4096
-"""Densities are so many of these."""
+"""A density K means K kept values of every `UNIT` values."""
 LARGEST_CHUNK = 65536
 ENOUGH = 64
-"""Kept values that a chunk should have."""
+"""Least number of kept values for which a chunk is long enough."""
 
 _APART, _SPREADS = 8, 4
-"""A threshold is sought among every so many values, and so many standard deviations below where the
-last kept value is to be expected among them."""
+"""The threshold for kept values is estimated from a sample of one in `_APART` values. It is set
+`_SPREADS` standard deviations below the expected place of the last kept value in the sample."""
 _PIECE = 64 * UNIT
-"""Values that are worked on together: a MiB stays in the cache."""
+"""Values that are processed together: 1 MiB, which stays in the cache."""
 
 Array = NDArray[Any]
 
 
 def chunk_of(kept: int) -> int:
-    """Values in a chunk that is not the last, if `kept` of 4,096 are."""
+    """Return the number of values in a chunk (the last one may be shorter), for density `kept`."""
     size = UNIT
     while size < LARGEST_CHUNK and kept * size < ENOUGH * UNIT:
         size *= 2
@@ -51,34 +53,34 @@ def chunk_of(kept: int) -> int:
 
 
 def kept_of(width: int, kept: int) -> int:
-    """How many of a chunk of `width` values are kept if it is `kept` of 4,096."""
+    """Return how many values of a chunk of `width` values are kept, for density `kept`."""
     return -(-width * kept // UNIT)
 
 
 def places_of(indices: Array, width: int) -> Array:
-    """Positions, int64 [rows, k], of indices in rows of `width` of a flat array."""
+    """Convert indices within rows of `width` to positions in the flat array, int64 [rows, k]."""
     places: Array = indices + np.arange(0, len(indices) * width, width)[:, None]
     return places
 
 
 def low_bits(k: int, width: int) -> int:
-    """l: how many bits of each of k indices below `width` are sent as they are."""
+    """Return l: the number of low bits that are sent as they are, for k indices below `width`."""
     return min(range(width.bit_length()), key=lambda low: low * k + (width >> low))
 
 
 def stream_bits(k: int, width: int, bits: int) -> int:
-    """Bits of k kept values of a chunk of `width`, with codes of `bits` bits."""
+    """Return the bits of the stream of k kept values of `width`, with codes of `bits` bits."""
     low = low_bits(k, width)
     return k * (bits + low + 1) + (width >> low)
 
 
 def record_bytes(width: int, kept: int, head: int, bits: int) -> int:
-    """Bytes of a chunk of `width` values: `head` of scales, then its stream of bits."""
+    """Return the bytes of a chunk of `width` values: `head` bytes of scales, then its stream."""
     return head + -(-stream_bits(kept_of(width, kept), width, bits) // 8)
 
 
 def payload_bytes(n: int, kept: int, head: int, bits: int) -> int:
-    """Bytes of the records of n values."""
+    """Return the bytes of the records of n values; see `record_bytes` for `head` and `bits`."""
     chunk = chunk_of(kept)
     whole, rest = divmod(n, chunk)
     size = whole * record_bytes(chunk, kept, head, bits) if whole else 0
@@ -86,9 +88,9 @@ def payload_bytes(n: int, kept: int, head: int, bits: int) -> int:
 
 
 def chunks(n: int, kept: int, piece: int = _PIECE) -> Iterator[tuple[int, int, int]]:
-    """(first value, number of chunks, their width) of the pieces in which n values are taken.
+    """Yield (first value, number of chunks, width of each chunk) of each piece of n values.
 
-    `piece`: values that are worked on together, at least one chunk.
+    `piece`: number of values that are processed together; at least one chunk is.
     """
     chunk = chunk_of(kept)
     whole, together = n // chunk, max(1, piece // chunk)
@@ -99,9 +101,10 @@ def chunks(n: int, kept: int, piece: int = _PIECE) -> Iterator[tuple[int, int, i
 
 
 def strongest(magnitudes: Array, kept: int) -> Array:
-    """Where in int32 [rows, width] the `kept` largest of each row are: int64 [rows * kept].
+    """Return the positions of the `kept` largest values of each row of int32 [rows, width].
 
-    Positions in the flat array, ascending; among equals the first are taken.
+    The result is int64 [rows * kept]: ascending positions in the flat array. Among equal values the
+    first ones are taken.
     """
     rows, width = magnitudes.shape
     found, least = _at_least(magnitudes, kept)
@@ -110,7 +113,7 @@ def strongest(magnitudes: Array, kept: int) -> Array:
     row = found // width
     equal = magnitudes.reshape(-1)[found] == least[row]
     spare = np.bincount(row, minlength=rows) - kept
-    # Counted from the end of its row, an equal one is left out as long as there are too many.
+    # If too many values equal the smallest kept value, the last ones of the row are left out.
     behind = np.cumsum(equal[::-1])[::-1]
     after = np.concatenate([behind, [0]])[np.searchsorted(row, np.arange(rows), side="right")]
     chosen: Array = found[~equal | (behind - after[row] > spare[row])]
@@ -118,10 +121,12 @@ def strongest(magnitudes: Array, kept: int) -> Array:
 
 
 def _at_least(magnitudes: Array, kept: int) -> tuple[Array, Array]:
-    """Positions of all that are as large as the `kept`-th of their row, and that, [rows].
+    """Return the positions of all values as large as the `kept`-th largest of their row, and these
+    `kept`-th largest values, [rows].
 
-    Partitioning whole rows is most of what encoding costs. So every eighth value is looked at
-    first: what is above a rank of these that is hardly ever too high is a small part of the row.
+    Partitioning whole rows would take most of the time of encoding. So a threshold is estimated
+    first, from every eighth value; the estimate is hardly ever too high. Only the small part of the
+    row above the threshold is then partitioned.
     """
     rows, width = magnitudes.shape
     sample = magnitudes[:, ::_APART]
@@ -148,15 +153,16 @@ def _at_least_in_all(magnitudes: Array, kept: int) -> tuple[Array, Array]:
 
 
 def indices_of(found: Array, rows: int, width: int) -> Array:
-    """Indices in their rows, int64 [rows, k], of what `strongest` has found."""
+    """Convert the result of `strongest` to indices within rows, int64 [rows, k]."""
     indices: Array = found.reshape(rows, -1) - np.arange(0, rows * width, width)[:, None]
     return indices
 
 
 def pack(indices: Array, codes: Array, width: int, bits: int) -> Array:
-    """The streams of [rows, k] ascending indices below `width` and codes of `bits` bits.
+    """Pack ascending indices below `width`, and codes of `bits` bits, into one stream per row.
 
-    Whole numbers of any dtype in, uint8 [rows, ceil(stream_bits / 8)] out.
+    `indices` and `codes` are whole numbers [rows, k] of any dtype. Returns uint8
+    [rows, ceil(stream_bits / 8)].
     """
     rows, k = indices.shape
     low, size = low_bits(k, width), stream_bits(k, width, bits)
@@ -170,9 +176,9 @@ def pack(indices: Array, codes: Array, width: int, bits: int) -> Array:
 
 
 def unpack(data: Array, k: int, width: int, bits: int, name: str) -> tuple[Array, Array]:
-    """Indices, int64, and codes, int16, both [rows, k], that `pack` made `data` from.
+    """Undo `pack`: return indices, int64 [rows, k], and codes, int16 [rows, k], of `data`.
 
-    Raises `ExchangeError` for what `pack` does not make.
+    Raises `ExchangeError`, which names the codec `name`, for streams that `pack` never makes.
     """
     low, size = low_bits(k, width), stream_bits(k, width, bits)
     stream = np.unpackbits(data, axis=1, bitorder="little")
@@ -181,7 +187,7 @@ def unpack(data: Array, k: int, width: int, bits: int, name: str) -> tuple[Array
     entries = np.zeros((len(data), k), dtype=np.int16)
     for place in reversed(range(bits + low)):
         entries = entries << 1 | stream[:, place * k : (place + 1) * k]
-    # As truth values, without gaps between rows, they are searched ten times as fast.
+    # As contiguous booleans, the bits are searched ten times as fast.
     high = np.ascontiguousarray(stream[:, (bits + low) * k : size]).view(np.bool_)
     if (np.count_nonzero(high, axis=1) != k).any():
         raise ExchangeError(

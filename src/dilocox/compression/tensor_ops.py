@@ -1,8 +1,8 @@
-"""Shared parts of the sparse codecs' second form, in tensor operations for GPUs.
+"""Shared parts of the sparse codecs' GPU implementation, in tensor operations.
 
-numpy is faster on a CPU and cannot work on another device. The tensor form gives the same bytes:
-its operations are on whole numbers, or on float64 values that are rounded once. The host waits once
-per payload, to learn whether the payload is refused.
+On a CPU the sparse codecs use numpy, which is faster there. The GPU implementation gives the same
+bytes: it operates on whole numbers, or on float64 values that are rounded once. The host waits for
+the GPU once per payload, to learn whether the payload is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PIECE = 1 << 24
 
 
 def numpy_reaches(tensor: Tensor) -> bool:
-    """Whether a tensor is in host memory."""
+    """Return True if the tensor is in host memory."""
     return tensor.device.type == "cpu"
 
 
@@ -30,7 +30,7 @@ class Refusals:
         self._reasons: list[str] = []
 
     def add(self, bad: Tensor, reason: str) -> None:
-        """`bad`: bool of any shape; the payload is refused if one of them is true."""
+        """Refuse the payload with `reason` if any value of `bad` (bool, any shape) is True."""
         self._found.append(bad.any())
         self._reasons.append(reason)
 
@@ -44,9 +44,9 @@ class Refusals:
 
 
 def pack_bits(stream: Tensor) -> Tensor:
-    """uint8 [..., bits] of 0 and 1 to uint8 [..., ceil(bits / 8)].
+    """Pack uint8 [..., bits] of zeros and ones into uint8 [..., ceil(bits / 8)].
 
-    The first of eight is its byte's lowest bit; the last byte is filled with zeros.
+    The first of eight bits becomes the lowest bit of its byte. The last byte is filled with zeros.
     """
     missing = -stream.shape[-1] % 8
     if missing:
@@ -59,13 +59,16 @@ def pack_bits(stream: Tensor) -> Tensor:
 
 
 def unpack_bits(data: Tensor) -> Tensor:
-    """uint8 [..., bytes] to its bits, uint8 [..., 8 x bytes], each byte's lowest bit first."""
+    """Unpack uint8 [..., bytes] into bits, uint8 [..., 8 x bytes], lowest bit of a byte first."""
     places = torch.arange(8, dtype=torch.uint8, device=data.device)
     return (data.unsqueeze(-1) >> places & 1).flatten(-2)
 
 
 def bad_scales(scales: Tensor, smallest: float, largest: float) -> Tensor:
-    """Which of bf16 `scales` are neither 0 nor from `smallest` to `largest`: as `check_scales`."""
+    """Return True for each bf16 scale that is neither 0 nor in [`smallest`, `largest`].
+
+    The test is that of `check_scales`.
+    """
     bits = scales.view(torch.int16)
     limits = torch.tensor([smallest, largest], dtype=torch.bfloat16).view(torch.int16).tolist()
     bad: Tensor = (bits != 0) & ((bits < limits[0]) | (bits > limits[1]))
@@ -73,7 +76,7 @@ def bad_scales(scales: Tensor, smallest: float, largest: float) -> Tensor:
 
 
 def scale_reason(smallest: float, largest: float) -> str:
-    """Why a payload with a `bad_scales` is refused, in the words of `check_scales`."""
+    """Return the reason for refusing a payload with a bad scale, in the words of `check_scales`."""
     return (
         f"it has a scale that is not finite or not from {smallest:.3g} to {largest:.3g}; no site's "
         "encoder writes that"

@@ -1,8 +1,7 @@
-"""`dilocox.compression.sparse` in tensor operations, bit for bit: see
-`dilocox.compression.tensor_ops`.
+"""GPU implementation of `dilocox.compression.sparse`, with the same bits.
 
-Every index that a payload gives is clamped to its chunk before use: an index out of range would
-end the process of a GPU.
+See `dilocox.compression.tensor_ops`. Every index from a payload is clamped to its chunk before use,
+because an index out of range on a GPU ends the process.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from dilocox.compression.sparse import low_bits, stream_bits
 from dilocox.compression.tensor_ops import Refusals, pack_bits, unpack_bits
 
 _INDEX_BITS = 16
-"""Of an index below `sparse.LARGEST_CHUNK`."""
+"""Bits of an index below `sparse.LARGEST_CHUNK`."""
 
 
 def strongest(magnitudes: Tensor, kept: int) -> Tensor:
-    """Indices, int64 [rows, kept] ascending, of the `kept` largest of each row of int32
-    [rows, width]; among equals the first are taken.
+    """Return the indices of the `kept` largest values of each row of int32 [rows, width].
 
-    Keys of magnitude and place are all different: so it does not matter how ties are chosen from.
+    The result is int64 [rows, kept], ascending. Among equal values the first ones are taken. The
+    sort keys consist of magnitude and place, so no two keys are equal, and the device's order of
+    ties does not matter.
     """
     width = magnitudes.shape[1]
     last = (1 << _INDEX_BITS) - 1
@@ -32,7 +32,7 @@ def strongest(magnitudes: Tensor, kept: int) -> Tensor:
 
 
 def pack(indices: Tensor, codes: Tensor, width: int, bits: int) -> Tensor:
-    """As `sparse.pack`: whole numbers [rows, k] to uint8 [rows, ceil(stream_bits / 8)]."""
+    """See `sparse.pack`: whole numbers [rows, k] to uint8 [rows, ceil(stream_bits / 8)]."""
     rows, k = indices.shape
     low, size = low_bits(k, width), stream_bits(k, width, bits)
     stream = torch.zeros((rows, size), dtype=torch.uint8, device=indices.device)
@@ -46,8 +46,10 @@ def pack(indices: Tensor, codes: Tensor, width: int, bits: int) -> Tensor:
 def unpack(
     data: Tensor, k: int, width: int, bits: int, refusals: Refusals
 ) -> tuple[Tensor, Tensor]:
-    """As `sparse.unpack`: indices and codes, int64 [rows, k]; indices are below `width` whatever
-    the payload says."""
+    """See `sparse.unpack`. Returns indices and codes, int64 [rows, k] each.
+
+    Indices are below `width` for every payload. Problems go to `refusals`.
+    """
     low, size = low_bits(k, width), stream_bits(k, width, bits)
     stream = unpack_bits(data)
     refusals.add(stream[:, size:] != 0, "the bits behind its last entry are not zero")
@@ -60,7 +62,7 @@ def unpack(
         high.sum(1) != k,
         f"a chunk does not have {k} indices; no site's encoder writes that",
     )
-    # Where there are k ones, they are the first k of a stable order by falling bits.
+    # A stable sort by falling bits puts the k ones first, in ascending order of their places.
     ones = high.sort(dim=1, descending=True, stable=True).indices[:, :k]
     before = torch.arange(k, device=data.device)
     indices = ((ones - before) << low) + (entries >> bits)

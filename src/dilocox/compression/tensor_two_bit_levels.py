@@ -1,8 +1,8 @@
-"""`dilocox.compression.two_bit_levels` in tensor operations, bit for bit: see
-`dilocox.compression.tensor_ops`.
+"""GPU implementation of `dilocox.compression.two_bit_levels`, with the same bits.
 
-Sums are of whole numbers below 2^47, as int64: exact in every order, and a GPU adds whole numbers
-up in the same order every time, which it does not do with fractions.
+See `dilocox.compression.tensor_ops`. Sums are of whole numbers below 2^47 in int64, so they are
+exact in every order. A GPU also gives the same result each time for sums of whole numbers, but not
+for sums of fractions.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ _SIGN = -(2**31)
 
 
 def to_codes(bits: Tensor, zeros: bool = True) -> tuple[Tensor, Tensor]:
-    """As `levels.to_codes`: int32 [rows, k] to uint8 [rows, HEAD] and int16 [rows, k]."""
+    """See `two_bit_levels.to_codes`: int32 [rows, k] to uint8 [rows, HEAD] and int16 [rows, k]."""
     levels, large = _two_levels(bits & _MAGNITUDE, zeros)
     codes = (bits < 0).to(torch.int16) | large.to(torch.int16) << 1
     return levels.to(torch.bfloat16).view(torch.uint8), codes
 
 
 def from_codes(head: Tensor, codes: Tensor, refusals: Refusals) -> Tensor:
-    """As `levels.from_codes`: uint8 [rows, HEAD] and whole numbers [rows, k] to int32 [rows, k]."""
+    """See `two_bit_levels.from_codes`: uint8 [rows, HEAD] and codes [rows, k] to int32 [rows, k].
+
+    Codes are whole numbers. Bad levels go to `refusals`.
+    """
     levels = head.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
     refusals.add(
         bad_scales(levels, SMALLEST_NORMAL, LARGEST_LEVEL),
@@ -37,7 +40,7 @@ def from_codes(head: Tensor, codes: Tensor, refusals: Refusals) -> Tensor:
 
 
 def _two_levels(magnitudes: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
-    """As `levels._two_levels`: fp32 [rows, 2], and which of int32 [rows, k] are large."""
+    """See `two_bit_levels._two_levels`: levels, fp32 [rows, 2], and True for large magnitudes."""
     ascending = magnitudes.sort(dim=1).values
     k = ascending.shape[1]
     values = ascending.view(torch.float32).to(torch.float64)
@@ -52,7 +55,7 @@ def _two_levels(magnitudes: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
     count = (first - left_out).clamp_(min=1).to(torch.float64)
     rest = torch.minimum(k - first, k - left_out).clamp_(min=1).to(torch.float64)
     above = total - below
-    # One operation at a time: a product and a sum that are fused would be rounded once.
+    # One operation at a time: a fused product and sum would round once instead of twice.
     error = below.mul(below).div_(count)
     error = error.add_(above.mul(above).div_(rest))
     cut = error.argmax(1, keepdim=True)

@@ -1,22 +1,23 @@
-"""The largest of every B values, in 2 bits and its place (block-wise top-1).
+"""The largest of every B values, as a 2-bit value and its place (block-wise top-1).
 
-`topk` takes the largest of a long chunk, wherever they are, so that some rows of a tensor are sent
-again and again and others wait; here every B neighbours have one value sent in every round. Its
-place in them takes log2 B bits, where one among K of a chunk as dense takes about two bits more.
+`topk` sends the largest values of a long chunk, wherever they are. So some rows of a tensor are
+sent again and again, while other rows wait. `top1` sends one value of every B neighbours in every
+round. Its place takes log2 B bits; an index of `topk` at the same density takes about two bits
+more.
 
-Payload: one record per 64 blocks of B consecutive values, and one for those that are left (r
-blocks, the last of them may be shorter). A record begins with two bf16 levels
-(`dilocox.compression.two_bit_levels`) of its blocks' values that are not zero; then comes a stream
-of bits that starts with the lowest of the first byte:
+Payload: one record per 64 blocks of B consecutive values, and one record for the remaining r
+blocks. The last block may be shorter. A record begins with two bf16 levels
+(`dilocox.compression.two_bit_levels`) of the values that are sent and not zero. A stream of bits
+follows, which starts with the lowest bit of the first byte:
 
-- bit 0 of the r codes (1: negative), then bit 1 of them (1: the second level),
-- the places, four blocks at a time as one number of w bits, its lowest bit first: place 0 + place 1
-  * (B + 1) + place 2 * (B + 1)^2 + place 3 * (B + 1)^3, where w bits are what the largest of these
-  needs. Of a block that has nothing but zeros the place is B and the code 0. Behind the last block
-  places are 0.
+- bit 0 of the r codes (1: negative), then bit 1 of the codes (1: the second level),
+- the places, those of four blocks as one number of w bits, the lowest bit first: place 0 + place 1
+  * (B + 1) + place 2 * (B + 1)^2 + place 3 * (B + 1)^3. w is the number of bits of the largest such
+  number. A block of zeros has place B and code 0. Places after the last block are 0.
 
-A record of r blocks has 4 + ceil((2 * r + w * ceil(r / 4)) / 8) bytes: for 64 blocks of 64 and of
-512 values (w = 25 and 37) that is 70 and 94, 8.75 and 11.75 bits per value that is sent.
+A record of r blocks has 4 + ceil((2 * r + w * ceil(r / 4)) / 8) bytes. For 64 blocks of 64 values
+(w = 25) these are 70 bytes, or 8.75 bits per sent value; for 64 blocks of 512 values (w = 37) they
+are 94 bytes, or 11.75 bits.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ from dilocox.config.codec_spec import LARGEST_BLOCK
 from dilocox.errors import ExchangeError
 
 _BLOCKS = 64
-"""That share two levels."""
+"""Blocks that share two levels."""
 _TOGETHER = 4
-"""Places that are one number: so less than a quarter of a bit of each is lost."""
+"""Places that are packed as one number. Rounding up to whole bits then wastes less than a quarter
+of a bit per place."""
 _PIECE = 1 << 18
-"""Values that are worked on together, about: a MiB stays in the cache."""
+"""Approximate number of values that are processed together: 1 MiB, which stays in the cache."""
 
 _BEHIND = "the bits behind its last place are not zero"
 _BEYOND = "it has a place beyond its block"
@@ -55,7 +57,7 @@ _WITHOUT_VALUE = "a block has a code without a value, or one behind the end"
 
 @dataclass(frozen=True)
 class Top1:
-    """Works on the device of its tensors, with the same bytes everywhere."""
+    """Codec `top1:B`. It works on the device of its tensors, with the same bytes everywhere."""
 
     block: int
     """B: 2 to 32768."""
@@ -75,7 +77,7 @@ class Top1:
         return self.block, 0
 
     def payload_bytes(self, n: int) -> int:
-        """As the module says."""
+        """Return the size that the module's docstring gives."""
         whole, rest = divmod(-(-check_count(n) // self.block), _BLOCKS)
         return whole * self._record_bytes(_BLOCKS) + (self._record_bytes(rest) if rest else 0)
 
@@ -113,7 +115,7 @@ class Top1:
             if missing:
                 piece = torch.nn.functional.pad(piece, (0, missing))
             blocks = piece.view(rows * width, self.block)
-            # Among equals the first, as numpy takes it.
+            # Among equal values argmax takes the first one, as numpy does.
             places = (blocks & 0x7FFFFFFF).argmax(1, keepdim=True)
             chosen = blocks.gather(1, places).view(rows, width)
             some = (chosen & 0x7FFFFFFF) > 0
@@ -127,7 +129,7 @@ class Top1:
         return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
-        """See `Codec.decode`. Refuses places and codes that encoding does not make, too."""
+        """See `Codec.decode`. Also refuses places and codes that no encoder writes."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
         values = output(out, n, torch.float32, payload.device).zero_()
         if not tensor_ops.numpy_reaches(payload):
@@ -160,15 +162,17 @@ class Top1:
             first = torch.arange(rows * width, device=values.device).view(rows, width) * self.block
             where = first + start + places
             refusals.add(torch.where(some, where >= n, codes != 0), _WITHOUT_VALUE)
-            # A block without a value gets a zero, at a place of its own that is there.
+            # A block of zeros gets a zero written, at a place of its own inside the values.
             where = (first + start + places.clamp(0, self.block - 1)).clamp_(max=n - 1)
             bits.scatter_(0, where.view(-1), torch.where(some, found, 0).view(-1))
         refusals.settle()
         return values
 
     def _records(self, n: int, piece: int = _PIECE) -> Iterator[tuple[int, int, int]]:
-        """(first value, number of records, their blocks) of the pieces in which n are taken;
-        `piece`: values that are worked on together."""
+        """Yield (first value, number of records, blocks per record) of each piece of n values.
+
+        `piece`: approximate number of values that are processed together.
+        """
         blocks = -(-n // self.block)
         whole, rest = divmod(blocks, _BLOCKS)
         together = max(1, piece // (_BLOCKS * self.block))
@@ -179,7 +183,7 @@ class Top1:
 
     @property
     def _place_bits(self) -> int:
-        """w: bits of a number of four places."""
+        """w: bits of a number that packs four places."""
         most: int = (self.block + 1) ** _TOGETHER - 1
         return most.bit_length()
 
@@ -187,7 +191,7 @@ class Top1:
         return HEAD + -(-(2 * blocks + self._place_bits * -(-blocks // _TOGETHER)) // 8)
 
     def _packed(self, places: Array, codes: Array) -> Array:
-        """Streams, uint8 [rows, bytes], of places and codes [rows, blocks]."""
+        """Pack places and codes, [rows, blocks] each, into streams, uint8 [rows, bytes]."""
         rows, blocks = places.shape
         fours, width = -(-blocks // _TOGETHER), self._place_bits
         radix = (self.block + 1) ** np.arange(_TOGETHER)
@@ -204,9 +208,9 @@ class Top1:
         return np.packbits(stream, axis=1, bitorder="little")
 
     def _unpacked(self, data: Array, blocks: int) -> tuple[Array, Array]:
-        """Places, int64, and codes, int32, both [rows, blocks], that `_packed` made `data` from.
+        """Undo `_packed`: return places, int64, and codes, int32, [rows, blocks] each.
 
-        Raises `ExchangeError` for what it does not make.
+        Raises `ExchangeError` for streams that `_packed` never makes.
         """
         fours, width = -(-blocks // _TOGETHER), self._place_bits
         stream = np.unpackbits(data, axis=1, bitorder="little")

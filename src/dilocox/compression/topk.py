@@ -1,13 +1,17 @@
 """The K largest of every 4,096 values, in 2 bits each (SparseLoCo's form).
 
-Payload: one record per chunk of values, whose length follows from K (`dilocox.compression.sparse`),
-and one for a shorter last chunk. A record of a chunk of c values, k = ceil(K * c / 4096), begins
-with two bf16 levels; then come, as that module says, the indices and codes of 2 bits (1: negative,
-2: the second level). It has 4 + ceil((k * (3 + l) + (c >> l)) / 8) bytes, with the l >= 0 that
-makes them least: for K = 5, 16 and 64 of 4,096 that is 140 bytes for
-65,536 values, 100 for 16,384 and 84 for 4,096: 14.0, 12.5 and 10.5 bits per value that is sent.
+Payload: one record per chunk of values. `dilocox.compression.sparse` gives the chunk's length,
+which depends on K; the last chunk may be shorter. A record of a chunk of c values holds
+k = ceil(K * c / 4096) of them. It begins with two bf16 levels. Codes of 2 bits and indices follow,
+packed as in `dilocox.compression.sparse`; in a code, bit 0 means negative, bit 1 the second level.
 
-The levels are those of `dilocox.compression.two_bit_levels`, of a chunk's kept values.
+A record has 4 + ceil((k * (3 + l) + (c >> l)) / 8) bytes, with the l >= 0 for which this is least:
+
+- K = 5: 140 bytes per 65,536 values, 14.0 bits per sent value,
+- K = 16: 100 bytes per 16,384 values, 12.5 bits per sent value,
+- K = 64: 84 bytes per 4,096 values, 10.5 bits per sent value.
+
+The levels are those of `dilocox.compression.two_bit_levels` for the kept values of a chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ _BITS = 2
 
 @dataclass(frozen=True)
 class TopK:
-    """Works on the device of its tensors, with the same bytes everywhere."""
+    """Codec `topk:K`. It works on the device of its tensors, with the same bytes everywhere."""
 
     kept: int
     """K: 1 to 2048."""
@@ -54,7 +58,7 @@ class TopK:
         return self.kept, 0
 
     def payload_bytes(self, n: int) -> int:
-        """As the module says."""
+        """Return the size that the module's docstring gives."""
         return sparse.payload_bytes(check_count(n), self.kept, HEAD, _BITS)
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
@@ -91,7 +95,7 @@ class TopK:
         return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
-        """See `Codec.decode`. Refuses indices that encoding does not make, too."""
+        """See `Codec.decode`. Also refuses indices that no encoder writes."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
         values = output(out, n, torch.float32, payload.device).zero_()
         if not tensor_ops.numpy_reaches(payload):

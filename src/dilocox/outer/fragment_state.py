@@ -184,10 +184,9 @@ class FragmentState:
     def committed(
         self, u: Tensor, sent: Tensor | None, second_error: tuple[int, Tensor] | None = None
     ) -> None:
-        """Add to the residual the part of u that compression left out. Does nothing without error
-        feedback.
+        """Add to the residual the part of u that compression left out.
 
-        Call this once the contribution set is known.
+        Call this once the contribution set is known. Does nothing without error feedback.
 
         Args:
             u: the contribution, from `boundary` or `gradients`.
@@ -207,8 +206,7 @@ class FragmentState:
             self.residual[start : start + values.numel()].add_(values.to(self.residual.device))
 
     def land(self, live: Mapping[str, Tensor], average: Tensor | None, rule: Rule) -> None:
-        """Take the outer step on the anchor; then move `live` and the reference by the overlap
-        rule.
+        """Take the outer step on the anchor, then move `live` and reference by the overlap rule.
 
         `average` is Δ, flat fp32 [length]. It is None for an empty contribution set, which leaves
         anchor and momentum unchanged.

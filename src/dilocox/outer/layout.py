@@ -139,8 +139,7 @@ class Layout:
 def _between(
     flat: torch.device | None, tensors: Mapping[str, Tensor], names: Sequence[str]
 ) -> Staging:
-    """Return the staging that copies between a flat buffer on device `flat` and `names` of
-    `tensors`.
+    """Return the staging that copies between a buffer on device `flat` and `names` of `tensors`.
 
     The GPU's staging if the tensors are on a GPU and the buffer is in host memory; else the CPU's.
     """

@@ -136,8 +136,7 @@ class SlopeProbe:
         found: Mapping[str, RankOpinion],
         weights: Mapping[str, float],
     ) -> dict[str, RankOpinion]:
-        """Add to the opinions `found` the loss, and the gain of this rank's part of each
-        contribution.
+        """Add to the opinions `found` the loss, and this rank's part of each contribution's gain.
 
         The gain is to first order: the inner product of the gradient and sent / w, with `sent` cut
         down to the shares of its opinion. `sent`: by site, flat fp32; `weights`: w_i by site.

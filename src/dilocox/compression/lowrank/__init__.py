@@ -1,1 +1,1 @@
-"""Low rank in the form of PowerSGD (1905.13727), with quantised factors."""
+"""Low-rank codec in the form of PowerSGD (arXiv 1905.13727), with quantised factors."""

@@ -1,6 +1,7 @@
-"""Low rank in the form of PowerSGD (1905.13727), with quantised factors and error feedback outside.
+"""Low-rank codec in the form of PowerSGD (arXiv 1905.13727), with quantised factors.
 
-An exchange of u_i (one matrix each) over the sites i, all with the same warm start Q:
+Error feedback takes place outside the codec. An exchange of one matrix u_i per site i, where all
+sites have the same warm start Q:
 
     project        left_i = Quant(u_i Q)                   every site, to the owner
     orthonormalise P      = Quant8(orth(Σ left_i))         the owner alone, to every site
@@ -8,9 +9,9 @@ An exchange of u_i (one matrix each) over the sites i, all with the same warm st
     decode         sent_i = P Q_iᵀ                         everywhere, the same bytes
     next_warm      Q      = Σ Q_i / Σ w_i                  everywhere, the same bytes
 
-QR differs between processors and thread counts, so only one site runs it, and what it finds is
-sent. Encoding may differ between machines as well; nothing depends on that. A site's residual
-is u_i - sent_i: it uses the site's own quantised factor and the basis that all have.
+QR differs between processors and thread counts, so one site alone runs it and sends the result.
+Encoding may differ between machines, too; no other site depends on how a payload was computed. A
+site's residual is u_i - sent_i, from the site's own quantised factor and the common basis.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ BASIS_IDENTIFIER = 17
 PAYLOAD_IDENTIFIER = 18
 
 MOST_ENERGY = 1e60
-"""No payload may say that its basis misses more of a matrix: squares of it are to be numbers."""
+"""Largest energy of a matrix outside the basis that a payload may report. The square of a larger
+energy could overflow."""
 _DIGEST_BYTES = 32
 _ENERGY_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Message:
-    """One of the three messages, as frames see it."""
+    """Properties of one of the three messages, in the form that frames take (`FramePart`)."""
 
     identifier: int
     numbers: tuple[int, int]
@@ -59,21 +61,24 @@ class Message:
 
 
 class LowRank:
-    """Rank `rank` with factors of `bits` bits (4 or 8) for the tensors of `geometry`.
+    """Codec of rank `rank`, with factors of `bits` bits (4 or 8), for the tensors of `geometry`.
 
-    With r = min(rank, rows, columns) of each low-rank matrix, B(n) = ceil(n / 128) and
-    s = 2 + 16 bits bytes for 128 values, the three messages have exactly
+    Let r = min(rank, rows, columns) of each low-rank matrix, B(n) = ceil(n / 128), and
+    s = 2 + 16 bits, the bytes of 128 values of a factor. The three messages have these exact sizes
+    in bytes:
 
-        factor:  Σ r B(rows) s                                  bytes
+        factor:  Σ r B(rows) s
         basis:   Σ r B(rows) 129
         payload: 32 + Σ (8 + r B(columns) s) + 66 Σ B(size of a dense tensor)
 
-    The payload is the SHA-256 of the basis, a float64 for each matrix, the factors' scales and
-    codes, and the dense tensors' as int4. All methods work on the device of their first tensor
-    (`next_warm` on that of the warm start; a basis may be in host memory): sums that all sites must
-    have alike are exact, so a GPU's are the same bits. They raise `ExchangeError` for payloads of
-    another size or beyond the limits that keep decoding exact. Raises `ConfigError` for a rank or
-    bits that cannot be.
+    The payload holds the SHA-256 of the basis, one float64 per matrix, scales and codes of the
+    factors, and the dense tensors as int4.
+
+    Methods work on the device of their first tensor; `next_warm` works on the device of the warm
+    start. A basis may be in host memory. Sums that must be equal at all sites are exact, so a GPU
+    gives the same bits as a CPU. Methods raise `ExchangeError` for a payload of another size, or
+    beyond the limits that keep decoding exact. The constructor raises `ConfigError` for a rank
+    below 1, and for bits other than 4 and 8.
     """
 
     identifier = PAYLOAD_IDENTIFIER
@@ -93,9 +98,9 @@ class LowRank:
         self._left = tuple(group.left for group in self._arranged.groups)
         self._right = tuple(group.right for group in self._arranged.groups)
         self.warm_length = self._arranged.right_length
-        """Values of the warm start: all Q, transposed, columns padded to whole blocks."""
+        """Number of values of the warm start: all Q, transposed, columns padded to whole blocks."""
         self.matrices = sum(stack.count for stack in self._left)
-        """How many tensors go low rank."""
+        """Number of tensors that are sent as low rank."""
         left = self._arranged.left_length
         self.factor_bytes = self._codec.payload_bytes(left)
         self.basis_bytes = basis_bytes(left)
@@ -118,17 +123,20 @@ class LowRank:
         )
 
     def first_warm(self) -> Tensor:
-        """Seeded warm start, fp32 [warm_length] on the CPU, the same on every machine."""
+        """Return the seeded warm start, fp32 [warm_length] on the CPU, equal on every machine."""
         return seeded(self.warm_length, 0)
 
     def fit_warm(self, warm: Tensor, before: LowRank) -> Tensor:
-        """The warm start that `before` (another rank, the same geometry) had, as this codec's.
+        """Convert the warm start of `before`, a codec of another rank, to this codec's warm start.
 
-        Each matrix keeps its strongest columns, or all, and gets seeded ones for the rest; so does
-        a matrix that went dense before. fp32 [before.warm_length] to [warm_length].
+        `warm` is fp32 [before.warm_length]; the result is fp32 [warm_length]. Each matrix keeps its
+        strongest columns, as many as fit. Missing columns are seeded, all of them for a matrix that
+        `before` sent dense. Raises `ExchangeError` if `before` has another geometry.
         """
         if before.geometry != self.geometry:
-            raise ExchangeError("a warm start cannot be fitted to other tensors: start it anew")
+            raise ExchangeError(
+                "a low-rank warm start cannot be converted for other tensors: start with a new one"
+            )
         before._check_warm(warm)
         fitted = self.first_warm().to(warm.device)
         known = {
@@ -144,10 +152,11 @@ class LowRank:
         return fitted
 
     def project(self, u: Tensor, warm: Tensor) -> Tensor:
-        """This site's Quant(u Q): fp32 [length], fp32 [warm_length] to uint8 [factor_bytes].
+        """Return this site's factor Quant(u Q), uint8 [factor_bytes].
 
-        Each column of Q is taken relative to its largest value: that leaves the space that is
-        spanned as it is, and the factor's size near that of u. Refuses what is not finite.
+        `u` is fp32 [length], `warm` fp32 [warm_length]. Each column of Q is first divided by its
+        largest magnitude. This leaves the spanned space unchanged, and keeps the factor's magnitude
+        near that of u. Raises `ExchangeError` if the factor is not finite.
         """
         self._check(u)
         self._check_warm(warm)
@@ -164,20 +173,21 @@ class LowRank:
         return encode_factors(left, self._left, self._codec)
 
     def check_factor(self, factor: Tensor) -> None:
-        """Raise `ExchangeError` for a factor that `orthonormalise` would refuse."""
+        """Raise `ExchangeError` if `orthonormalise` would refuse this factor."""
         decode_factors(factor, self._left, self._arranged.left_length, self._codec)
 
     def check_basis(self, basis: Tensor) -> None:
-        """Raise `ExchangeError` for a basis that `encode` and `decode` would refuse."""
+        """Raise `ExchangeError` if `encode` and `decode` would refuse this basis."""
         self._basis(basis)
 
     def orthonormalise(self, factors: Sequence[Tensor]) -> Tensor:
-        """The sites' factors, uint8 [factor_bytes] each, to the basis, uint8 [basis_bytes].
+        """Return the basis, uint8 [basis_bytes], of the sites' `factors`, uint8 [factor_bytes].
 
-        QR in float64 of their sum. Dependent or zero columns are completed by arbitrary ones.
+        The basis is the Q of a float64 QR of the factors' sum. QR replaces dependent or zero
+        columns by arbitrary orthonormal ones. Raises `ExchangeError` without factors.
         """
         if not factors:
-            raise ExchangeError("no site's low-rank factor is there: repeat the exchange")
+            raise ExchangeError("no low-rank factor has arrived from any site: repeat the exchange")
         length = self._arranged.left_length
         total = torch.zeros(length, dtype=torch.float64, device=factors[0].device)
         for factor in factors:
@@ -191,10 +201,10 @@ class LowRank:
         return encode_basis(basis, self._left)
 
     def encode(self, u: Tensor, basis: Tensor) -> Tensor:
-        """This site's contribution: fp32 [length], uint8 [basis_bytes] to uint8 [payload_bytes].
+        """Encode this site's contribution `u`, fp32 [length], to uint8 [payload_bytes].
 
-        For each matrix the payload holds ‖u‖² - ‖Pᵀu‖², at least 0: what the basis misses.
-        Refuses what is not finite.
+        `basis` is uint8 [basis_bytes]. For each matrix the payload holds ‖u‖² - ‖Pᵀu‖², at least 0:
+        the energy outside the basis. Raises `ExchangeError` if factors or energies are not finite.
         """
         self._check(u)
         digest = self._digest(basis).to(u.device)
@@ -216,9 +226,10 @@ class LowRank:
         return torch.cat([digest, missed.clamp_(min=0).view(torch.uint8), sent, DENSE.encode(rest)])
 
     def decode(self, payload: Tensor, basis: Tensor) -> Tensor:
-        """P Qᵀ and the dense tensors: uint8 [payload_bytes] to fp32 [length], zero in gaps.
+        """Decode uint8 [payload_bytes] to P Qᵀ and the dense tensors, fp32 [length], zero in gaps.
 
-        The same bytes on every machine: sums are exact in float64, and rounded once.
+        The result has the same bytes on every machine, because sums are exact in float64 and
+        rounded once.
         """
         _, factor, rest = self._split(payload, self._digest(basis))
         left = self._basis(basis.to(payload.device))
@@ -230,7 +241,7 @@ class LowRank:
             for first, last in group.batches():
                 for top in range(0, group.rows, step):
                     rows = ps[first:last, :, top : top + step].transpose(1, 2)
-                    # Plus zero: the sign of an empty sum hangs on how it was begun.
+                    # Add zero: the sign of a zero sum depends on how the library began the sum.
                     some = torch.bmm(rows, qs[first:last]).add_(0.0)
                     for number in range(first, last):
                         group.matrix(flat, number)[top : top + step].copy_(some[number - first])
@@ -239,7 +250,7 @@ class LowRank:
         return flat
 
     def basis_digest(self, payload: Tensor) -> bytes:
-        """SHA-256 of the basis that a payload, uint8 [payload_bytes], was made with."""
+        """Return the SHA-256 of the basis with which `payload`, uint8 [payload_bytes], was made."""
         payload = check_payload(payload, self.payload_bytes, self.name, self.geometry.length)
         basis: Tensor = payload.split(self._cuts)[0]
         return basis.cpu().numpy().tobytes()
@@ -252,11 +263,22 @@ class LowRank:
         warm: Tensor,
         count: int,
     ) -> Tensor:
-        """The warm start after landing `count`, fp32 [warm_length], the same at every site.
+        """Return the warm start after landing `count`, fp32 [warm_length], equal at every site.
 
-        The mean of the contributions' Q, summed in the order listed. A column of zeros stays as
-        it was in `warm`: a round without gradient says nothing. At every eighth landing the
-        weakest eighth of each matrix's columns (at least one) starts afresh from a seed.
+        The result is the mean of the contributions' Q, summed in the given order. A column of zeros
+        keeps its value in `warm`, because a round without gradient gives no direction. At every
+        eighth landing, the weakest eighth of each matrix's columns (at least one) is replaced by
+        seeded columns.
+
+        Args:
+            payloads: payloads of the contribution set, in its order.
+            weights: w_i of each payload.
+            basis: the basis of this exchange.
+            warm: the present warm start, fp32 [warm_length].
+            count: number of this landing.
+
+        Raises `ExchangeError` if the set is empty, or has another number of weights, or if the sum
+        of the weights is not positive.
         """
         self._check_warm(warm)
         weight = sum(weights)
@@ -269,28 +291,31 @@ class LowRank:
         mean = torch.zeros_like(warm)
         for payload in payloads:
             mean += self._split(payload.to(warm.device), digest)[1]
-        # A tensor on purpose: some devices turn division by a plain number into a product.
+        # The divisor is a tensor on purpose: some devices turn a division by a plain number into a
+        # multiplication, which rounds otherwise.
         mean.div_(torch.full((1,), weight, device=warm.device))
         return refreshed(mean, warm, self._right, count)
 
     @property
     def low_rank_values(self) -> int:
-        """Values of the fragment that go as low rank."""
+        """Number of values of the fragment that are sent as low rank."""
         return sum(group.size * len(group.offsets) for group in self._arranged.groups)
 
     def effective_rank(self, payloads: Sequence[Tensor], basis: Tensor) -> float | None:
-        """How many equal singular values the averaged pseudo-gradient is worth; 0 if it is zero,
-        none if no matrix goes as low rank.
+        """Return the effective rank of the averaged pseudo-gradient: (Σs²)² / Σs⁴ of its singular
+        values s, averaged over the low-rank matrices, weighted by their numbers of values.
 
-        (Σs²)² / Σs⁴ over its singular values s, averaged over the low-rank matrices with their
-        numbers of values as weights. Unlike the entropy of s² it is nearly known from the factor
-        and the energy that the basis misses: Σs² exactly; Σs⁴ is the core's plus at most the missed
-        energy times the smallest s² of the core, as a basis of the largest directions misses none
-        above it. That most is taken, so the estimate errs on the low side; it is exact for equal
-        singular values, and exceeds the rank when the basis is too small (docs/algorithm.md §4).
+        Returns 0 for a zero pseudo-gradient, and None if no matrix is sent as low rank. The last
+        digits may differ between machines, so the number is for reports.
 
-        What the mean misses is not sent: sites' differences are taken to average out of it as
-        they do within the basis. A report: its last digits may differ between machines.
+        Factor and energy outside the basis nearly determine this rank, unlike the entropy of s².
+        Σs² is exact. Σs⁴ is that of the core, plus at most the outside energy times the smallest s²
+        of the core: a basis of the largest directions leaves out no larger s². This upper bound is
+        used, so the estimate errs on the low side. It is exact for equal singular values, and
+        exceeds `rank` if the basis is too small (docs/algorithm.md §4).
+
+        The energy of the mean outside the basis is not sent. It is estimated: differences between
+        sites are assumed to average out there in the same proportion as within the basis.
         """
         digest = self._digest(basis)
         device = payloads[0].device if payloads else basis.device
@@ -310,7 +335,7 @@ class LowRank:
             columns = group.right.view(total)
             core = torch.bmm(columns, columns.transpose(1, 2))
             kept = core.diagonal(dim1=1, dim2=2).sum(1)
-            # Of the single sites' energy within the basis, the share that the sum still has.
+            # Scale by the share of the single sites' energy within the basis that the sum keeps.
             lost = lost * torch.where(apart > 0, kept / apart, 1.0)
             others = max(1, min(group.rows, group.columns) - group.right.rank)
             worth += group.size * float(effective_ranks(core, lost, others).sum())
@@ -331,14 +356,15 @@ class LowRank:
             )
 
     def _dense(self) -> Iterator[tuple[int, int, int]]:
-        """Place among the dense values, start in the fragment and number of values of each."""
+        """Yield (place among the dense values, start in the fragment, number of values) of each
+        dense tensor."""
         place = 0
         for start, size in self._arranged.dense:
             yield place, start, size
             place += whole_blocks(size)
 
     def _by_group(self, of_matrices: Tensor) -> Iterator[Tensor]:
-        """Views [count] for each group of a tensor with one entry for each low-rank matrix."""
+        """Split a tensor with one entry per low-rank matrix into views [count], one per group."""
         return iter(of_matrices.split([stack.count for stack in self._left]))
 
     def _digest(self, basis: Tensor) -> Tensor:
@@ -349,7 +375,10 @@ class LowRank:
         return decode_basis(basis, self._left, self._arranged.left_length)
 
     def _split(self, payload: Tensor, digest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Missed energies (float64), right factors and dense values (fp32) of a payload."""
+        """Return energies outside the basis (float64), right factors and dense values (fp32).
+
+        Raises `ExchangeError` if the payload was made with another basis, or is out of limits.
+        """
         payload = check_payload(payload, self.payload_bytes, self.name, self.geometry.length)
         made_with, energies, factor, rest = payload.split(self._cuts)
         if not torch.equal(made_with.cpu(), digest):
@@ -371,18 +400,23 @@ class LowRank:
 
 
 def _energy(matrices: Tensor) -> Tensor:
-    """Sum of squares of each of fp32 [count, rows, columns], float64 [count]; rows in fp32."""
+    """Return the sum of squares of each matrix of fp32 [count, rows, columns]: float64 [count].
+
+    Rows are summed in fp32, then the matrix in float64.
+    """
     rows = torch.linalg.vector_norm(matrices, dim=2)
     energy: Tensor = rows.to(torch.float64).square_().sum(1)
     return energy
 
 
 def effective_ranks(core: Tensor, missed: Tensor, others: int) -> Tensor:
-    """(Σs²)² / Σs⁴ of singular values s, float64 [count], 0 where all are zero.
+    """Return (Σs²)² / Σs⁴ of the singular values s of each matrix, float64 [count]; 0 if all are 0.
 
-    `core`: QᵀQ, [count, rank, rank], whose eigenvalues are the s² within the basis; `missed`: sum
-    of the other s², [count], which are `others` in number. They are taken to be as large as they
-    can be, see `LowRank.effective_rank`.
+    Args:
+        core: QᵀQ, [count, rank, rank]; its eigenvalues are the s² within the basis.
+        missed: sum of the s² outside the basis, [count].
+        others: number of singular values outside the basis. They are assumed to be as large as
+            possible, see `LowRank.effective_rank`.
     """
     own = core.diagonal(dim1=1, dim2=2)
     tail = torch.maximum(missed * torch.minimum(missed, own.amin(1)), missed.square() / others)

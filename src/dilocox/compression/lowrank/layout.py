@@ -1,9 +1,10 @@
-"""Which tensors go low rank, and where their factors lie.
+"""Choice of the tensors that are sent as low rank, and places of their factors in two buffers.
 
-A matrix U (rows x columns) becomes P Qᵀ with P (rows x rank) and Q (columns x rank). The factors
-of all matrices lie in two flat buffers, one for each side; a column of a factor is contiguous and
-padded with zeros to whole blocks of 128. So each block belongs to one column of one matrix: columns
-differ in size as the singular values do, neighbours within a column hardly.
+A matrix U (rows x columns) becomes P Qᵀ with P (rows x rank) and Q (columns x rank). Two flat
+buffers hold the left and the right factors of all matrices. A column of a factor is contiguous and
+padded with zeros to whole blocks of 128. So each block belongs to one column of one matrix. This
+suits blockwise quantisation: magnitudes differ between columns as the singular values do, but
+hardly within a column.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from dilocox.compression.blockwise_int import Quantised
 from dilocox.compression.buffer_layout import Geometry
 
 DENSE = Quantised("int4", 5, bits=4)
-"""Codec of everything that does not go low rank."""
+"""Codec of the tensors that are not sent as low rank."""
 SMALLEST = 4096
-"""Matrices of fewer values go dense."""
+"""Matrices with fewer values are sent dense."""
 BATCH = 1 << 18
-"""Values worked on at a time: as many small matrices, or as many rows of a large one."""
+"""Values that are processed at a time: several small matrices, or some rows of a large matrix."""
 BASIS_BLOCK_BYTES = 1 + BLOCK
-"""Bytes of 128 values of a basis: a step and 8-bit codes."""
+"""Bytes of 128 values of a basis: one step and 128 8-bit codes."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,24 @@ class Stack:
 
     @property
     def blocks(self) -> int:
-        """Blocks of one column."""
+        """Number of blocks of one column."""
         return -(-self.size // BLOCK)
 
     @property
     def length(self) -> int:
-        """Values of all of them in the buffer."""
+        """Number of values of the whole stack in the buffer, padding included."""
         return self.count * self.rank * self.blocks * BLOCK
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The transposed factors, [count, rank, size], in a flat buffer, without the padding."""
+        """Return a view of the transposed factors, [count, rank, size], in a flat buffer.
+
+        The view leaves the padding out.
+        """
         some = buffer[self.start : self.start + self.length]
         return some.view(self.count, self.rank, self.blocks * BLOCK)[:, :, : self.size]
 
     def view_blocks(self, of_blocks: Tensor) -> Tensor:
-        """[count, rank, blocks, ...] of a tensor that has one entry for each block."""
+        """Return a view [count, rank, blocks, ...] of a tensor with one entry per block."""
         first = self.start // BLOCK
         some = of_blocks[first : first + self.length // BLOCK]
         return some.view(self.count, self.rank, self.blocks, *of_blocks.shape[1:])
@@ -61,12 +65,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Matrices:
-    """All matrices of one shape that go low rank: they are worked on together."""
+    """All low-rank matrices of one shape. They are processed together."""
 
     rows: int
     columns: int
     offsets: tuple[int, ...]
-    """Where each starts in the fragment's buffer."""
+    """Start of each matrix in the fragment's buffer."""
     left: Stack
     """P of each, in the buffer of left factors."""
     right: Stack
@@ -74,22 +78,22 @@ class Matrices:
 
     @property
     def size(self) -> int:
-        """Values of one of them."""
+        """Number of values of one matrix."""
         return self.rows * self.columns
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """[first, last) of those to be worked on at a time."""
+        """Yield [first, last) of the matrices that are processed at a time."""
         step = max(1, BATCH // self.size)
         for first in range(0, len(self.offsets), step):
             yield first, min(first + step, len(self.offsets))
 
     def matrix(self, flat: Tensor, number: int) -> Tensor:
-        """View [rows, columns] of matrix `number` in the fragment's buffer."""
+        """Return a view [rows, columns] of matrix `number` in the fragment's buffer."""
         start = self.offsets[number]
         return flat[start : start + self.size].view(self.rows, self.columns)
 
     def stacked(self, flat: Tensor, first: int, last: int) -> Tensor:
-        """[last - first, rows, columns]: a copy, or a view where it is one matrix."""
+        """Return matrices [first, last) as [last - first, rows, columns]; a view if it is one."""
         if last - first == 1:
             return self.matrix(flat, first).unsqueeze(0)
         return torch.stack([self.matrix(flat, number) for number in range(first, last)])
@@ -97,20 +101,22 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Which tensors go low rank and which dense, and where the factors lie."""
+    """The low-rank matrices, the dense tensors, and the places of the factors."""
 
     groups: tuple[Matrices, ...]
     dense: tuple[tuple[int, int], ...]
-    """Start in the fragment's buffer and number of values of each tensor that goes dense."""
+    """(start in the fragment's buffer, number of values) of each tensor that is sent dense."""
     left_length: int
     right_length: int
     dense_length: int
 
     @classmethod
     def of(cls, geometry: Geometry, rank: int, codec: Quantised) -> Arrangement:
-        """Tensors of a geometry, as first dimension x rest, with rank min(rank, rows, columns).
+        """Return the arrangement of the tensors of `geometry`, with rank min(rank, rows, columns).
 
-        Dense are 1-D tensors, those under 4,096 values, and those where `pays` says so.
+        A tensor counts as a matrix of its first dimension x all others. Three kinds of tensors are
+        sent dense: 1-D tensors, tensors with fewer than 4,096 values, and tensors for which `pays`
+        is False.
         """
         shapes: dict[tuple[int, int], list[int]] = {}
         dense = []
@@ -137,17 +143,17 @@ class Arrangement:
 
 
 def whole_blocks(size: int) -> int:
-    """`size` values and the padding after them."""
+    """Return `size` rounded up to whole blocks of 128 values."""
     return -(-size // BLOCK) * BLOCK
 
 
 def pays(rows: int, columns: int, rank: int, codec: Quantised) -> bool:
-    """Whether a matrix goes low rank: if that sends at most three quarters of dense int4's bytes.
+    """Return True if low rank sends at most three quarters of the bytes of dense int4.
 
-    Counted is what a site sends for each transfer at two sites: the payload, and every other time
-    the left factor and the basis (with more sites, these two weigh less). Bytes alone decide that
-    low rank is possible; whether it is good is the controller's question. Near equal bytes dense
-    int4 loses far less.
+    The comparison counts the bytes that a site sends per exchange in a run of two sites: the
+    payload, and in every second exchange the left factor and the basis. With more sites, factor and
+    basis matter less. The limit is below one because dense int4 loses far less at equal bytes. The
+    result only says that low rank is worthwhile in bytes; the controller decides whether to use it.
     """
     least = min(rank, rows, columns)
     left, right = -(-rows // BLOCK), -(-columns // BLOCK)

@@ -1,16 +1,17 @@
 """Factors of the low-rank codec, quantised so that the sums of P Qᵀ are exact.
 
-Why P Qᵀ comes out the same everywhere, in whatever order its sums over the rank are made:
+P Qᵀ has the same bits on every machine, in any order of its sums over the rank, for three reasons:
 
-- P is 8-bit codes times powers of two, Q 4- or 8-bit codes (`bits`) times bf16 scales. A product
-  is a whole number below 2^(7 + bits - 1 + 8) times a power of two.
-- Of blocks that meet in a sum (the same block of all columns of a factor), none is more than
-  2^8 (P) or 2^`spread` (Q) below the largest: P takes a coarser step there, Q becomes zero. It
-  is too little to matter against the error of the largest, and error feedback keeps it. So all
-  partial sums are whole multiples of one power of two, below 2^53 of it: exact in float64.
-- Limits on both exponents keep every sum clear of overflow and of subnormal numbers in fp32.
+- P consists of 8-bit codes times powers of two, Q of 4- or 8-bit codes (`bits`) times bf16 scales.
+  A product is a whole number below 2^(7 + bits - 1 + 8), times a power of two.
+- A sum adds values of the same block of all columns of a factor. No block is more than 2^8 (P) or
+  2^`spread` (Q) below the largest of these blocks: fainter blocks of P take a coarser step, fainter
+  blocks of Q become zero. The loss is small against the error of the largest block, and error
+  feedback keeps it. So all partial sums are whole multiples of one power of two, and less than 2^53
+  times that power: they are exact in float64.
+- Limits on both exponents keep every sum away from overflow and from subnormal numbers in fp32.
 
-The decoder checks what the encoder promises.
+The decoder checks that a payload keeps these limits.
 """
 
 from __future__ import annotations
@@ -34,24 +35,25 @@ _UNUSED = -127
 
 
 def basis_bytes(length: int) -> int:
-    """Size in bytes of a basis of `length` values: 129 for each 128."""
+    """Return the size, in bytes, of a basis of `length` values: 129 bytes for 128 values."""
     return length // BLOCK * BASIS_BLOCK_BYTES
 
 
 def spread(rank: int, bits: int) -> int:
-    """By how many powers of two the scales of blocks of Q that meet in a sum may differ.
+    """Return by how many powers of two the scales of blocks of Q in one sum may differ.
 
-    53 bits of float64 less those of both codes, of Q's scale, of P's spread and of a sum over
-    the rank: 24 at rank 8, 16 at rank 2,048 with 4-bit codes; 4 less with 8-bit codes.
+    The result is the 53 bits of float64, less the bits of both codes, of Q's scale, of P's spread
+    and of a sum over the rank. With 4-bit codes it is 24 at rank 8, and 16 at rank 2,048; with
+    8-bit codes it is 4 less.
     """
     codes = _BASIS_LARGEST.bit_length() + bits - 1
     return 53 - codes - 8 - _BASIS_SPREAD - (rank - 1).bit_length()
 
 
 def encode_factors(values: Tensor, stacks: Sequence[Stack], codec: Quantised) -> Tensor:
-    """fp32 [length] to the payload of `codec`, without the blocks that are too faint.
+    """Encode finite fp32 [length] with `codec`. Blocks too faint for exact sums become zero.
 
-    Values are finite. Raises `ExchangeError` for those beyond 2^100.
+    Raises `ExchangeError` if the values are too large: a scale of 2^101 or more.
     """
     payload = codec.encode(values)
     scales, codes = _parts(payload, values.numel(), codec)
@@ -71,7 +73,10 @@ def encode_factors(values: Tensor, stacks: Sequence[Stack], codec: Quantised) ->
 def decode_factors(
     payload: Tensor, stacks: Sequence[Stack], length: int, codec: Quantised
 ) -> Tensor:
-    """uint8 payload to fp32 [length]. Raises `ExchangeError` where the sums would not be exact."""
+    """Decode a uint8 payload of `encode_factors` to fp32 [length].
+
+    Raises `ExchangeError` for a wrong size, or if the sums of P Qᵀ would not be exact.
+    """
     payload = check_payload(payload, codec.payload_bytes(length), "low-rank factor", length)
     values = codec.decode(payload, length)
     scales, codes = _parts(payload, length, codec)
@@ -91,15 +96,15 @@ def decode_factors(
 
 
 def encode_basis(values: Tensor, stacks: Sequence[Stack]) -> Tensor:
-    """Orthonormal columns, float64 [length], to uint8 [basis_bytes(length)].
+    """Encode orthonormal columns, float64 [length], to uint8 [basis_bytes(length)].
 
-    Payload: for each block one byte x, then the int8 codes in ±127; a value is code times
-    2^(-6 - x), x in 0..26. The error is at most half of this step: at most 1/127 of the block's
-    largest value, unless the step had to be coarser.
+    The payload holds one byte x per block, x from 0 to 26, then the int8 codes in ±127. A value is
+    code times the step 2^(-6 - x). The error is at most half a step, which is at most 1/127 of the
+    block's largest value, unless exact sums needed a coarser step.
     """
     blocks = values.view(-1, BLOCK)
     largest = blocks.abs().amax(1)
-    # largest / 127 = mantissa x 2^exponent with a mantissa below 1: codes are below 127.
+    # largest / 127 = mantissa x 2^exponent with a mantissa below 1, so codes stay below 127.
     exponents = torch.frexp(largest / _BASIS_LARGEST).exponent
     exponents = exponents.masked_fill_(largest == 0, _BASIS_LOWEST)
     exponents = exponents.clamp_(_BASIS_LOWEST, _BASIS_HIGHEST)
@@ -113,9 +118,9 @@ def encode_basis(values: Tensor, stacks: Sequence[Stack]) -> Tensor:
 
 
 def decode_basis(payload: Tensor, stacks: Sequence[Stack], length: int) -> Tensor:
-    """uint8 [basis_bytes(length)] to float64 [length]; its values are exact in fp32 as well.
+    """Decode uint8 [basis_bytes(length)] to float64 [length]. The values are exact in fp32, too.
 
-    Raises `ExchangeError` for a wrong size, and where the sums would not be exact.
+    Raises `ExchangeError` for a wrong size, or if the sums of P Qᵀ would not be exact.
     """
     payload = check_payload(payload, basis_bytes(length), "low-rank basis", length)
     head = payload[: length // BLOCK].to(torch.int32)
@@ -137,19 +142,23 @@ def decode_basis(payload: Tensor, stacks: Sequence[Stack], length: int) -> Tenso
 
 
 def _parts(payload: Tensor, length: int, codec: Quantised) -> tuple[Tensor, Tensor]:
-    """Views of scales, bf16 [blocks], and packed codes, uint8 [blocks, bytes], as `Quantised`'s."""
+    """Return views of scales, bf16 [blocks], and codes, uint8 [blocks, bytes], of a payload."""
     blocks = length // BLOCK
     scales = payload[: 2 * blocks].view(torch.bfloat16)
     return scales, payload[2 * blocks :].view(blocks, BLOCK * codec.bits // 8)
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """int32 e of each positive scale in [2^e, 2^(e+1)), bf16 as they are."""
+    """Return e, int32, of each positive bf16 scale in [2^e, 2^(e+1))."""
     return (scales.view(torch.int16).to(torch.int32) >> 7) - 127
 
 
 def _lowest(exponents: Tensor, width: int, floor: int) -> Tensor:
-    """[count, rank, blocks] to [count, 1, blocks]: the lowest exponent that may stand there."""
+    """Return the lowest exponent that each block may have, [count, 1, blocks].
+
+    That is `width` below the largest exponent of the same block in all columns, at least `floor`.
+    `exponents` are [count, rank, blocks].
+    """
     return exponents.amax(1, keepdim=True).sub_(width).clamp_(min=floor)
 
 

@@ -1,7 +1,7 @@
-"""The warm start of the low-rank codec: what becomes of Q from one exchange to the next.
+"""The warm start of the low-rank codec: Q of one exchange is the start for the next exchange.
 
-A warm start follows the largest singular directions from round to round for the price of one
-projection each (PowerSGD, 1905.13727). It can also lock in: a direction that comes up in u but is
+A warm start follows the largest singular directions from round to round, at the cost of one
+projection per round (PowerSGD, arXiv 1905.13727). It can also lock in: a new direction in u that is
 orthogonal to Q is found through noise alone. So some columns are refreshed from time to time.
 """
 
@@ -17,22 +17,23 @@ from dilocox.compression.lowrank.layout import Stack
 REFRESH_EVERY = 8
 """Landings between two refreshes.
 
-A refreshed column is a random sketch of u; orthogonal iteration turns it to the largest of what
-the other columns leave, by the squared ratio of singular values at each landing: a ratio of 1.3 is
-2^6 after eight. By then the column has earned its place or is the weakest again.
+A refreshed column is a random sketch of u. Orthogonal iteration turns it towards the largest
+direction that the other columns leave. Each landing gains the squared ratio of the singular values:
+a ratio of 1.3 makes about 2^6 after eight landings. By then the column is stronger than others, or
+it is the weakest again.
 """
 REFRESH_SHARE = 8
-"""One column in so many is refreshed, at least one: every eighth at every eighth landing costs
-less than 2 % of all columns' iterations."""
+"""One in `REFRESH_SHARE` columns is refreshed, at least one. Every eighth column at every eighth
+landing costs less than 2 % of all columns' iterations."""
 
 _SEED = 0x10A2
 
 
 def seeded(length: int, number: int) -> Tensor:
-    """fp32 [length] on the CPU: odd whole numbers in ±65535, for a seed `number` from 0.
+    """Return random odd whole numbers in ±65535, fp32 [length] on the CPU, for seed `number` >= 0.
 
-    They come from the generator as whole numbers: a normal distribution would take logarithms,
-    whose last bits differ between machines.
+    The generator draws whole numbers, because a normal distribution needs logarithms, whose last
+    bits differ between machines.
     """
     generator = torch.Generator().manual_seed(_SEED + number)
     drawn = torch.randint(-(1 << 15), 1 << 15, (length,), generator=generator)
@@ -40,16 +41,17 @@ def seeded(length: int, number: int) -> Tensor:
 
 
 def strongest(columns: Tensor) -> Tensor:
-    """[rank, size] ordered by each column's largest magnitude, the largest first."""
+    """Return columns [rank, size], ordered by their largest magnitude, the largest first."""
     return columns[_strength(columns).argsort(descending=True, stable=True)]
 
 
 def refreshed(mean: Tensor, warm: Tensor, stacks: Sequence[Stack], count: int) -> Tensor:
-    """The warm start after landing `count` from the contributions' `mean` Q, which it overwrites.
+    """Return the warm start after landing `count`. `mean`, the mean Q, is overwritten with it.
 
-    A column of zeros stays as it was in `warm`: a matrix without gradient says nothing. When
-    `count` is a multiple of `REFRESH_EVERY`, the weakest columns of each matrix start afresh.
-    Strength is a largest magnitude, not a sum, so all machines choose the same.
+    A column of zeros keeps its value in `warm`, because a matrix without gradient gives no
+    direction. If `count` is a multiple of `REFRESH_EVERY`, seeded columns replace the weakest
+    columns of each matrix. The strength of a column is its largest magnitude, not a sum, so all
+    machines choose the same columns.
     """
     refresh = count % REFRESH_EVERY == 0
     fresh = seeded(mean.numel(), 1 + count).to(mean.device) if refresh else None
