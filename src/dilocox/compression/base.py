@@ -130,8 +130,7 @@ def _refuse(values: Tensor, name: str, largest: float) -> None:
 
 
 def require_finite(values: Tensor, what: str) -> None:
-    """Raise `ExchangeError`, which names `what` and the position, unless all `values` are
-    finite."""
+    """Raise `ExchangeError`, with `what` and the position, unless all `values` are finite."""
     position = first_non_finite(values)
     if position is not None:
         raise ExchangeError(

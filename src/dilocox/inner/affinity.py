@@ -1,4 +1,7 @@
-"""The cores next to a rank's GPU: a rank that runs on another socket feeds its GPU more slowly."""
+"""CPU affinity: keep a rank on the cores next to its GPU.
+
+A rank that runs on another socket than its GPU feeds the GPU more slowly.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def parse_cores(text: str) -> set[int]:
-    """Numbers of a list as Linux writes it, `0-3,8,10-11`. Raises `ValueError` for another text."""
+    """Parse a list of cores in Linux's format, `0-3,8,10-11`. Raises `ValueError` otherwise."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
@@ -24,20 +27,20 @@ def parse_cores(text: str) -> set[int]:
 
 
 def nearest_cores(present: set[int], node: str, local: str) -> set[int] | None:
-    """The cores to keep of those that a process may use now; None: leave them as they are.
+    """Return the cores to which a process is to be restricted; None to change nothing.
 
-    `node` and `local` are the texts of a PCI device's `numa_node` and `local_cpulist`. A process
-    never gets a new core, and never loses its last core. Raises `ValueError` for texts that Linux
-    does not write.
+    `present` are the cores that the process may use now. `node` and `local` are the texts of a PCI
+    device's `numa_node` and `local_cpulist`. A process never gets a new core, and never loses its
+    last core. Raises `ValueError` if a text is not in Linux's format.
     """
     if int(node) < 0:
-        return None  # one node, or a machine that does not tell
+        return None  # one NUMA node, or a machine that does not report nodes
     kept = present & parse_cores(local)
     return kept if kept and kept != present else None
 
 
 def pci_name(domain: int, bus: int, device: int) -> str:
-    """A PCI device's name below /sys/bus/pci/devices; a GPU is function 0."""
+    """Return a GPU's name below /sys/bus/pci/devices; a GPU is function 0 of its PCI device."""
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 

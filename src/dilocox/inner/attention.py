@@ -48,7 +48,7 @@ def set_sdpa_backends(attention: str, length: int, device: torch.device) -> None
 
 
 def sdpa_backends() -> tuple[str, ...]:
-    """The SDPA backends that are switched on, in the order in which PyTorch tries them."""
+    """Return the names of the enabled SDPA backends, in the order in which PyTorch tries them."""
     switched_on = {
         SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
         SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),

@@ -1,8 +1,8 @@
-"""What a container leaves to its processes: memory and cores, by control groups of both versions.
+"""Memory and cores that a container allows its processes, from control groups of version 1 and 2.
 
-A limit holds for a group and all groups below it, so that every ancestor is asked. Version 1 mounts
-a hierarchy per controller, version 2 has one. In a container the root that is mounted may be the
-container's own group, while `/proc/self/cgroup` still has the path on the host.
+A limit of a group also holds for all groups below it, so the functions read every ancestor. Version
+1 mounts one hierarchy per controller; version 2 has one hierarchy. In a container, the mounted root
+may be the container's own group, while `/proc/self/cgroup` still has the path on the host.
 
 Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html.
 """
@@ -18,7 +18,10 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def available_memory() -> int | None:
-    """Bytes that this machine, or the container around this process, has left. None: unknown."""
+    """Return the bytes that the machine, or the container of this process, has left.
+
+    None if they are unknown.
+    """
     known = [memory_left()]
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -28,9 +31,9 @@ def available_memory() -> int | None:
 
 
 def memory_left(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int | None:
-    """Bytes that the process's groups may still take. None: there is no limit.
+    """Return the bytes that the process's groups may still allocate. None means no limit.
 
-    Pages of files that the kernel can drop count as free.
+    File pages that the kernel can drop count as free.
     """
     found = []
     names = (
@@ -40,7 +43,7 @@ def memory_left(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int | Non
     for controller, limit_name, used_name, cache_name in names:
         for group in _groups(controller, mount, membership):
             limit, used = _number(group / limit_name), _number(group / used_name)
-            # Version 1 writes the largest number of pages where there is no limit.
+            # Without a limit, version 1 reports the largest number of pages.
             if limit is None or used is None or limit >= 2**60:
                 continue
             found.append(max(0, limit - used + _of_table(group / "memory.stat", cache_name)))
@@ -48,7 +51,7 @@ def memory_left(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int | Non
 
 
 def cores(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | None:
-    """Cores that the quotas of the process's groups allow. None: there is no limit."""
+    """Return the number of cores that the quotas of the process's groups allow. None: no limit."""
     found = []
     for group in _groups("", mount, membership):
         with contextlib.suppress(OSError, ValueError):
@@ -62,8 +65,10 @@ def cores(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | None:
 
 
 def _groups(controller: str, mount: Path, membership: Path) -> Iterator[Path]:
-    """Folders of the process's group and of all groups above it. `controller`: of version 1, or
-    empty for version 2."""
+    """Yield the folders of the process's group and of all groups above it.
+
+    `controller`: name of a controller of version 1, or empty for version 2.
+    """
     try:
         lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -75,7 +80,7 @@ def _groups(controller: str, mount: Path, membership: Path) -> Iterator[Path]:
         if controller and controller in names.split(","):
             roots = [mount / names, mount / controller]
         elif not controller and number == "0" and not names:
-            # Beside hierarchies of version 1 that of version 2 is mounted below.
+            # With hierarchies of version 1, version 2 is mounted in a subfolder, `unified`.
             roots = [mount, mount / "unified"]
         else:
             continue
@@ -85,7 +90,7 @@ def _groups(controller: str, mount: Path, membership: Path) -> Iterator[Path]:
 
 
 def _number(file: Path) -> int | None:
-    """None for a file that is missing or says "max"."""
+    """Return the number in a file; None if the file is missing or holds "max"."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -93,7 +98,7 @@ def _number(file: Path) -> int | None:
 
 
 def _of_table(file: Path, name: str) -> int:
-    """A row of a file of names and numbers; 0 where it is missing."""
+    """Return the number of row `name` in a file of names and numbers; 0 if it is missing."""
     with contextlib.suppress(OSError, ValueError):
         rows = dict(line.split() for line in file.read_text(encoding="ascii").splitlines())
         return int(rows.get(name, 0))

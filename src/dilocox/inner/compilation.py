@@ -1,6 +1,7 @@
-"""Whether layers are compiled, and whether `torch.compile` really did it.
+"""Compilation of layers, and a check whether `torch.compile` really compiled them.
 
-`torch.compile` falls back to eager execution silently. Dynamo's counters after the first step tell.
+`torch.compile` falls back to eager execution silently. Dynamo's counters after the first step show
+whether it did.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ Compile = bool | Literal["auto"]
 
 
 def compiles(setting: Compile, site: SiteSection, device: torch.device) -> bool:
-    """Whether a rank on `device` compiles its layers.
+    """Return True if a rank on `device` compiles its layers.
 
-    `auto`: on a GPU, unless the schedule splits the backward pass, which compiled layers cannot.
+    `auto` compiles on a GPU, unless the schedule splits the backward pass: compiled layers cannot
+    be split.
     """
     if setting == "auto":
         return device.type == "cuda" and site.schedule not in ZERO_BUBBLE
@@ -32,7 +34,7 @@ def compiles(setting: Compile, site: SiteSection, device: torch.device) -> bool:
 class Compilation:
     """Compiles layers, and reports once whether `torch.compile` worked.
 
-    With `required` an error of the compiler ends the run. Otherwise the layer runs eagerly.
+    With `required`, an error of the compiler ends the run. Otherwise the layer runs eagerly.
     """
 
     def __init__(self, *, required: bool) -> None:
@@ -62,7 +64,7 @@ class Compilation:
         _DYNAMO_LOG.removeHandler(self._errors)
         counts = _counts()
         if self._before["frames ok"] and counts["frames total"] == self._before["frames total"]:
-            return None  # all came from the cache: an equal model ran in this process before
+            return None  # cached code ran: an equal model was compiled in this process before
         reason = fallback(counts - self._before, self._errors.first)
         if reason is None:
             return None
@@ -74,7 +76,7 @@ class Compilation:
 
 
 def fallback(counts: Counter[str], error: str | None) -> str | None:
-    """The reason, by Dynamo's counters, why layers were not compiled. May be None.
+    """Return the reason, by Dynamo's counters, why layers were not compiled. May be None.
 
     `counts`: see `_counts`. `error`: the first error that Dynamo suppressed.
     """
@@ -92,7 +94,7 @@ def fallback(counts: Counter[str], error: str | None) -> str | None:
 
 
 def _counts() -> Counter[str]:
-    """Dynamo's counters: frames that it tried and compiled, and graph breaks by reason."""
+    """Return Dynamo's counters: frames tried, frames compiled, and graph breaks by reason."""
     counters = torch._dynamo.utils.counters
     found = Counter({f"frames {key}": counters["frames"][key] for key in ("ok", "total")})
     for kind in ("graph_break", "unimplemented"):
@@ -119,6 +121,6 @@ class _Errors(logging.Handler):
 
 
 def _line(text: str, lines: int = 1) -> str:
-    """The first lines of `text` that are not empty as one, of at most 160 characters."""
+    """Join the first non-empty lines of `text` into one line of at most 160 characters."""
     found = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(found[:lines])[:160]

@@ -1,8 +1,9 @@
-"""The determinism class of a rank: all that the bits of its inner steps hang on beside their input.
+"""The determinism class of a rank: all facts on which the bits of its inner steps depend, other
+than their input.
 
-Two ranks of one class are expected to compute the same bits. It errs on the side of too many
-classes: a library may choose its kernels by the processor's model. The class of a rank on a GPU has
-the GPU's facts in place of the processor's, on which the bits of its steps do not hang.
+Two ranks of one class are expected to compute the same bits. There may be more classes than needed:
+a library may choose its kernels by the processor's model, so the class names the model. The class
+of a rank on a GPU has facts of the GPU instead, because the processor does not affect its bits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PACKAGES = ("torch", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and what computes on it. Texts are empty where the machine does not tell."""
+    """A GPU and the libraries that compute on it. A text is empty if the machine does not tell."""
 
     name: str
     capability: str
@@ -37,13 +38,12 @@ class Gpu:
     cudnn: str
     nccl: str
     attention: tuple[str, ...]
-    """Backends of PyTorch's own attention that it may choose from, in the order in which it asks
-    them."""
+    """Enabled backends of PyTorch's attention, in the order in which PyTorch tries them."""
     flash_attention: str
     """Version of the package flash-attn."""
 
     def facts(self, model: ModelSection) -> dict[str, Any]:
-        """What of it the class of a rank with `model` has, beside the name."""
+        """Return the GPU's facts in the class of a rank with `model`, without the name."""
         return {
             "capability": self.capability,
             "driver": self.driver,
@@ -58,7 +58,7 @@ class Gpu:
 
 
 def gpu_here(device: torch.device) -> Gpu:
-    """The GPU `device` of this process."""
+    """Return the facts of the GPU `device` of this process."""
     major, minor = torch.cuda.get_device_capability(device)
     cuda = torch.version.cuda or ""
     return Gpu(
@@ -75,7 +75,7 @@ def gpu_here(device: torch.device) -> Gpu:
 
 
 def _driver() -> str:
-    """Version of the NVIDIA driver, such as "580.65.06"."""
+    """Return the version of the NVIDIA driver, such as "580.65.06"; empty if unknown."""
     try:
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -83,7 +83,10 @@ def _driver() -> str:
 
 
 def _cublas(cuda: str) -> str:
-    """Version of the cuBLAS that PyTorch has loaded, major.minor.patch, of the CUDA version."""
+    """Return the version, major.minor.patch, of the cuBLAS that PyTorch has loaded for `cuda`.
+
+    Empty if unknown.
+    """
     try:
         library = ctypes.CDLL(f"libcublas.so.{cuda.partition('.')[0]}")
     except OSError:
@@ -130,7 +133,7 @@ def determinism_facts(
             "chunks": site.chunks,
             "schedule": site.schedule,
             "micro_batch_size": site.micro_batch_size,
-            # Not there for one replica: earlier records do not have it either.
+            # Left out with one replica, because earlier records do not have the key.
             **({"replicas": site.replicas} if site.replicas > 1 else {}),
         },
         "attention": model.attention,
@@ -139,7 +142,7 @@ def determinism_facts(
         "compile": compiles(model.compile, site, device),
     }
     if precision is not torch.float32:
-        # Before, stages without shards computed by autocast, over fp32 parameters.
+        # Earlier versions computed by autocast over fp32 parameters in stages without shards.
         facts["computation"] = f"{facts['precision']} copies of parameters"
     if device.type == "cuda":
         found = gpu or gpu_here(device)
@@ -155,7 +158,7 @@ def determinism_facts(
 
 
 def processor() -> str:
-    """The processor's name; empty where the system does not tell."""
+    """Return the processor's name; empty if the system does not report it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

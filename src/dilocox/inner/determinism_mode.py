@@ -1,4 +1,4 @@
-"""Deterministic kernels of one rank: the settings, and whether its model can be trained under them.
+"""Deterministic kernels of a rank: the settings, and a test whether its model can train with them.
 
 On CUDA some operations of PyTorch have no deterministic kernel. In its strict mode PyTorch refuses
 such an operation, and a run would end in the middle of a step. In its warning mode it computes
@@ -21,7 +21,8 @@ from dilocox.inner.mesh import SiteMesh
 _CPU = torch.device("cpu")
 _REFUSED = re.compile(r"^\s*(\S.*?) does not have a deterministic implementation")
 _OF_THE_MODE = "defaults to a non-deterministic algorithm"
-"""In PyTorch's message about attention in the warning mode: the strict mode has another kernel."""
+"""Part of PyTorch's message about attention in the warning mode. The message does not matter,
+because the strict mode takes another kernel."""
 _CUBLAS = "Deterministic behavior was enabled with"
 """Begins PyTorch's message about a value of CUBLAS_WORKSPACE_CONFIG that is not deterministic."""
 
@@ -31,10 +32,10 @@ def set_determinism(
 ) -> None:
     """Ask PyTorch, cuBLAS, cuDNN, NCCL and FlashAttention for kernels that repeat their bits.
 
-    To be called before the first CUDA operation and before NCCL connects: cuBLAS and NCCL read
-    their settings once. What the user has set in the environment stays. An operation without a
-    deterministic kernel warns until `settle_determinism`; on CPUs for good, where the operations
-    that warn compute the same bits all the same.
+    Call this before the first CUDA operation and before NCCL connects, because cuBLAS and NCCL read
+    their settings once. Variables that the user has set in the environment stay. An operation
+    without a deterministic kernel only warns, until `settle_determinism` on a GPU, and always on a
+    CPU: there, operations that warn still repeat their bits.
     """
     if deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -43,10 +44,10 @@ def set_determinism(
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("NCCL_ALGO", "Ring")
         if attention == "flash_attention_2":
-            # The package has a switch of its own, which transformers reads at every call.
+            # flash-attn has a switch of its own, which transformers reads at every call.
             os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    # Filling every new tensor with NaN finds reads of memory nobody wrote, at the price of a
+    # Filling every new tensor with NaN would reveal reads of unwritten memory, at the cost of a
     # pass over memory per allocation.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if torch.cuda.is_available():
@@ -55,21 +56,22 @@ def set_determinism(
 
 
 def lacks_kernels(device: torch.device) -> bool:
-    """Whether operations on `device` may lack a deterministic kernel: on GPUs."""
+    """Return True if operations on `device` may lack a deterministic kernel: on GPUs."""
     return device.type == "cuda"
 
 
 def settle_determinism(mesh: SiteMesh, training_pass: Callable[[], object]) -> tuple[str, ...]:
-    """Take PyTorch's strict mode, or none if the strict mode refuses an operation of the model.
+    """Switch to PyTorch's strict mode, or to no deterministic mode if the strict mode refuses an
+    operation of the model.
 
     `training_pass` runs the forward and the backward pass of training; its result is not used.
     Returns the operations without a deterministic kernel, at any rank of the site. If there are
-    any, all ranks of the site train without deterministic kernels. Collective over the site. On
-    CPUs, and without `site.deterministic`, nothing is run.
+    any, all ranks of the site train without deterministic kernels. Collective over the site. Does
+    nothing on CPUs or without `site.deterministic`.
     """
     if not torch.are_deterministic_algorithms_enabled() or not lacks_kernels(mesh.device):
         return ()
-    # Compiled code would be compiled anew in the mode that is taken in the end.
+    # Compiled code would have to be compiled again in the final mode.
     with torch.compiler.set_stance("force_eager"):
         own = operations_that_warn(training_pass)
     found = tuple(sorted({name for names in mesh.gather_names(own) for name in names}))
@@ -82,9 +84,10 @@ def settle_determinism(mesh: SiteMesh, training_pass: Callable[[], object]) -> t
 
 
 def operations_that_warn(call: Callable[[], object]) -> list[str]:
-    """Names of the operations of `call` without a deterministic kernel, in PyTorch's words.
+    """Return the names of operations of `call` without a deterministic kernel, in PyTorch's words.
 
-    To be called in the warning mode. Warnings about this mode are left out, others passed on.
+    Use this in the warning mode. Warnings about the mode itself are dropped; other warnings are
+    passed on.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -100,7 +103,7 @@ def operations_that_warn(call: Callable[[], object]) -> list[str]:
 
 
 def refused_operation(message: str) -> str | None:
-    """The operation without a deterministic kernel that a PyTorch message is about, if any."""
+    """Return the operation without a deterministic kernel that a PyTorch message names, or None."""
     if message.lstrip().startswith(_CUBLAS):
         return "cuBLAS with this CUBLAS_WORKSPACE_CONFIG"
     match = _REFUSED.match(message)

@@ -1,4 +1,4 @@
-"""What a rank finds on its machine: device, compute dtype, CPU threads."""
+"""Device, compute dtype, CPU threads and allocator settings of a rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dilocox.inner import cgroup
 
 
 def resolve_device(site: SiteSection, local_rank: int = 0) -> torch.device:
-    """The device of the rank that is number `local_rank` on its machine.
+    """Return the device of the rank with number `local_rank` on its machine.
 
-    `auto` takes a GPU where PyTorch sees one. Several sites on one machine begin again with its
-    first GPU when there are no more. Raises `ConfigError` if a GPU is asked for and missing, or
-    if more ranks of a site start on the machine than it has GPUs.
+    `auto` takes a GPU if PyTorch sees one. Sites that share a machine may have more ranks than it
+    has GPUs; then several ranks share a GPU. Raises `ConfigError` if a GPU is requested and
+    missing, or if more ranks of one site start on the machine than it has GPUs.
     """
     if site.device == "cpu" or (site.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -38,10 +38,10 @@ def resolve_device(site: SiteSection, local_rank: int = 0) -> torch.device:
 
 
 def resolve_precision(site: SiteSection, device: torch.device) -> torch.dtype:
-    """Compute dtype, `torch.float32` or `torch.bfloat16`.
+    """Return the compute dtype, `torch.float32` or `torch.bfloat16`.
 
-    `auto` takes bf16 where the hardware multiplies it natively: GPUs since Ampere, CPUs with
-    AVX-512 BF16, AMX or Arm's BF16 instructions. Elsewhere bf16 is emulated and slower than fp32.
+    `auto` takes bf16 if the hardware multiplies bf16 natively: GPUs since Ampere, CPUs with AVX-512
+    BF16, AMX or Arm's BF16 instructions. On other hardware bf16 is emulated, and slower than fp32.
     """
     if site.precision == "fp32":
         return torch.float32
@@ -59,17 +59,21 @@ def resolve_precision(site: SiteSection, device: torch.device) -> torch.dtype:
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use: its affinity mask, capped by its cgroups' quotas."""
+    """Return the number of CPU cores that this process may use.
+
+    That is the size of its affinity mask, at most the quotas of its control groups.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = cgroup.cores()
     return max(1, cores or 1) if quota is None else max(1, min(cores or 1, int(quota)))
 
 
 def ran_and_kept_waiting() -> tuple[float, float]:
-    """Seconds that the calling thread has run on a core, and that it was ready to but kept from it
-    by others on its cores, or by a quota.
+    """Return (seconds running on a core, seconds waiting for a core) of the calling thread.
 
-    The latter are known on Linux only (schedstats), else 0. Time asleep is in neither.
+    A thread waits for a core when it is ready to run while other threads hold its cores, or a quota
+    is used up. The waiting time is known on Linux only (schedstats), else 0. Sleep counts as
+    neither.
     """
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
@@ -90,10 +94,11 @@ def set_threads(threads: int, ranks_here: int) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory instead of handing it back to the system.
+    """Let the C library keep freed memory instead of returning it to the system.
 
-    For training on a CPU: large tensors of every micro-batch are otherwise mapped, zeroed and
-    unmapped anew, a tenth of a step. For the whole process; true where it is supported (glibc).
+    This is for training on a CPU: otherwise large tensors of every micro-batch are mapped, zeroed
+    and unmapped again, which takes a tenth of a step. The setting holds for the whole process.
+    Returns True if the C library supports it (glibc).
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -103,10 +108,10 @@ def keep_freed_memory() -> bool:
 
 
 def use_expandable_segments() -> None:
-    """Let PyTorch grow its blocks of GPU memory in place, so that fewer bytes lie idle.
+    """Let PyTorch grow its blocks of GPU memory in place, so that fewer bytes stay unused.
 
-    Call this before the first allocation on a GPU, when PyTorch reads the setting. A setting of the
-    user in the environment stays.
+    Call this before the first allocation on a GPU, because PyTorch reads the setting then. A
+    setting of the user in the environment stays.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which PyTorch reads first
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,4 +1,4 @@
-"""How much memory a rank has needed at its peak, and how often its allocator had to start again."""
+"""Meters of a rank's peak memory, and of the retries of its allocator."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ import torch
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""What sets the peak of the resident memory back to its present size (Linux, proc(5))."""
+"""Text that resets the peak of the resident memory to the present size (Linux, proc(5))."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes since the last reading."""
+    """Memory use since the last reading, in bytes."""
 
     peak: int | None
-    """On a GPU what tensors took at their peak; on a CPU the process's resident memory."""
+    """On a GPU: peak of the tensors' bytes. On a CPU: peak of the process's resident memory. None
+    if unknown."""
     reserved: int | None = None
-    """On a GPU: what PyTorch's allocator held at its peak."""
+    """On a GPU: peak of the bytes that PyTorch's allocator held. None on a CPU."""
     retries: int | None = None
-    """On a GPU: how often the allocator gave all its free blocks back and tried again."""
+    """On a GPU: how often the allocator freed all its unused blocks and tried again. None on a CPU.
+    """
 
 
 class MemoryMeter(Protocol):
     """Reads the peak of a rank's memory."""
 
     def read(self) -> MemoryUse:
-        """The peak since the last reading, or since the meter was made; begins anew."""
+        """Return the peak since the last reading, or since the meter was made; then reset it."""
 
 
 class CudaMemory:
-    """Of PyTorch's caching allocator on one GPU. No call waits for the GPU."""
+    """Meter of PyTorch's caching allocator on one GPU. No call waits for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,7 +57,8 @@ class CudaMemory:
 
 
 class ProcessMemory:
-    """Of this process, on Linux; elsewhere, and where the peak cannot be set back, nothing."""
+    """Meter of this process on Linux. Readings are None elsewhere, or if the peak cannot be
+    reset."""
 
     def __init__(self, status: Path = STATUS, clear: Path = CLEAR_REFS) -> None:
         self._status, self._clear = status, clear
@@ -78,7 +81,7 @@ class ProcessMemory:
 
 
 def high_water(status: str) -> int | None:
-    """Bytes of `VmHWM` in the text of /proc/PID/status; None where it has no such line."""
+    """Return the bytes of `VmHWM` in the text of /proc/PID/status; None without such a line."""
     for line in status.splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
@@ -86,5 +89,5 @@ def high_water(status: str) -> int | None:
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
-    """The meter of a rank that trains on `device`."""
+    """Return the meter of a rank that trains on `device`."""
     return CudaMemory(device) if device.type == "cuda" else ProcessMemory()

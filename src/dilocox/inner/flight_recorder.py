@@ -1,7 +1,7 @@
 """NCCL's flight recorder: the last collectives of each rank, written when one of them times out.
 
-The names are those of torch 2.11 to 2.13 (FlightRecorder.hpp, ProcessGroupNCCL.hpp). Of a pair of
-names the first is the new one; torch takes it before the other.
+The variables are those of torch 2.11 to 2.13 (FlightRecorder.hpp, ProcessGroupNCCL.hpp). In a pair
+of names the first one is the new name, which torch prefers to the old one.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ENTRIES = 2000
-"""Collectives that are remembered; each takes about a kilobyte of the machine's memory."""
+"""Collectives that the recorder keeps; each takes about a kilobyte of the machine's memory."""
 _BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 
 
 def settings(environment: Mapping[str, str], prefix: Path) -> dict[str, str]:
-    """Variables to add to `environment` so that dumps lie at `prefix` followed by the rank.
+    """Return the variables to add to `environment`, so that dumps are at `prefix` plus the rank.
 
-    What the user has set, by the new or the old name, stays as it is.
+    A variable that the user has set, by the new or the old name, is left out.
     """
     if any(name in environment for name in _BUFFER):
         buffer: dict[str, str] = {}
     else:
-        # The part of torch that decides on a dump reads the old name alone.
+        # The part of torch that decides on a dump reads only the old name, so both are set.
         buffer = dict.fromkeys(_BUFFER, str(ENTRIES))
     chosen = {_FILE: str(prefix), _ON_TIMEOUT: "1"}
     other = {
@@ -37,6 +37,6 @@ def settings(environment: Mapping[str, str], prefix: Path) -> dict[str, str]:
 
 
 def record_collectives(prefix: Path) -> None:
-    """Switch the recorder on for this process; call before NCCL is started."""
+    """Switch the recorder on for this process. Call this before NCCL starts."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     os.environ.update(settings(os.environ, prefix))

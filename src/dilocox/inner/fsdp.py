@@ -1,4 +1,4 @@
-"""FSDP2 inside a stage: wrap a chunk's layers, and see its shards as plain tensors."""
+"""FSDP2 inside a stage: shard the modules of a chunk, and access its shards as plain tensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ _TOGETHER = "dilocox_together_"
 
 @dataclass(frozen=True)
 class Units:
-    """The modules of a chunk whose parameters FSDP gathers together, beside what is left over."""
+    """FSDP units of a chunk: FSDP gathers the parameters of one unit together. All parameters of
+    the chunk outside these units form a last unit."""
 
     embedding: nn.Module | None
     layers: list[nn.Module]
-    """A unit each."""
+    """Layers; each one is a unit."""
     closing: list[nn.Module]
-    """One unit: final norm and head, in order of use. Every forward pass calls the first one."""
+    """Final norm and head, in order of use: one unit. Every forward pass calls the first module."""
 
     @classmethod
     def of(cls, chunk: nn.Module) -> Units:
-        """The units of torchtitan. A tied embedding and head of one chunk share a parameter. Only
-        one unit can have a parameter, so both are left over."""
+        """Return the units, chosen as in torchtitan.
+
+        A tied embedding and head of one chunk share a parameter. Only one unit can have a
+        parameter, so both go into the last unit.
+        """
         layers = [layer for layer in chunk.layers if isinstance(layer, nn.Module)]  # type: ignore[union-attr]
         embedding: nn.Module | None = chunk.embedding  # type: ignore[assignment]
         closing: list[nn.Module] = list(chunk.closing)  # type: ignore[arg-type]
@@ -43,12 +47,16 @@ def shard_chunk(
 ) -> None:
     """Shard `chunk` (still on the meta device) over `mesh`: each of its `Units`, then the rest.
 
-    `mesh` is of shards, or of replicas x shards: then FSDP shards over its last dimension and
-    keeps equal copies over its first.
+    Parameters stay fp32. With bf16 they are gathered and used as bf16, and gradients are reduced in
+    fp32.
 
-    Parameters stay fp32; with bf16 they are gathered and used as bf16, and gradients are reduced
-    in fp32. `reshard_after_forward` counts for the embedding and the layers. Final norm and head
-    stay gathered: the backward pass begins with them.
+    Args:
+        chunk: the chunk.
+        mesh: shards, or replicas x shards. With replicas, FSDP shards over the last dimension and
+            keeps equal copies over the first dimension.
+        precision: the compute dtype.
+        reshard_after_forward: free gathered parameters of embedding and layers after the forward
+            pass. Final norm and head stay gathered, because the backward pass begins with them.
     """
     policy = MixedPrecisionPolicy()
     if precision is not torch.float32:
@@ -63,7 +71,7 @@ def shard_chunk(
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
         )
-        # Its gradient hangs on the tokens alone.
+        # The backward pass of the embedding needs the tokens, but not the weights.
         embedding.set_unshard_in_backward(False)
     closed = _shard_together(units.closing, mesh, policy)
     fully_shard(
@@ -78,10 +86,11 @@ def shard_chunk(
 def _shard_together(
     modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
 ) -> set[nn.Parameter]:
-    """Make one unit of `modules` that the first one's forward pass gathers; their parameters.
+    """Make one unit of `modules`, gathered by the forward pass of the first module.
 
-    `fully_shard` of a list would wait for a call of each module. A loss may use the head's weight
-    without a call of the head, or call the head once for every chunk of tokens.
+    Returns the parameters of the other modules. `fully_shard` of a list would wait for a call of
+    each module; but a loss may use the head's weight without calling the head, or may call the head
+    once per chunk of tokens.
     """
     if not modules:
         return set()
@@ -95,17 +104,17 @@ def _shard_together(
 
 
 def finish_sharding(chunk: nn.Module) -> None:
-    """Fix the chunk as an FSDP root once its shards are filled.
+    """Make the chunk an FSDP root. Call this once its shards are filled.
 
-    FSDP does this at the first forward pass. Schedules that gather parameters before it would
-    otherwise gather through modules that do not know their root yet.
+    FSDP would do this at the first forward pass. Some schedules gather parameters before that pass,
+    through modules that would not know their root yet.
     """
     if isinstance(chunk, FSDPModule):
         torch_internals.make_fsdp_root(chunk)
 
 
 def drop_gathered(chunk: nn.Module) -> None:
-    """Free gathered parameters, so that the next pass gathers what the shards hold by then."""
+    """Free gathered parameters, so that the next pass gathers the shards' new values."""
     if isinstance(chunk, FSDPModule):
         for module in chunk.modules():
             if isinstance(module, FSDPModule):
@@ -113,10 +122,10 @@ def drop_gathered(chunk: nn.Module) -> None:
 
 
 def reduce_gradients(chunk: nn.Module, last: bool) -> None:
-    """Say whether the next backward pass of `chunk` is the `last` one of the step.
+    """Tell FSDP whether the next backward pass of `chunk` is the `last` one of the step.
 
-    Before the last one gradients are summed up whole, in fp32, and gathered parameters stay; the
-    last one reduces the sums and frees the parameters.
+    Earlier passes add up whole gradients in fp32 and keep gathered parameters. The last pass
+    reduces the sums over the shards and frees the parameters.
     """
     if isinstance(chunk, FSDPModule):
         chunk.set_is_last_backward(last)
@@ -125,22 +134,22 @@ def reduce_gradients(chunk: nn.Module, last: bool) -> None:
 
 
 def reduce_over_replicas(chunk: nn.Module, last: bool) -> None:
-    """Say whether the next backward pass of `chunk` is the `last` one of the step.
+    """Tell FSDP whether the next backward pass of `chunk` is the `last` one of the step.
 
-    Every pass reduces gradients over the shards of a replica. The last one reduces the sums over
-    the replicas, too.
+    Every pass reduces gradients over the shards of a replica. The last pass also reduces the sums
+    over the replicas.
     """
     if isinstance(chunk, FSDPModule):
         chunk.set_requires_all_reduce(last)
 
 
 def keep_gradient_sums_fp32(chunk: nn.Module) -> None:
-    """Of a sharded chunk, keep the sums over micro-batches in fp32 after half a backward pass."""
+    """Keep a sharded chunk's gradient sums in fp32 after the weight half of a backward pass."""
     if isinstance(chunk, FSDPModule):
         torch_internals.keep_gradient_sums_fp32(chunk)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor` as a plain tensor on the same storage, outside autograd."""
+    """Return this rank's part of `tensor`: a plain tensor on the same storage, outside autograd."""
     plain = tensor.detach()
     return plain.to_local() if isinstance(plain, DTensor) else plain

@@ -1,4 +1,4 @@
-"""Python's garbage collector, run at the same steps by all ranks instead of whenever it likes.
+"""Python's garbage collector, run by all ranks at the same steps instead of at any time.
 
 A collection stops its rank for up to tenths of a second. All ranks that wait for this rank in a
 collective operation stop, too. torchtitan collects by steps as well (its `GarbageCollection`).
@@ -11,18 +11,18 @@ import gc
 EVERY = 50
 """Steps between two collections of young objects."""
 FULL = 20
-"""Every so many collections one looks at all objects that were made since training began. An object
-that survives a collection of young objects is old, and only this larger collection frees it."""
+"""Every `FULL`th collection is a full one: it examines all objects made since training began. An
+object that survives a collection of young objects is old, and only a full collection frees it."""
 
 
 class PythonCollects:
-    """Python's collector runs whenever it likes: nothing is done here."""
+    """Leaves collections to Python. The methods do nothing."""
 
     def step(self) -> None:
-        """A step was trained."""
+        """Call this after every training step."""
 
     def rest(self) -> None:
-        """Nothing is trained for a while."""
+        """Call this when training pauses."""
 
 
 class Collector(PythonCollects):
@@ -36,11 +36,11 @@ class Collector(PythonCollects):
         self._active = False
 
     def step(self) -> None:
-        """Collect garbage if this step is due, without a look at objects from before training."""
+        """Collect garbage if it is due at this step. Objects from before training are skipped."""
         if not self._active:
             if not self._frozen:
                 gc.collect()
-                # What was built lives as long as the process; no collection need look at it.
+                # Objects from before training live as long as the process: collections skip them.
                 gc.freeze()
                 self._frozen = True
             gc.disable()
@@ -52,7 +52,7 @@ class Collector(PythonCollects):
             gc.collect(1)
 
     def rest(self) -> None:
-        """Python collects by itself until the next step."""
+        """Let Python collect by itself until the next step."""
         if self._active:
             gc.enable()
             self._active = False

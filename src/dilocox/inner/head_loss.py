@@ -1,4 +1,5 @@
-"""Head and loss together, over some tokens at a time: all logits of a micro-batch never exist.
+"""Head and loss together, computed over chunks of tokens, so that a micro-batch's logits never
+exist all at once.
 
 PyTorch 2.13 has `torch.nn.functional.linear_cross_entropy` (chunked form). That function has no
 soft cap and no scale, and PyTorch 2.11 lacks it, so sites of one run would compute in two ways.
@@ -18,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from dilocox.inner.loss import AT_ONCE, COPIES, mean_cross_entropy
 
 Logits = Callable[[Tensor], Tensor]
-"""Hidden states [1, l, d] -> logits [1, l, V]."""
+"""Maps hidden states [1, l, d] to logits [1, l, V]."""
 
 CHUNK = {"cpu": 2**25, "cuda": 2**27}
 """Logits per chunk of the loss, by type of device. Only micro-batches of more than `AT_ONCE` logits
@@ -29,14 +30,14 @@ class HeadLoss:
     """Mean cross-entropy of the model's logits, from the hidden states before the head.
 
     A micro-batch of at most `AT_ONCE` logits is computed whole. The result then has the bits of
-    `mean_cross_entropy` of the model's output. `compiled`: `torch.compile` makes the kernels of the
-    loss of a chunk.
+    `mean_cross_entropy` of the model's output. `compiled`: compile the loss of a chunk with
+    `torch.compile`.
     """
 
     def __init__(self, *, compiled: bool = False) -> None:
         self._loss = _loss_and_gradient
         if compiled:
-            # A kernel for each shape: what a kernel computes may not hang on what came before it.
+            # One kernel per shape: the result must not depend on shapes that came before.
             self._loss = torch.compile(_loss_and_gradient, dynamic=False)
 
     def __deepcopy__(self, _memo: object) -> HeadLoss:
@@ -50,10 +51,14 @@ class HeadLoss:
         parameters: Sequence[Tensor],
         vocabulary: int,
     ) -> Tensor:
-        """Mean over all tokens with a label of 0 or above, an fp32 scalar.
+        """Return the mean loss over all tokens with a label of 0 or above, an fp32 scalar.
 
-        `hidden`: [b, l, d]. `labels`: int64 [b, l]. `parameters`: of the head, those that `logits`
-        uses; they get gradients. `vocabulary`: V.
+        Args:
+            logits: the head.
+            hidden: hidden states [b, l, d].
+            labels: int64 [b, l].
+            parameters: the head's parameters that `logits` uses; they get gradients.
+            vocabulary: V.
         """
         if labels.numel() * vocabulary <= AT_ONCE:
             return mean_cross_entropy(logits(hidden), labels)
@@ -68,7 +73,7 @@ class HeadLoss:
 
 
 def logits_are_less(tokens: int, hidden: int) -> bool:
-    """Whether all logits take less memory than the head's gradient, summed over chunks.
+    """Return True if all logits take less memory than the head's gradient, summed over chunks.
 
     In this case the head is multiplied once, and only the loss is computed in chunks.
     """
@@ -76,14 +81,14 @@ def logits_are_less(tokens: int, hidden: int) -> bool:
 
 
 def head_tokens(tokens: int, vocabulary: int, hidden: int, device: str) -> int:
-    """Tokens of a micro-batch that the head is multiplied with at a time."""
+    """Return the number of tokens of a micro-batch that the head processes at a time."""
     if tokens * vocabulary <= AT_ONCE or logits_are_less(tokens, hidden):
         return tokens
     return chunk_tokens(tokens, vocabulary, device)
 
 
 def chunk_tokens(tokens: int, vocabulary: int, device: str) -> int:
-    """Tokens of a chunk: as many as `CHUNK` logits hold at most, in chunks of nearly equal size."""
+    """Return the number of tokens of a chunk: at most `CHUNK` logits, in chunks of similar size."""
     most = max(1, CHUNK.get(device, AT_ONCE) // vocabulary)
     return -(-tokens // -(-tokens // most))
 
@@ -91,13 +96,20 @@ def chunk_tokens(tokens: int, vocabulary: int, device: str) -> int:
 def head_loss_bytes(
     tokens: int, vocabulary: int, hidden: int, width: int, device: str = "cuda"
 ) -> int:
-    """Bytes that head and loss of a micro-batch hold at their peak.
+    """Return the bytes that head and loss of a micro-batch hold at their peak.
 
-    `width`: bytes per value of the compute dtype. A micro-batch of at most `AT_ONCE` logits holds
-    the loss's copies of the logits in the backward pass. A larger one holds the gradient of the
-    hidden states, one chunk's logits with their gradient, and the fp32 forms of one loss's logits.
-    If the head is multiplied more than once, the fp32 sum of the head's gradient adds to these, and
-    one chunk's gradient. A CPU makes the latter twice.
+    A micro-batch of at most `AT_ONCE` logits holds the loss's copies of the logits in the backward
+    pass. A larger micro-batch holds the gradient of the hidden states, one chunk's logits with
+    their gradient, and the fp32 forms of one loss's logits. If the head is multiplied more than
+    once, the fp32 sum of the head's gradient is added, and one chunk's part of this gradient; a CPU
+    holds that part twice.
+
+    Args:
+        tokens: tokens of the micro-batch.
+        vocabulary: V.
+        hidden: size of a hidden state.
+        width: bytes per value of the compute dtype.
+        device: type of the device.
     """
     if tokens * vocabulary <= AT_ONCE:
         return COPIES * 4 * tokens * vocabulary
@@ -115,9 +127,9 @@ def head_loss_bytes(
 
 
 class _Chunked(torch.autograd.Function):
-    """See `HeadLoss`. Gradients are found in the forward pass, scaled in the backward pass.
+    """See `HeadLoss`. The forward pass computes gradients; the backward pass scales them.
 
-    `counts`: tokens that the head is multiplied with at a time, and those of a loss.
+    `counts`: (tokens that the head processes at a time, tokens that the loss processes at a time).
     """
 
     @staticmethod
@@ -149,7 +161,7 @@ class _Chunked(torch.autograd.Function):
             if gradient is not None:
                 mine, *others = torch.autograd.grad(found, [some, *parameters], outer)
                 gradient[part] = mine
-                # One chunk's gradients are all: no sum in fp32 is needed beside them.
+                # With a single chunk no fp32 sum of gradients is needed.
                 if start == 0:
                     sums = others if count >= len(rows) else [each.float() for each in others]
                 else:
@@ -167,7 +179,7 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *sums = ctx.saved_tensors
-        # In fp32: a share such as 1/3 of a micro-batch, rounded to bf16, is wrong in all values.
+        # Scale in fp32: a factor such as 1/3, rounded to bf16, would make all values wrong.
         hidden = (gradient.float() * outer).to(gradient.dtype).view(ctx.shape)
         return (
             *(None,) * 4,
@@ -184,7 +196,7 @@ def _loss_in_parts(
     weights: Tensor,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """`_loss_and_gradient` (or its compiled form) of `count` tokens after the other."""
+    """Call `loss`, `_loss_and_gradient` or its compiled form, for `count` tokens at a time."""
     if len(logits) <= count:
         return loss(logits, labels, weights)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
@@ -197,7 +209,7 @@ def _loss_in_parts(
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the cross-entropies of logits [n, V], and its gradient in their dtype.
+    """Return the weighted sum of cross-entropies of logits [n, V], and its gradient in their dtype.
 
     `labels`: int64 [n], below 0 where the weight is 0. `weights`: fp32 [n].
     """

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, without fp32 copies of all of its logits."""
+"""The loss of a micro-batch, computed without fp32 copies of all logits."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 AT_ONCE = 2**24
-"""Logits whose loss is computed at once."""
+"""Largest number of logits whose loss is computed at once."""
 COPIES = 3
-"""fp32 buffers of that size which live in the backward pass: log-softmax, and the gradients of
-it and of the logits."""
+"""fp32 buffers of that size in the backward pass: log-softmax, its gradient, and the gradient of
+the logits."""
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in fp32 of logits [b, L, V] (any dtype) against labels int64 [b, L].
+    """Return the fp32 mean cross-entropy of logits [b, L, V] (any dtype), labels int64 [b, L].
 
-    Of many logits it is computed token by token, in the forward pass and again in the backward
-    pass: to the bit what it is at once, but all that lives is the logits and their gradient.
+    For more than `AT_ONCE` logits, the loss is computed for some tokens at a time, in the forward
+    pass and again in the backward pass. The result has the same bits, but only the logits and their
+    gradient stay in memory.
     """
     rows, targets = logits.flatten(0, -2), labels.flatten()
     if rows.numel() <= AT_ONCE:
         return F.cross_entropy(rows.float(), targets)
     likelihoods: Tensor = _Likelihoods.apply(rows, targets)  # type: ignore[no-untyped-call]
-    # Not `mean`: cross_entropy sums in this order, and leaves out the same labels (those below 0).
+    # `nll_loss` instead of `mean`: it sums in the order of cross_entropy, and skips labels below 0.
     return F.nll_loss(likelihoods.unsqueeze(1), targets.clamp(max=0))
 
 
 def loss_bytes(logits: int, width: int) -> int:
-    """What `mean_cross_entropy` of so many logits of `width` bytes holds at its peak, with them.
+    """Return the bytes that `mean_cross_entropy` holds at its peak, logits included.
 
-    In the backward pass. At once, the logits themselves are gone by then.
+    The peak is in the backward pass. `logits`: number of logits; `width`: bytes of each. If the
+    loss is computed at once, the logits themselves are freed by then.
     """
     if logits <= AT_ONCE:
         return COPIES * 4 * logits
@@ -74,5 +76,5 @@ def _of_some(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _tokens(logits: Tensor) -> int:
-    """Tokens whose logits are taken at a time."""
+    """Return the number of tokens that are processed at a time."""
     return max(1, AT_ONCE // logits.shape[1])

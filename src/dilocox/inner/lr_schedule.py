@@ -8,12 +8,16 @@ from dilocox.config.site import InnerSection
 
 
 def learning_rate(step: int, total_steps: int, inner: InnerSection) -> float:
-    """Learning rate of inner step `step` (counted from 0) of a run of `total_steps`.
+    """Return the learning rate of inner step `step` (counted from 0) of a run of `total_steps`.
 
-    The rate climbs linearly to the peak over `inner.warmup_steps`. Then `cosine` falls along half
-    a cosine, `wsd` stays until the last `inner.decay_steps` (0: a fifth of the run) and falls
-    linearly, `constant` stays. The last step of `cosine` and `wsd` has `final_fraction` of the
-    peak; later steps, if any, keep it.
+    The rate climbs linearly to the peak over `inner.warmup_steps`. Then it depends on the schedule:
+
+    - `cosine` falls along half a cosine.
+    - `wsd` stays at the peak, and falls linearly in the last `inner.decay_steps` (0 means a fifth
+      of the run).
+    - `constant` stays at the peak.
+
+    In the last step, `cosine` and `wsd` reach `final_fraction` of the peak. Later steps keep it.
     """
     warmup = inner.warmup_steps
     climb = min(1.0, (step + 1) / warmup) if warmup > 0 else 1.0
@@ -26,7 +30,7 @@ def learning_rate(step: int, total_steps: int, inner: InnerSection) -> float:
     else:
         decay = min(inner.decay_steps or math.ceil(total_steps / 5), total_steps)
         fall = 1.0 - _progress(step + 1 - (total_steps - decay), decay)
-    # A warm-up longer than the run, or one that meets the decay: the lower of the two counts.
+    # If warm-up and decay overlap, the lower of the two rates counts.
     return inner.learning_rate * min(
         climb, inner.final_fraction + (1 - inner.final_fraction) * fall
     )

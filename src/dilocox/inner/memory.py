@@ -1,7 +1,7 @@
-"""What training needs, as arithmetic: bytes of states and activations, and who has too few.
+"""Memory and disk that training needs, as arithmetic, and checks that a machine has enough.
 
-Figures are lower bounds, so that nothing is refused that would have run; activations are those
-that every implementation keeps for the backward pass.
+All figures are lower bounds, so that no run is refused that would have worked. Activations are
+those that every implementation keeps for the backward pass.
 """
 
 from __future__ import annotations
@@ -19,56 +19,63 @@ from dilocox.utils.cache_blocks import ON_DEVICE
 
 GIB = 2**30
 INNER_BYTES = {"adamw": 16, "muon": 12, "sgd": 8}
-"""fp32 parameter, gradient and moments, per parameter: two of AdamW, one of Muon (whose
-embedding and head have AdamW's two)."""
+"""Bytes per parameter: fp32 parameter, gradient and moments. AdamW has two moments, Muon one. With
+Muon, embedding and head have AdamW's two moments, which are not counted here."""
 
 
 MOMENTUM_BYTES = {"fp32": 4, "bf16": 2}
-"""Of the outer optimizer, per parameter."""
+"""Bytes per parameter of the outer momentum, by its dtype."""
 
 
 def inner_bytes_per_parameter(config: RunConfig) -> int:
-    """Parameter, gradient and the inner optimizer's moments, fp32."""
+    """Return the bytes of parameter, gradient and the inner optimizer's moments, fp32."""
     return INNER_BYTES[config.inner.optimizer]
 
 
 def outer_bytes_per_parameter(config: RunConfig) -> int:
-    """Anchor, momentum and reference, residual, and what `eager` keeps, between exchanges."""
+    """Return the bytes of the outer state between exchanges.
+
+    The outer state is anchor, momentum and reference, the residual, and two buffers for `eager`.
+    """
     extra = 4 * config.compression.error_feedback + 8 * (config.outer.overlap == "eager")
     return 8 + MOMENTUM_BYTES[config.outer.momentum_dtype] + extra
 
 
 UNDER_WAY = 12
-"""Bytes per value of an exchange that waits for its landing, fp32: the contribution, what the
-others saw of it, and the average. They lie where the outer state lies (`outer.device`)."""
+"""Bytes per value of an exchange that waits for its landing, fp32: the contribution, the decoded
+contribution, and the average. They are on the device of the outer state (`outer.device`)."""
 LANDING = 8
-"""Bytes per value of a piece that lands on processors, which work block by block: how far its
-parameters have moved, and new values."""
+"""Bytes per value of a piece that lands on a CPU: displacements and new values. A CPU processes the
+piece in small blocks."""
 LANDING_VIEW = 4
-"""The same on a GPU, where blocks are large: new values of the whole piece, and of a block ..."""
+"""Bytes per value of a piece that lands on a GPU: new values of the whole piece."""
 LANDING_BLOCK = {"fp32": 12, "bf16": 18}
-"""... displacement, step and what else is computed, by the dtype of the outer momentum; ..."""
+"""Bytes per value of one block of a landing on a GPU, where blocks are large: displacement, step
+and other intermediates, by the dtype of the outer momentum."""
 LANDING_BLOCK_EAGER = 20
-"""... and of overlap `eager`, whatever that dtype."""
+"""The same with overlap `eager`, for every dtype of the outer momentum."""
 EVALUATION = 4
-"""Bytes per parameter of a rank, fp32: the copy of what the rank trains on while the anchor is
+"""Bytes per parameter of a rank, fp32: the copy of the trained parameters while the anchor is
 evaluated (`Evaluator.standing_at`)."""
 CAST = 2
-"""Bytes per parameter of a stage without shards that computes in bf16: the weights' bf16 copies."""
+"""Bytes per parameter of a stage without shards that computes in bf16: the bf16 copies of
+weights."""
 STAGING = 4
-"""Bytes per value of the largest piece, pinned in the machine's memory, of each staging buffer."""
+"""Bytes per value of the largest piece, for each staging buffer, pinned in the machine's memory."""
 STAGINGS = 2
 """Staging buffers of a rank on a GPU: one for each direction."""
 
 
 def under_way_bytes_per_parameter(config: RunConfig) -> float:
-    """What exchanges hold, at least: one waits for its landing."""
+    """Return the least bytes of exchanges in flight: one fragment waits for its landing."""
     return UNDER_WAY / config.outer.fragments
 
 
 def landing_on_gpu(config: RunConfig, values: float) -> float:
-    """Bytes that a piece of `values` takes while it lands in a GPU's memory, beside the outer state
-    and what is under way."""
+    """Return the bytes that a piece of `values` values takes while it lands in a GPU's memory.
+
+    Outer state and exchanges in flight are not included.
+    """
     if config.exchanges_gradients:
         return 0.0  # there are no landings
     block = LANDING_BLOCK[config.outer.momentum_dtype]
@@ -78,16 +85,17 @@ def landing_on_gpu(config: RunConfig, values: float) -> float:
 
 
 def staging_bytes_per_parameter(config: RunConfig) -> float:
-    """Pinned staging buffers of a rank on a GPU, in the machine's memory."""
+    """Return the bytes of pinned staging buffers of a rank on a GPU, in the machine's memory."""
     return STAGING * STAGINGS / config.outer.fragments
 
 
 def snapshot_bytes_per_parameter(config: RunConfig, waiting: float | None = None) -> float:
-    """The copy of a rank's state that a checkpoint is written from, in the machine's memory.
+    """Return the bytes of the copy of a rank's state from which a checkpoint is written.
 
-    Parameters, the inner optimizer's moments, the outer state, and the contributions of exchanges
-    that wait for their landing. `waiting`: their share of the fragments, without it one of them
-    where they wait at all. Every run writes a checkpoint at its end.
+    The copy is in the machine's memory. It holds parameters, the inner optimizer's moments, the
+    outer state, and the contributions of exchanges that wait for their landing. `waiting`: share of
+    the fragments that wait. None means one fragment if the plan has a delay, else no fragment.
+    Every run writes a checkpoint at its end.
     """
     if waiting is None:
         waiting = 1 / config.outer.fragments if config.outer.delay else 0.0
@@ -95,30 +103,39 @@ def snapshot_bytes_per_parameter(config: RunConfig, waiting: float | None = None
 
 
 def record_copy_bytes_per_parameter(config: RunConfig, waiting: float | None = None) -> float:
-    """The copy of a state in which a round begins, until the record has it; none in a run without
-    such states.
+    """Return the bytes of the copy of a round's first state, which is kept until it is recorded.
 
-    It is there beside a checkpoint's: at the end of a run both are made at the same moment.
+    The result is 0 in a run that records no states. The copy exists beside the copy for a
+    checkpoint: at the end of a run both are made at the same moment. `waiting`: see
+    `snapshot_bytes_per_parameter`.
     """
     kept = config.record.enabled and config.record.states_every and not config.exchanges_gradients
     return snapshot_bytes_per_parameter(config, waiting) if kept else 0.0
 
 
 def window_copy_bytes_per_parameter(config: RunConfig) -> int:
-    """The copy of anchor and outer momentum with which a window of the record begins, until the
-    record has it. Only where `record.keep` bounds the record (dilocox.record.writer.windows)."""
+    """Return the bytes of the copy of anchor and outer momentum that begins a recorded window.
+
+    The copy is kept until it is recorded. It exists only if `record.keep` limits the record
+    (`dilocox.record.writer.windows`).
+    """
     return 4 + MOMENTUM_BYTES[config.outer.momentum_dtype]
 
 
 def gate_model_bytes_per_parameter(config: RunConfig) -> int:
-    """The model, fp32, in which a gate tries contributions: beside the rank's own, if it is the
-    site's only one."""
+    """Return the bytes of the second model, fp32, in which a gate tries contributions.
+
+    Only the single rank of a site has it.
+    """
     return 4 * (config.admission.gate and config.site.ranks == 1)
 
 
 def gate_probe_bytes_per_parameter(config: RunConfig) -> float:
-    """What a gate keeps of one boundary in the machine's memory, fp32: the whole model's anchors
-    to try contributions at, or a fragment's gradients where a site has several ranks."""
+    """Return the bytes that a gate keeps of one boundary in the machine's memory, fp32.
+
+    At the single rank of a site these are the anchors of the whole model. With several ranks they
+    are the gradients of a fragment.
+    """
     if not config.admission.gate:
         return 0
     return 4 if config.site.ranks == 1 else 4 / config.outer.fragments
@@ -127,12 +144,19 @@ def gate_probe_bytes_per_parameter(config: RunConfig) -> float:
 def activation_bytes(
     config: RunConfig, hf_config: Any, stage: int, layers: int, head: bool, width: int
 ) -> int:
-    """Activations that a rank of `stage` holds at its peak, at least.
+    """Return the least bytes of activations that a rank of `stage` holds at its peak.
 
-    `layers` of the model are on the rank, `head` if the last is; `width`: bytes of the compute
-    dtype. Per layer and token these are the inputs of its two blocks and the feed-forward's
-    hidden values, with activation checkpointing the layer's input alone; for one micro-batch the
-    head's logits and what their loss needs.
+    Per layer and token, these are the inputs of the layer's two blocks and the hidden values of the
+    feed-forward block; with activation checkpointing, the layer's input alone. The head adds the
+    logits of one micro-batch and the memory of their loss.
+
+    Args:
+        config: the run file.
+        hf_config: the model's Hugging Face configuration.
+        stage: number of the rank's stage.
+        layers: number of the model's layers on the rank.
+        head: True if the rank has the head.
+        width: bytes of the compute dtype.
     """
     tokens = config.site.micro_batch_size * config.data.sequence_length
     hidden = int(hf_config.hidden_size)
@@ -157,14 +181,14 @@ def activation_bytes(
 
 
 def holds_whole_logits(config: RunConfig) -> bool:
-    """Whether the head gives all logits of a micro-batch, whatever their number."""
+    """Return True if the head gives all logits of a micro-batch at once, whatever their number."""
     return not computes_head_with_loss(config.site.schedule)
 
 
 def logits_bytes(config: RunConfig, hf_config: Any, width: int, device: str = "cuda") -> int:
-    """What head and loss of a micro-batch hold at their peak, logits of `width` bytes with it.
+    """Return the bytes that head and loss of a micro-batch hold at their peak.
 
-    `device`: type of the device.
+    The logits, of `width` bytes each, are included. `device`: type of the device.
     """
     tokens = config.site.micro_batch_size * config.data.sequence_length
     vocabulary = int(hf_config.vocab_size)
@@ -174,11 +198,16 @@ def logits_bytes(config: RunConfig, hf_config: Any, width: int, device: str = "c
 
 
 def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int = 4) -> int:
-    """Bytes that one rank needs on its GPU, at least. `parameters`: of its stage, over all shards;
-    `width`: bytes of the compute dtype.
+    """Return the least bytes that one rank needs on its GPU.
 
-    The most of two moments: an inner step with gradients and activations, and a landing in the
-    GPU's memory, when neither are there.
+    The result is the larger of two needs: an inner step has gradients and activations; a landing in
+    the GPU's memory happens while there are neither.
+
+    Args:
+        config: the run file.
+        parameters: parameters of the rank's stage, over all shards.
+        activations: bytes of activations, see `activation_bytes`.
+        width: bytes of the compute dtype.
     """
     site, outer = config.site, config.outer
     own = parameters / site.shards
@@ -193,24 +222,26 @@ def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int =
         if outer.delay:
             per_parameter += under_way
         else:
-            landing += under_way * own  # nothing is under way while an inner step is taken
+            landing += under_way * own  # no exchange is in flight during an inner step
     step = 4 * own
     if site.parts > 1 and site.stages > 1:
-        # Gathered for the whole step, and gradients whole until its end (dilocox.inner.site_model).
+        # Parameters are gathered, and gradients whole, for all of the step (see `site_model`).
         step = (width + 4) * parameters
     return round(per_parameter * own + max(step + activations, landing))
 
 
 SURE_SHARE = 0.85
-"""Of a GPU's memory, that training may fill without trouble: the rest is for what is not counted
-here, such as the context, communication buffers and fragments."""
+"""Share of a GPU's memory that training may safely fill. The rest is for needs that are not counted
+here, such as the CUDA context, communication buffers and fragments."""
 SURE_ACTIVATIONS = 3
-"""Layers keep at most so many times what `activation_bytes` counts of them."""
+"""Upper bound of a layer's real activations, as a multiple of `activation_bytes`."""
 
 
 def whole_gradient_bytes(parameters: int, width: int) -> int:
-    """What a rank of a sharded stage holds for `site.gradient_sync = "step"`: gathered
-    `parameters` of `width` bytes, and the sums of their gradients, fp32."""
+    """Return the bytes that a rank of a sharded stage holds for `site.gradient_sync = "step"`.
+
+    These are the gathered `parameters` of `width` bytes, and the sums of their gradients, fp32.
+    """
     return (width + 4) * parameters
 
 
@@ -221,10 +252,16 @@ def sums_whole_gradients(
     memory: int | None,
     width: int,
 ) -> bool:
-    """Whether the shards and replicas of a site of one stage reduce gradients once per step.
+    """Return True if the shards and replicas of a site of one stage reduce gradients once per step.
 
-    `memory`: bytes of the smallest GPU of the site, None on CPUs. `auto` goes by declared numbers
-    only, so that a run takes the same way at every start. `width`: bytes of the compute dtype.
+    `auto` decides by declared numbers alone, so that a run decides alike at every start.
+
+    Args:
+        config: the run file.
+        hf_config: the model's Hugging Face configuration.
+        chunks: chunks of the stage.
+        memory: bytes of the smallest GPU of the site; None on CPUs.
+        width: bytes of the compute dtype.
     """
     site = config.site
     if site.stages > 1 or site.parts == 1:
@@ -242,9 +279,10 @@ def sums_whole_gradients(
 
 
 def gpu_problem(site: str, stage: int, needed: int, available: int, sharing: int = 1) -> str | None:
-    """Why a rank with `needed` bytes does not fit into `available`, or none.
+    """Return why a rank that needs `needed` bytes does not fit into `available`; None if it fits.
 
-    `sharing`: ranks of all sites that use one GPU, of which `available` is a part then.
+    `sharing`: number of ranks, of all sites, that share the GPU. With several, `available` is this
+    rank's part of the GPU.
     """
     if needed <= available:
         return None
@@ -270,8 +308,9 @@ def check_gpu(
 ) -> None:
     """Raise `ConfigError` if a rank that holds `chunks` does not fit on `device`; CPUs pass.
 
-    To be called in the rank's process before anything is put on the device. `ranks_here`: of all
-    sites on this machine. Where there are fewer GPUs, each rank may use its part of one.
+    Call this in the rank's process before it allocates memory on the device. `ranks_here`: number
+    of ranks, of all sites, on this machine. If the machine has fewer GPUs, ranks share them in
+    equal parts. `site` and `stage` are for the message.
     """
     if device.type != "cuda":
         return
@@ -286,15 +325,15 @@ def check_gpu(
     )
     parameters = sum(chunk.parameters for chunk in chunks)
     needed = gpu_bytes(config, parameters, activations, width)
-    # `auto` takes it only where it fits.
+    # `auto` holds whole gradients only if they fit.
     if config.site.asks_for_whole_gradients:
         needed += whole_gradient_bytes(parameters, width)
     free, total = torch.cuda.mem_get_info(device)
     sharing = 1
-    # A launcher may show each rank of a site one GPU alone, under the same number.
+    # A launcher may make one GPU alone visible to each rank, under the same number.
     if ranks_here > config.site.ranks:
         sharing = ranks_on(device.index or 0, torch.cuda.device_count(), ranks_here)
-    # The others may have taken their parts already, or not yet.
+    # The other ranks may have allocated their parts already, or not yet.
     available = min(free, total // sharing) if sharing > 1 else free
     problem = gpu_problem(site, stage, needed, available, sharing)
     if problem is not None:
@@ -302,22 +341,24 @@ def check_gpu(
 
 
 def ranks_on(gpu: int, gpus: int, ranks_here: int) -> int:
-    """Of the ranks on a machine with so many `gpus`, those on number `gpu`: they are dealt out in
-    turn (see `resolve_device`)."""
+    """Return how many of the ranks on a machine with `gpus` GPUs use GPU number `gpu`.
+
+    Ranks take the GPUs in turn (see `resolve_device`).
+    """
     return max(1, len(range(gpu, ranks_here, max(1, gpus))))
 
 
 def host_bytes_per_parameter(config: RunConfig, on_gpu: bool, windows: bool = False) -> float:
-    """What a site's ranks hold in the machine's own memory, per parameter of the model, at least:
-    while a checkpoint is written, and a state for the record.
+    """Return the least bytes per parameter that a site's ranks hold in the machine's memory.
 
-    `windows`: `record.keep` bounds the record.
+    The peak is while a checkpoint, and a state for the record, are written. `on_gpu`: the ranks
+    train on GPUs. `windows`: `record.keep` limits the record.
     """
     outer, under_way = outer_bytes_per_parameter(config), under_way_bytes_per_parameter(config)
     if on_gpu and config.outer.device == "model":
         outer, under_way = 0, 0.0
     copies = snapshot_bytes_per_parameter(config) + record_copy_bytes_per_parameter(config)
-    # Without a delay no exchange is under way where a round ends, and checkpoints are begun.
+    # Without a delay no exchange is in flight at the end of a round, when checkpoints begin.
     copies = under_way + copies if config.outer.delay else max(under_way, copies)
     copies += window_copy_bytes_per_parameter(config) if windows else 0
     beside = outer + copies + gate_probe_bytes_per_parameter(config)
@@ -338,8 +379,16 @@ def host_problem(
     on_gpu: bool,
     windows: bool = False,
 ) -> str | None:
-    """Why `sites_here` sites with stages of `parameters` do not fit into `available` bytes of
-    the machine's memory, or none. `windows`: `record.keep` bounds the record."""
+    """Return why the sites do not fit into the machine's memory; None if they fit.
+
+    Args:
+        config: the run file.
+        parameters: parameters of each stage.
+        sites_here: number of sites on this machine.
+        available: bytes of memory that are free.
+        on_gpu: True if the ranks train on GPUs.
+        windows: True if `record.keep` limits the record.
+    """
     per_parameter = host_bytes_per_parameter(config, on_gpu, windows)
     needed = sites_here * sum(parameters) * per_parameter
     if needed <= available:
@@ -354,8 +403,8 @@ def host_problem(
 
 
 def disk_bytes(config: RunConfig, parameters: int, sites_here: int) -> int:
-    """All kept checkpoints, one being written, and the model."""
-    # Gradients are in no checkpoint, contributions under way are.
+    """Return the bytes of all kept checkpoints, one more that is being written, and the model."""
+    # A checkpoint has no gradients, but has the contributions in flight.
     outer = outer_bytes_per_parameter(config) + 4 // config.outer.fragments
     each = parameters * (inner_bytes_per_parameter(config) - 4 + outer)
     return sites_here * each * (config.checkpoint.keep + 1) + 4 * parameters

@@ -1,4 +1,4 @@
-"""Where a rank stands inside its site: replica, stage, shard, device and process groups."""
+"""Place of a rank inside its site: replica, stage, shard, device and process groups."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from dilocox.errors import ConfigError
 Group = dist.ProcessGroup
 
 PATIENCE = timedelta(days=365)
-"""How long a further replica waits for the next order: a site may stand still for hours."""
+"""Time-out of a further replica that waits for the next order: a site may pause for hours."""
 
 
 @dataclass(frozen=True)
 class SiteMesh:
     """One rank's place among the ranks of its site (see `rank_of_place`).
 
-    `mesh` has the dimensions ("pp", "dp"), and "replicate" before them in a site of several
-    replicas. A site of one rank has no mesh and no groups: it communicates with nobody.
-    In a site of several replicas, `own_replica` are the ranks of this rank's replica, and
-    `same_ranks` the ranks with this rank's stage and shard in all replicas, in replica order;
-    `orders` are the same ranks on CPUs.
+    `mesh` has the dimensions ("pp", "dp"). In a site of several replicas, "replicate" comes before
+    them. A site of one rank has no mesh and no groups, because it communicates with no other rank.
+
+    In a site of several replicas, `own_replica` is the group of the ranks of this rank's replica.
+    `same_ranks` is the group of the ranks with this rank's stage and shard in all replicas, in
+    replica order. `orders` is a group of the same ranks for tensors on CPUs.
     """
 
     stages: int
@@ -51,11 +52,19 @@ class SiteMesh:
         replicas: int = 1,
         timeout: timedelta | None = None,
     ) -> SiteMesh:
-        """The mesh of an initialised default process group of replicas x stages x shards ranks.
+        """Return the mesh of the default process group, which must be initialised.
 
-        `timeout`: of collectives of a replica, and of equal ranks of the replicas; none means
-        PyTorch's default. A collective call: every rank of the site makes it. Raises `ConfigError`
-        if the group has another size.
+        Collective: every rank of the site calls this.
+
+        Args:
+            stages: stages of the site.
+            shards: shards of each stage.
+            device: this rank's device.
+            replicas: replicas of the site.
+            timeout: time-out of collectives within a replica, and between equal ranks of replicas.
+                None means PyTorch's default.
+
+        Raises `ConfigError` if the group does not have replicas x stages x shards ranks.
         """
         needed = replicas * stages * shards
         if needed == 1:
@@ -81,7 +90,7 @@ class SiteMesh:
             [range(n * members, (n + 1) * members) for n in range(replicas)], timeout=timeout
         )
         same = [range(n, needed, members) for n in range(members)]
-        # Not the mesh's group: replicas wait in this one while the first one exchanges gradients.
+        # Not the mesh's group: replicas wait in this group while the first one exchanges gradients.
         peers = _own_group(same, timeout=timeout)
         orders = _own_group(same, backend="gloo", timeout=PATIENCE)
         return cls(
@@ -94,17 +103,17 @@ class SiteMesh:
         return self.rank_at(self.stage, self.shard, self.replica)
 
     def rank_at(self, stage: int, shard: int, replica: int) -> int:
-        """The rank within the site of that place."""
+        """Return the rank within the site at this place."""
         return rank_of_place(stage, shard, replica, shards=self.shards, stages=self.stages)
 
     @property
     def ranks(self) -> int:
-        """Ranks of one replica of the site."""
+        """Number of ranks of one replica of the site."""
         return self.stages * self.shards
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP holds the parameters: with several shards or replicas."""
+        """True if FSDP holds the parameters: with several shards or replicas."""
         return self.replicas * self.shards > 1
 
     @property
@@ -126,7 +135,7 @@ class SiteMesh:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """What FSDP is given: the shards, or replicas x shards, of this rank's stage."""
+        """Mesh for FSDP: the shards, or replicas x shards, of this rank's stage."""
         return self.shard_mesh if self.replicas == 1 else self._whole()["replicate", "dp"]
 
     def _whole(self) -> DeviceMesh:
@@ -140,7 +149,10 @@ class SiteMesh:
         return self.mesh.get_group(dimension)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """The 1-D `values` of all ranks of this replica, as [ranks, n] in rank order, on each."""
+        """Gather the 1-D `values` of all ranks of this replica as [ranks, n], in rank order.
+
+        Every rank gets the result. Collective over the replica.
+        """
         if self.ranks == 1:
             return values.unsqueeze(0)
         result = values.new_empty(self.ranks, values.numel())
@@ -148,7 +160,10 @@ class SiteMesh:
         return result
 
     def gather_names(self, names: list[str]) -> list[list[str]]:
-        """The lists of names of all ranks of this replica, in rank order, on each (as JSON)."""
+        """Gather the lists of names of all ranks of this replica, in rank order.
+
+        Every rank gets the result. The names travel as JSON. Collective over the replica.
+        """
         if self.ranks == 1:
             return [names]
         text = torch.tensor(list(json.dumps(names).encode()), dtype=torch.uint8)
@@ -161,7 +176,7 @@ class SiteMesh:
         ]
 
     def mean_of_replicas(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean of the replicas' `value`, on each. Collective over the replicas."""
+        """Return the mean of the replicas' `value`, on every replica. Collective over replicas."""
         if self.replicas == 1:
             return value
         total = value.clone()
@@ -169,7 +184,7 @@ class SiteMesh:
         return total / self.replicas
 
     def least_of_replicas(self, value: torch.Tensor) -> torch.Tensor:
-        """The least of the replicas' `value`, on each. Collective over the replicas."""
+        """Return the least of the replicas' `value`, on every replica. Collective over replicas."""
         if self.replicas == 1:
             return value
         least = value.clone()
@@ -180,7 +195,10 @@ class SiteMesh:
 def _own_group(
     groups: list[range], backend: str | None = None, timeout: timedelta | None = None
 ) -> Group:
-    """The one of `groups` that this rank is in. Every rank makes all of them, in one order."""
+    """Make all `groups` and return the group of this rank.
+
+    PyTorch requires that every rank makes all groups, in the same order.
+    """
     found: Group | None = None
     for ranks in groups:
         group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
@@ -192,15 +210,15 @@ def _own_group(
 
 
 def rank_of_place(stage: int, shard: int, replica: int, *, shards: int, stages: int) -> int:
-    """The rank within a site: replica by replica, in each stage by stage.
+    """Return the rank within a site. Ranks count shards first, then stages, then replicas.
 
-    Ranks of the first replica have the numbers that they have in a site of one.
+    So ranks of the first replica have the same numbers as in a site of one replica.
     """
     return (replica * stages + stage) * shards + shard
 
 
 def place_of_rank(rank: int, shards: int, stages: int) -> tuple[int, int, int]:
-    """(stage, shard, replica) of a rank within its site: the inverse of `rank_of_place`."""
+    """Return (stage, shard, replica) of a rank within its site: the inverse of `rank_of_place`."""
     row, shard = divmod(rank, shards)
     replica, stage = divmod(row, stages)
     return stage, shard, replica
@@ -217,12 +235,14 @@ def start_site_group(
     init_method: str | None = None,
     store: dist.Store | None = None,
 ) -> SiteMesh:
-    """Join the other ranks of the site (NCCL on GPUs, Gloo on CPUs) and build the mesh.
+    """Join the other ranks of the site (NCCL on GPUs, Gloo on CPUs) and return the mesh.
 
-    Give `rank` (see `rank_of_place`) and either `init_method` (a URL) or `store`; without them the
-    rank and the meeting point come from an existing launcher's RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT. A default process group that is already there is used as it is. A site of one
-    rank starts nothing. Raises `ConfigError` if neither is given, or if the sizes differ.
+    Pass `rank` (see `rank_of_place`) and either `init_method` (a URL) or `store`. Without them,
+    rank and meeting point come from a launcher's variables RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT. An existing default process group is used as it is. A site of one rank starts no
+    process group.
+
+    Raises `ConfigError` without a meeting point, or if the group has another number of ranks.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -230,7 +250,7 @@ def start_site_group(
     if world == 1 or dist.is_initialized():
         return SiteMesh.create(stages, shards, device, replicas, timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # Naming the device lets NCCL connect now, so that a bad link is an error of the start.
+    # With a device, NCCL connects now, so that a bad link shows at the start.
     device_id = device if device.type == "cuda" else None
     if init_method is None and store is None:
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():

@@ -1,11 +1,14 @@
-"""Muon: momentum whose matrices are orthonormalised, over matrices of which a rank has the rows.
+"""Muon: SGD with momentum whose updates are orthonormalised, for matrices with sharded rows.
 
-The update of a matrix W is the polar factor of its Nesterov momentum, found approximately by
-Newton-Schulz iterations (K. Jordan, "Muon: An optimizer for hidden layers in neural networks"),
-scaled by 0.2 sqrt(max(rows, columns)) to the size that AdamW's updates have, so that both take the
-same learning rate and weight decay ("Muon is Scalable for LLM Training", arXiv 2502.16982, §2.2).
-It is what `torch.optim.Muon` does with `adjust_lr_fn="match_rms_adamw"`, for many matrices at a
-time, for sharded ones, and with skipping that needs no wait for the device.
+The update of a matrix W is the polar factor of its Nesterov momentum, which Newton-Schulz
+iterations approximate (K. Jordan, "Muon: An optimizer for hidden layers in neural networks"). The
+update is scaled by 0.2 sqrt(max(rows, columns)), to the size of AdamW's updates. So learning rate
+and weight decay are the same for both ("Muon is Scalable for LLM Training", arXiv 2502.16982,
+§2.2).
+
+`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` computes the same. This implementation
+processes many matrices at a time, supports sharded matrices, and skips a step without waiting for
+the device.
 """
 
 from __future__ import annotations
@@ -23,14 +26,15 @@ _ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
 _RMS_OF_ADAMW = 0.2
 _BATCH_ELEMENTS = 2**25
-"""Elements that a rank orthonormalises at a time: enough for small matrices to share a kernel,
-few enough for what lies between to be small beside the model."""
+"""Elements that a rank orthonormalises at a time. This is enough for small matrices to share a
+kernel, and few enough for intermediates to be small beside the model."""
 
 
 def orthonormalise(matrices: Tensor) -> Tensor:
-    """Each of `matrices` [n, R, C] with its singular values brought to about 1 (0.7 to 1.2).
+    """Return `matrices` [n, R, C] with singular values brought to about 1 (0.7 to 1.2).
 
-    Computed in the tensor's own dtype: bf16 is enough for training. A matrix of zeros stays so.
+    The computation is in the tensor's own dtype; bf16 is enough for training. A matrix of zeros
+    stays zero.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -42,15 +46,16 @@ def orthonormalise(matrices: Tensor) -> Tensor:
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """What an orthonormal matrix is multiplied by, to have the RMS of an update of AdamW."""
+    """Return the factor that gives an orthonormal matrix the RMS of an update of AdamW."""
     return _RMS_OF_ADAMW * math.sqrt(max(rows, columns))
 
 
 def gather_matrices(shards: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-    """Whole matrices [m, R, C] from each rank's rows [n, r, C]: rank k gets m from number k * m.
+    """Return whole matrices [m, R, C], gathered from each rank's rows `shards` [n, r, C].
 
-    m = ceil(n / ranks), R = `rows`; those after the last are zero. r are the rows that `chunk`
-    gives to the rank, possibly 0. Collective over `group`. So each matrix is orthonormalised once.
+    Rank k gets the m = ceil(n / ranks) matrices from number k * m on, so that each matrix is
+    orthonormalised once. Matrices beyond the n-th are zero. R is `rows`; r is the number of rows
+    that `Tensor.chunk` gives to the rank, possibly 0. Collective over `group`.
     """
     count, own, columns = shards.shape
     ranks = group.size()
@@ -64,7 +69,10 @@ def gather_matrices(shards: Tensor, rows: int, group: dist.ProcessGroup) -> Tens
 
 
 def scatter_matrices(matrices: Tensor, count: int, own: int, group: dist.ProcessGroup) -> Tensor:
-    """The way back from `gather_matrices`: this rank's rows [n, r, C], n = `count`, r = `own`."""
+    """Undo `gather_matrices`: return this rank's rows [n, r, C], n = `count`, r = `own`.
+
+    Collective over `group`.
+    """
     each, rows, columns = matrices.shape
     ranks = group.size()
     most = -(-rows // ranks)
@@ -82,19 +90,23 @@ class _Batch:
 
     names: tuple[str, ...]
     shape: tuple[int, int]
-    """Of the whole matrices."""
+    """Shape of a whole matrix."""
     parameters: tuple[nn.Parameter, ...]
     momentum: Tensor
-    """fp32 [n, r, C], r the rank's own rows."""
+    """fp32 [n, r, C]; r is the number of the rank's own rows."""
 
 
 class Muon:
     """Muon over local rows of matrices, fp32, with decoupled weight decay.
 
-    `parameters` maps names to local tensors [r, C], `shapes` to the shapes [R, C] of the whole
-    matrices; both in the same order on all ranks of `group`, over which the rows are spread as
-    `Tensor.chunk` does it (none: every rank has whole matrices). Updates are orthonormalised in
-    `precision`.
+    Args:
+        parameters: local tensors [r, C] by name, in the same order on all ranks of `group`.
+        shapes: shapes [R, C] of the whole matrices by name.
+        momentum: factor of the momentum.
+        weight_decay: decoupled weight decay.
+        precision: dtype in which updates are orthonormalised.
+        group: ranks that share the rows, split as by `Tensor.chunk`. None means that every rank has
+            whole matrices.
     """
 
     def __init__(
@@ -125,9 +137,9 @@ class Muon:
 
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
-        """One step with gradients / `divisor`, or nothing at all where `skip` is 1.
+        """Take one step with gradients / `divisor`; change nothing if `skip` is 1.
 
-        Both are fp32 scalars on the parameters' device. Collective over the group.
+        `divisor` and `skip` are fp32 scalars on the parameters' device. Collective over the group.
         """
         skipped = skip.bool()
         kept = torch.where(skipped, 1.0, 1 - learning_rate * self._weight_decay)
@@ -135,7 +147,7 @@ class Muon:
             gradient = torch.stack([_gradient(p) for p in batch.parameters]).div_(divisor)
             momentum = batch.momentum.lerp(gradient, 1 - self._momentum)
             update = self._orthonormal(gradient.lerp_(momentum, self._momentum), batch.shape[0])
-            # A gradient that is not finite has spoiled all of this: it is computed and not taken.
+            # If a gradient is not finite, so are these results; `skip` then discards them.
             torch.where(skipped, batch.momentum, momentum, out=batch.momentum)
             rate = learning_rate * update_scale(*batch.shape)
             _update(batch.parameters, update.masked_fill_(skipped, 0.0), kept, rate)
@@ -149,12 +161,12 @@ class Muon:
         return scatter_matrices(orthonormalise(whole), count, own, self._group)
 
     def reset(self) -> None:
-        """Forget the momentum."""
+        """Set the momentum to zero."""
         for batch in self._batches:
             batch.momentum.zero_()
 
     def momenta(self) -> dict[str, Tensor]:
-        """Live momentum by name: fp32, of the local shape."""
+        """Return the live momentum by name: fp32, local shape."""
         return {
             name: momentum
             for batch in self._batches
@@ -173,11 +185,11 @@ def _batch(
 def _update(parameters: Sequence[nn.Parameter], update: Tensor, kept: Tensor, rate: float) -> None:
     """Multiply `parameters` by `kept`, an fp32 scalar; subtract `rate` times `update` [n, r, C].
 
-    In place. With `kept` 1 and an `update` of zeros every bit stays. So a step is skipped without a
-    copy of the parameters, and without a wait for the device.
+    The change is in place. With `kept` 1 and an `update` of zeros all bits stay the same. So a step
+    can be skipped without a copy of the parameters, and without waiting for the device.
     """
     if update.device.type == "cuda":
-        # One kernel for many matrices asks for one dtype and one order in memory.
+        # One kernel for many matrices needs one dtype and one order in memory.
         update = update.to(parameters[0].dtype, memory_format=torch.contiguous_format)
     torch._foreach_mul_(list(parameters), kept)
     torch._foreach_add_(list(parameters), update.unbind(), alpha=-rate)

@@ -16,10 +16,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon trains the tensor of this full name: a matrix of one of the numbered layers.
+    """Return True if Muon trains the tensor of this full name: a matrix in a numbered layer.
 
-    Embeddings and the head are matrices too, but their rows are looked up or are classes one by
-    one; tensors of three dimensions (experts in one tensor) are none.
+    Embeddings and head are excluded, because their rows stand for single tokens. Tensors of three
+    dimensions (all experts in one tensor) are not matrices.
     """
     return len(shape) == 2 and any(part.isdecimal() for part in name.split("."))
 
@@ -27,13 +27,17 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
 class InnerOptimizer:
     """Fused AdamW (no weight decay on tensors of one dimension), plain SGD, or Muon.
 
-    `parameters` maps full names to plain local tensors (never `DTensor`: a shard is optimized
-    where it lies, without the dispatch of distributed tensors). `sgd` has neither momentum nor
-    weight decay. `muon` trains the layers' matrices by Muon and all else by AdamW. Moments exist
-    from the start, so a state always has the same keys and shapes.
+    `sgd` has neither momentum nor weight decay. `muon` trains the layers' matrices by Muon, and all
+    other tensors by AdamW. Moments exist from the start, so a state always has the same keys and
+    shapes.
 
-    Muon only: `shapes` are those of the whole tensors by name (none: the local ones), `group` the
-    ranks that hold their other rows, `precision` the dtype in which it multiplies matrices.
+    Args:
+        parameters: plain local tensors by full name. A shard is never a `DTensor`: it is optimized
+            in place, without the dispatch of distributed tensors.
+        inner: section `[inner]` of the run file.
+        shapes: Muon only: shapes of the whole tensors by name. None means the local shapes.
+        group: Muon only: ranks that hold the other rows of the tensors.
+        precision: Muon only: dtype in which matrices are multiplied.
     """
 
     def __init__(
@@ -87,11 +91,11 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
-        """One step with gradients / `divisor`, or nothing at all where `skip` is 1.
+        """Take one step with gradients / `divisor`; change nothing if `skip` is 1.
 
-        Both are fp32 scalars on the parameters' device. The fused kernels read them there, as
-        they do for a gradient scaler, so clipping costs no pass over the gradients and deciding
-        costs no wait for the device. With Muon collective over the group.
+        `divisor` and `skip` are fp32 scalars on the parameters' device. The fused kernels read them
+        there, as they do for a gradient scaler. So clipping needs no pass over the gradients, and
+        skipping needs no wait for the device. With Muon, collective over the group.
         """
         self._matrices.step(learning_rate * self._matrix_rate, divisor, skip)
         if self._optimizer is None:
@@ -103,7 +107,7 @@ class InnerOptimizer:
         self._optimizer.step()
 
     def reset(self) -> None:
-        """Forget the moments and the step count."""
+        """Set the moments and the step count to zero."""
         self._matrices.reset()
         if self._optimizer is None or not self._moments:
             return
@@ -115,10 +119,10 @@ class InnerOptimizer:
                 }
 
     def state(self) -> dict[str, Tensor]:
-        """Live state: `exp_avg/NAME` and `exp_avg_sq/NAME` (fp32, local shape), and `step`.
+        """Return the live state: `exp_avg/NAME`, `exp_avg_sq/NAME` (fp32, local shape), and `step`.
 
-        Muon's matrices have `momentum/NAME` instead. Empty for SGD. The moments are the
-        optimizer's own storage, `step` is a copy.
+        Muon's matrices have `momentum/NAME` instead. The state of SGD is empty. The moments are the
+        optimizer's own storage; `step` is a copy.
         """
         if not self._moments:
             return {}
@@ -139,18 +143,18 @@ class InnerOptimizer:
         return state
 
     def moments(self) -> list[Tensor]:
-        """The storage of all moments, none of them empty, in an order that stays the same."""
+        """Return the storage of all non-empty moments, always in the same order."""
         found = list(self._matrices.momenta().values())
         if self._optimizer is not None and self._moments:
             found += [own[moment] for own in self._optimizer.state.values() for moment in _MOMENTS]
         return [tensor for tensor in found if tensor.numel() > 0]
 
     def second_moments(self) -> tuple[dict[str, Tensor], Tensor]:
-        """AdamW's second moments by name, and the sum of the weights that they have given so far.
+        """Return AdamW's second moments by name, and their bias correction.
 
-        Moments: live, fp32, local shape; of SGD and Muon's matrices none, and tensors without
-        elements are left out. Weights: fp32 scalar, 1 - beta2^steps on the moments' device; it is
-        what AdamW divides moments by before it uses them.
+        The moments are live, fp32, of local shape. SGD and Muon's matrices have none; tensors
+        without elements are left out. The bias correction is 1 - beta2^steps, an fp32 scalar on the
+        moments' device; AdamW divides moments by it before use.
         """
         found = {n: p for n, p in self._parameters.items() if p.numel() > 0}
         if self._optimizer is None or not self._moments:
@@ -162,13 +166,13 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` in, bit for bit. Raises `CheckpointError` for other names or shapes."""
+        """Restore `state`, bit for bit. Raises `CheckpointError` if names or shapes differ."""
         current = self.state()
         if current.keys() != state.keys():
             odd = sorted(current.keys() ^ state.keys())[0]
             raise CheckpointError(
-                f"optimizer state: {odd} is on one side only; it is of another model, cut or "
-                "optimizer, load it with the run file that wrote it"
+                f"optimizer state: {odd} is missing or unexpected; the state is of another model, "
+                "cut or optimizer: load it with the run file that wrote it"
             )
         for name, tensor in current.items():
             if tensor.shape != state[name].shape:

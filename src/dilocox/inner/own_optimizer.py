@@ -1,4 +1,4 @@
-"""An inner optimizer that a user of the Python API brings, behind what `InnerOptimizer` offers."""
+"""Adapter for an inner optimizer of a user of the Python API, with `InnerOptimizer`'s interface."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from torch import Tensor, nn
 from dilocox.errors import CheckpointError, ConfigError
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-"""Full names of this rank's trained tensors -> an optimizer of them.
+"""Makes an optimizer of this rank's trained tensors, which are given by full name.
 
-The tensors are plain, fp32, and hold this shard's rows alone: the optimizer must treat elements, or
-rows, one by one. Groups keep their ratio of learning rates, the schedule sets the rates.
+The tensors are plain and fp32, and hold this shard's rows only. So the optimizer must treat each
+element, or each row, separately. The schedule sets the learning rates; parameter groups keep the
+ratios of their rates.
 """
 _NUMBER = "number/"
-"""Begins names of state that the optimizer keeps as Python numbers."""
+"""Prefix of names of state that the optimizer keeps as Python numbers."""
 
 
 class OwnOptimizer:
-    """Wraps an optimizer: gradients are divided and steps left out before it sees them."""
+    """Wraps an optimizer: divides gradients before its step, and leaves out skipped steps."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], make: OptimizerFactory, learning_rate: float
     ) -> None:
-        """`learning_rate`: `inner.learning_rate`, to which the groups' own rates are compared.
+        """Make the optimizer.
 
-        Raises `ConfigError` for an optimizer of other tensors, or of a part of them.
+        `learning_rate` is `inner.learning_rate`; the ratio of each group's rate to it is kept.
+        Raises `ConfigError` if the optimizer does not hold exactly the given tensors.
         """
         # A shard of a dimension smaller than the number of shards may have no rows.
         self._parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
@@ -45,9 +47,9 @@ class OwnOptimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
-        """One step with gradients / `divisor`, or nothing at all where `skip` is 1.
+        """Take one step with gradients / `divisor`; change nothing if `skip` is 1.
 
-        Both are fp32 scalars on the parameters' device. `skip` is waited for there.
+        `divisor` and `skip` are fp32 scalars on the parameters' device. The host waits for `skip`.
         """
         if self._optimizer is None or bool(skip):
             return
@@ -60,14 +62,14 @@ class OwnOptimizer:
             self._optimizer.step()
 
     def reset(self) -> None:
-        """Forget the state."""
+        """Clear the state."""
         if self._optimizer is not None:
             self._optimizer.state.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Live state: `KEY/NAME`, and `number/KEY/NAME` (fp64, a copy) of Python numbers.
+        """Return the live state: `KEY/NAME` for tensors, `number/KEY/NAME` for Python numbers.
 
-        Empty before the first step.
+        Numbers are fp64 copies. The state is empty before the first step.
         """
         found: dict[str, Tensor] = {}
         if self._optimizer is None:
@@ -81,7 +83,7 @@ class OwnOptimizer:
         return found
 
     def moments(self) -> list[Tensor]:
-        """The storage of all state that is as large as its tensor."""
+        """Return the storage of all state tensors that have the shape of their parameter."""
         if self._optimizer is None:
             return []
         return [
@@ -92,12 +94,12 @@ class OwnOptimizer:
         ]
 
     def second_moments(self) -> tuple[dict[str, Tensor], Tensor]:
-        """None that sites could share."""
+        """Return no second moments: the adapter does not know which ones sites could share."""
         return {}, torch.ones(())
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` in, bit for bit. Raises `CheckpointError` for state of other tensors."""
+        """Restore `state`, bit for bit. Raises `CheckpointError` if it has other tensors."""
         if self._optimizer is None:
             return
         self._optimizer.state.clear()
@@ -111,11 +113,11 @@ class OwnOptimizer:
             parameter = self._parameters[name]
             value = tensor.item() if full.startswith(_NUMBER) else _like(parameter, tensor)
             if isinstance(value, float) and value.is_integer():
-                value = int(value)  # counts of steps; a rate that is whole reads the same
+                value = int(value)  # step counts are int; a whole-numbered float works as int, too
             self._optimizer.state[parameter][key] = value
 
 
 def _like(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-    """A copy where the optimizer needs it: counts may stay on the CPU, as PyTorch's own do."""
+    """Copy `tensor` to the parameter's device. Scalars go to the CPU, as in PyTorch's own state."""
     device = parameter.device if tensor.dim() else torch.device("cpu")
     return tensor.detach().to(device, copy=True)

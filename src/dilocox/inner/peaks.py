@@ -1,7 +1,8 @@
 """Peak rates of GPUs by the name that the driver gives them, for the model FLOPs utilisation (MFU).
 
-Dense matrix products, operations per second. Where the planner's table (plan/devices.toml) has the
-GPU, the figures are the table's, with the sources named there; a test compares the two.
+Figures are operations per second of dense matrix products. If the planner's table
+(tools/planner/devices.toml) has the GPU, the figures are those of the table, which names the
+sources; a test compares the two.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Peak:
     fp32: float
 
     def of(self, precision: torch.dtype) -> float:
-        """The peak for `torch.bfloat16` or `torch.float32`."""
+        """Return the peak for `torch.bfloat16` or `torch.float32`."""
         return self.bf16 if precision is torch.bfloat16 else self.fp32
 
 
@@ -40,14 +41,14 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"RTX 4090(?! D)", Peak(165.2 * TERA, 82.6 * TERA)),
     (r"RTX 3090(?! Ti)", Peak(71.2 * TERA, 35.6 * TERA)),
 )
-"""(pattern of the driver's name, peak); the first pattern that is found counts."""
+"""(pattern of the name that the driver reports, peak); the first pattern that matches counts."""
 
 _SLOWER = re.compile(r"\bMIG\b|Laptop|Max-Q")
 """Parts of a GPU, and GPUs that only share a name with a faster one."""
 
 
 def peak_of(name: str, precision: torch.dtype) -> float | None:
-    """Peak operations per second of the GPU called `name`; None for a GPU that is not known."""
+    """Return the peak operations per second of the GPU called `name`; None if it is unknown."""
     if _SLOWER.search(name):
         return None
     for pattern, peak in PEAKS:
@@ -59,9 +60,10 @@ def peak_of(name: str, precision: torch.dtype) -> float | None:
 def utilisation(
     flops_per_token: float, tokens_per_second: float, peak: float | None
 ) -> float | None:
-    """MFU, a share of 1: the model's own operations per second over the devices' peak.
+    """Return the MFU as a fraction of 1: the model's operations per second over the devices' peak.
 
-    `flops_per_token` counts the training of one token without recomputation (6 per parameter of a
-    matrix product, and attention). `peak` is that of all devices together; None: not known.
+    `flops_per_token` are the operations of training one token without recomputation: 6 per
+    parameter of a matrix product, and attention. `peak` is the peak of all devices together. None
+    if unknown.
     """
     return flops_per_token * tokens_per_second / peak if peak else None

@@ -1,8 +1,8 @@
-"""Micro-batches through the chunks of a stage, by schedule name.
+"""Runs micro-batches through the chunks of a stage, by the name of a pipeline schedule.
 
-With one stage the micro-batches run in a plain loop. With more, PyTorch's pipeline schedules run
-them; shapes and dtypes at the cuts are told to the schedule beforehand, so it neither runs a trial
-pass nor sends objects between ranks.
+With one stage the micro-batches run in a plain loop. With several stages PyTorch's pipeline
+schedules run them. A schedule gets shapes and dtypes at the cuts beforehand, so it neither runs a
+trial pass nor sends objects between ranks.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ _SCHEDULES: dict[str, type] = {
 
 
 def chunks_of_stage(schedule: str, stages: int, chunks_per_stage: int, stage: int) -> list[int]:
-    """Numbers, in model order, of the chunks that `stage` holds (of stages x chunks_per_stage).
+    """Return the numbers, in model order, of the chunks that `stage` holds.
 
-    Looped schedules deal the chunks out in turn; `zbv` goes down the stages and back up, so that
-    stage i holds chunks i and 2 * stages - 1 - i.
+    The model has stages x chunks_per_stage chunks. Looped schedules give the stages one chunk each
+    in turn. `zbv` goes down the stages and back up, so stage i holds chunks i and
+    2 * stages - 1 - i.
     """
     if schedule == "zbv":
         return [stage, 2 * stages - 1 - stage]
@@ -59,18 +60,18 @@ def chunks_of_stage(schedule: str, stages: int, chunks_per_stage: int, stage: in
 
 
 def stage_of_chunk(schedule: str, stages: int, chunks_per_stage: int, chunk: int) -> int:
-    """The stage that holds `chunk`: the inverse of `chunks_of_stage`."""
+    """Return the stage that holds `chunk`: the inverse of `chunks_of_stage`."""
     if schedule == "zbv" and chunk >= stages:
         return 2 * stages - 1 - chunk
     return chunk % stages
 
 
 class Computation:
-    """How forward passes compute: in fp32, or in bf16 with bf16 copies of fp32 parameters.
+    """Compute dtype of forward passes: fp32, or bf16 with bf16 copies of fp32 parameters.
 
     `prepare` gives a chunk its copies after the chunk was filled. Every `step()` begins by copying
-    the masters' values. FSDP makes such copies by itself, so a sharded stage gets none here. In
-    both cases all values between layers, stages and micro-batches are of the compute dtype.
+    the masters' values. In a sharded stage FSDP makes these copies, so this class makes none. In
+    both cases all values between layers, stages and micro-batches have the compute dtype.
     """
 
     def __init__(self, precision: torch.dtype, sharded: bool) -> None:
@@ -84,25 +85,25 @@ class Computation:
             self._copies[chunk] = WeightCopies(chunk, self.boundary_dtype)
 
     def trained(self, chunk: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
-        """The fp32 parameter that `parameter` of `chunk` is computed with as."""
+        """Return the fp32 master of `parameter` of `chunk`; the parameter itself without copies."""
         return self._copies[chunk].master(parameter) if chunk in self._copies else parameter
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around all micro-batches of a step."""
+        """Context of all micro-batches of a step. It first copies the masters' values."""
         for copies in self._copies.values():
             copies.refresh()
         yield
 
     def end_of_weight_half(self, chunk: nn.Module) -> None:
-        """Sum gradients in fp32 that a split backward pass has left at `chunk` without hooks."""
+        """Add up, in fp32, gradients that the weight half of a backward pass left without hooks."""
         keep_gradient_sums_fp32(chunk)
         if chunk in self._copies:
             self._copies[chunk].collect()
 
 
 class _Stage(LeanStage):
-    """A chunk in PyTorch's terms, with this package's mixed precision."""
+    """A chunk as a stage of PyTorch's schedules, with this package's mixed precision."""
 
     def __init__(self, computation: Computation, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -118,10 +119,10 @@ class _Stage(LeanStage):
 
 
 def computes_head_with_loss(schedule: str) -> bool:
-    """Whether head and loss can be one function in this schedule.
+    """Return True if head and loss can be one autograd function in this schedule.
 
-    Zero-bubble schedules split the backward pass, which not every PyTorch can do at a function.
-    Then the head gives all logits of a micro-batch.
+    Zero-bubble schedules split the backward pass. Not every PyTorch can split it at a custom
+    function; the head then gives all logits of a micro-batch.
     """
     return schedule not in ZERO_BUBBLE or weight_half_takes_functions()
 
@@ -154,7 +155,7 @@ class Pipeline:
         self._built: dict[tuple[int, int], Any] = {}
         self.is_first = self._numbers[0] == 0
         self.is_last = self._numbers[-1] == self._total - 1
-        # A loss of the user's is given logits; the own one is computed with the head.
+        # A user's loss gets logits; the built-in loss is computed together with the head.
         self._inside = (
             loss is mean_cross_entropy
             and hasattr(self._chunks[-1], "head_loss")
@@ -164,7 +165,7 @@ class Pipeline:
             self._chunks[-1].head_loss = HeadLoss(compiled=compiled)  # type: ignore[assignment]
 
     def loss_of(self, chunk: nn.Module, value: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss, fp32, of a micro-batch whose `value` goes into the last chunk."""
+        """Return the fp32 mean loss of a micro-batch; `value` is the input of the last chunk."""
         if self._inside:
             loss: Tensor = chunk(value, labels=labels)
             return loss.float()
@@ -173,9 +174,10 @@ class Pipeline:
     def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Add the gradients of the mean loss over the shard's rows to the parameters' `.grad`.
 
-        `input_ids`, `labels`: int64 [b, L], b a multiple of the micro-batch size; only the first
-        stage reads the one and only the last the other. Returns that mean loss, an fp32 scalar on
-        the device; 0 on ranks without the last chunk.
+        `input_ids`, `labels`: int64 [b, L]; b is a multiple of the micro-batch size. Only the first
+        stage reads `input_ids`, and only the last stage reads `labels`. Returns the mean loss, an
+        fp32 scalar on the device; 0 on ranks without the last chunk. Raises `ConfigError` if b is
+        not a multiple of the micro-batch size.
         """
         rows, length = input_ids.shape
         if rows % self._rows or rows == 0:
@@ -191,15 +193,14 @@ class Pipeline:
                 losses = self._scheduled(input_ids, labels, count, length)
         if not self.is_last:
             return torch.zeros((), dtype=torch.float32, device=self._mesh.device)
-        # Each micro-batch's loss is already divided by their number.
+        # Each micro-batch's loss is already divided by the number of micro-batches.
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def _loop(self, input_ids: Tensor, labels: Tensor, count: int) -> list[Tensor]:
         chunk, losses = self._chunks[0], []
         parts = zip(input_ids.split(self._rows), labels.split(self._rows), strict=True)
         for number, (ids, targets) in enumerate(parts):
-            # Else FSDP adds every micro-batch into the sharded gradient: no rank ever holds a whole
-            # one.
+            # Without whole gradients, FSDP reduces every micro-batch into the sharded gradient.
             if self._whole_gradients:
                 reduce_gradients(chunk, number == count - 1)
             elif self._mesh.replicas > 1:
@@ -245,7 +246,7 @@ class Pipeline:
                 self._total,
                 self._mesh.device,
                 input_args=ids if number == 0 else hidden,
-                # What the last chunk puts out goes to nobody, so its shape is of no concern.
+                # No rank receives the output of the last chunk, so its shape does not matter.
                 output_args=hidden,
                 group=self._mesh.pipeline_group,
             )
@@ -273,10 +274,11 @@ class Pipeline:
 
     @torch.no_grad()
     def mean_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss over the shard's rows, forward only; 0 on ranks without the last chunk.
+        """Return the mean loss over the shard's rows, by forward passes alone.
 
-        Any number of rows. Micro-batches go through one after the other: looped schedules do not
-        overlap here, so that no two ranks ever wait to send to each other.
+        The result is 0 on ranks without the last chunk. Any number of rows is allowed.
+        Micro-batches run one after the other, also in looped schedules, so that no two ranks ever
+        wait to send to each other.
         """
         total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
         with self._computation.step():
@@ -318,5 +320,5 @@ class Pipeline:
 
 
 def cast_boundary(chunk: nn.Module, dtype: torch.dtype) -> None:
-    """Let `chunk` put out `dtype` and contiguous, as the next stage expects to receive it."""
+    """Make the outputs of `chunk` contiguous and of `dtype`, as the next stage expects."""
     chunk.register_forward_hook(lambda _module, _inputs, output: output.to(dtype).contiguous())

@@ -1,9 +1,10 @@
-"""Further replicas of a site, which do what the first one orders (hybrid sharding).
+"""Further replicas of a site, which follow orders of the first replica (hybrid sharding).
 
 Only the first replica takes part in the run: its ranks exchange, keep checkpoints and write the
 record. A rank of another replica holds a part of the same model. It waits for an order from the
-rank of the first replica with the same stage and shard, takes over what that rank's weights and
-optimizer have become since the last order, and makes the same call on its own rows of the batch.
+rank of the first replica with the same stage and shard. Then it copies the weights and the
+optimizer's state that have changed at that rank since the last order, and makes the same call on
+its own rows of the batch.
 """
 
 from __future__ import annotations
@@ -30,36 +31,40 @@ TiedState = Literal["weights", "moments"]
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank of the first replica asks the same rank of the others to do."""
+    """Order of a rank of the first replica to the same rank of the other replicas."""
 
     call: Call
+    """Method of the model to call; "end" lets the rank go."""
     rows: int = 0
-    """Of the batch, for all replicas together."""
+    """Rows of the batch, for all replicas together."""
     length: int = 0
+    """Tokens of a row."""
     learning_rate: float = 0.0
     averaged: bool = False
-    """Sites average gradients in this step."""
+    """True if sites average gradients in this step."""
     names: tuple[str, ...] = ()
+    """Argument of `loss_and_gradients`."""
     weights: tuple[int, ...] = ()
-    """Which of the local tensors have changed: their places in the model's order."""
+    """Places, in the model's order, of the local tensors that have changed."""
     optimizer: bool = False
-    """The optimizer's state has changed."""
+    """True if the optimizer's state has changed."""
     tied: TiedState | None = None
-    """The copy of a tied tensor was set from its owner, perhaps with its second moments."""
+    """Not None if the copy of a tied tensor was set from its owner: the weights alone, or the
+    second moments, too."""
     seed: int = 0
-    """Of random numbers, such as dropout's."""
+    """Seed of random numbers, such as those of dropout."""
 
 
 class ReplicatedModel(Protocol):
-    """A rank's part of the model, as replicas see it; see `dilocox.inner.site_model.SiteModel`."""
+    """Part of `dilocox.inner.site_model.SiteModel` that replicas use; its docstrings say more."""
 
     def evaluate(self, input_ids: Tensor, labels: Tensor) -> float:
-        """Mean loss over the rows of all shards."""
+        """Return the mean loss over the rows of all shards."""
 
     def loss_and_gradients(
         self, input_ids: Tensor, labels: Tensor, names: Sequence[str]
     ) -> tuple[float, dict[str, Tensor]]:
-        """Mean loss over the rows of all shards, and its gradients."""
+        """Return the mean loss over the rows of all shards, and its gradients."""
 
     def inner_step(
         self,
@@ -68,48 +73,51 @@ class ReplicatedModel(Protocol):
         learning_rate: float,
         exchange_gradients: Callable[[dict[str, Tensor]], None] | None = None,
     ) -> object:
-        """One optimizer step on this shard's rows of the site's batch."""
+        """Take one optimizer step on this shard's rows of the site's batch."""
 
     def compile_problem(self) -> str | None:
-        """After the first step, once: why layers run without being compiled, or None."""
+        """Return, once after the first step, why layers run without being compiled, or None."""
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Full name to this rank's fp32 storage, in model order."""
+        """Return this rank's fp32 storage by full name, in model order."""
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Live inner-optimizer state."""
+        """Return the live state of the inner optimizer."""
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Set the inner optimizer's state, bit for bit."""
+        """Restore the inner optimizer's state, bit for bit."""
 
     def moments(self) -> list[Tensor]:
-        """The storage of the inner optimizer's moments."""
+        """Return the storage of the inner optimizer's moments."""
 
     def sync_tied(self, moments: bool = False) -> None:
         """Set the copy of a tied tensor from its owner; with `moments` its second moments, too."""
 
 
 class Leader:
-    """A rank of the first replica: tells the other replicas what it is about to do.
+    """A rank of the first replica, which sends orders to the other replicas.
 
-    What this rank's weights and moments have become is found by PyTorch's version counters, which
-    count every write in place: whoever writes to the model need not know of replicas.
+    PyTorch's version counters tell which weights and moments have changed: they count every write
+    in place. So code that writes to the model need not know of replicas.
     """
 
     def __init__(self, model: ReplicatedModel, mesh: SiteMesh) -> None:
         self._model, self._mesh = model, mesh
         self._weights = list(model.local_tensors().values())
-        # Nothing is known of what the others hold: the first order sends everything.
+        # The state of the other replicas is unknown, so the first order sends everything.
         self._seen: list[int] = [-1] * len(self._weights)
         self._moments_seen: list[int] = []
         self._tied: TiedState | None = None
 
     def optimizer_replaced(self) -> None:
-        """The optimizer's state was loaded or reset."""
+        """Call this after the optimizer's state was loaded or reset: the next order sends it."""
         self._moments_seen = []
 
     def tied_synced(self, moments: bool) -> None:
-        """The copy of the tied tensor was set from its owner."""
+        """Call this after the copy of the tied tensor was set from its owner.
+
+        `moments`: the second moments were set, too.
+        """
         self._tied = "moments" if moments or self._tied == "moments" else "weights"
 
     def order(
@@ -122,10 +130,11 @@ class Leader:
         averaged: bool = False,
         names: Sequence[str] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Order `call` on this batch, int64 [b, L] each; this rank's own rows of it, on the device.
+        """Order `call` on a batch, and return this rank's own rows of it, on the device.
 
-        Every replica gets b / replicas rows. Collective over the replicas. Raises `ValueError`
-        where b does not divide.
+        `input_ids`, `labels`: int64 [b, L]. Every replica gets b / replicas rows. The other
+        arguments go to the call (see `Order`). Collective over the replicas. Raises `ValueError` if
+        b is not a multiple of the number of replicas.
         """
         rows, length = input_ids.shape
         if rows % self._mesh.replicas:
@@ -155,21 +164,21 @@ class Leader:
         return _own_rows(batch, self._mesh)
 
     def done(self) -> None:
-        """What this rank holds now is what the others hold."""
+        """Note that the other replicas have the same state as this rank now."""
         self._seen = [t._version for t in self._weights]
         self._moments_seen = self._moment_versions()
 
     def end(self) -> None:
-        """Let the other replicas go."""
+        """Order the other replicas to end."""
         _send(self._mesh, Order("end"))
 
     def _moment_versions(self) -> list[int]:
-        # Never an empty list: that one stands for "unknown".
+        # The list is never empty, because an empty list stands for "unknown".
         return [0, *(t._version for t in self._model.moments())]
 
 
 def _seed(device: torch.device) -> int:
-    """A seed, below 2^63, that follows from the state of this rank's random numbers."""
+    """Return a seed below 2^63, derived from the state of this rank's random number generators."""
     state = torch.get_rng_state()
     if device.type == "cuda":
         state = torch.cat([state, torch.cuda.get_rng_state(device)])
@@ -178,10 +187,10 @@ def _seed(device: torch.device) -> int:
 
 
 def follow(model: ReplicatedModel, mesh: SiteMesh, step_done: Callable[[], None]) -> None:
-    """Do what the first replica orders, until it lets this rank go.
+    """Follow the orders of the first replica until an order to end.
 
     `step_done` is called after every inner step. Raises `TrainingError` if the first replica is
-    gone, and what the calls raise.
+    lost. Errors of the ordered calls pass through.
     """
     checked = False
     while True:
@@ -192,7 +201,7 @@ def follow(model: ReplicatedModel, mesh: SiteMesh, step_done: Callable[[], None]
         batch = torch.empty(2, order.rows, order.length, dtype=torch.int64, device=mesh.device)
         dist.broadcast(batch, group=mesh.replica_group, group_src=0)
         input_ids, labels = _own_rows(batch, mesh)
-        # Another mask of dropout for every replica, and the same whenever the step is repeated.
+        # Each replica gets another dropout mask. A repeated step gets the same masks again.
         torch.manual_seed((order.seed + mesh.replica) % 2**63)
         if order.call == "evaluate":
             model.evaluate(input_ids, labels)
@@ -208,7 +217,7 @@ def follow(model: ReplicatedModel, mesh: SiteMesh, step_done: Callable[[], None]
 
 
 def _nothing_of_its_own(gradients: dict[str, Tensor]) -> None:
-    """The first replica exchanges; `SiteModel.inner_step` hands its gradients on."""
+    """Do nothing: the first replica exchanges; `SiteModel.inner_step` passes on its gradients."""
 
 
 def _own_rows(batch: Tensor, mesh: SiteMesh) -> tuple[Tensor, Tensor]:
@@ -218,13 +227,13 @@ def _own_rows(batch: Tensor, mesh: SiteMesh) -> tuple[Tensor, Tensor]:
 
 
 def _share_state(model: ReplicatedModel, mesh: SiteMesh, order: Order) -> None:
-    """Bring the replicas to the first one's weights and optimizer, as far as these have changed."""
+    """Copy the first replica's changed weights and optimizer state to the other replicas."""
     weights = list(model.local_tensors().values())
     from_first_replica(mesh, [weights[number] for number in order.weights])
     if order.optimizer:
         state = model.optimizer_state()
         on_device = {name: tensor.to(mesh.device) for name, tensor in state.items()}
-        # Moments are the optimizer's own storage; what `to` has copied is loaded below.
+        # Moments are the optimizer's own storage. Tensors that `to` has copied are loaded below.
         from_first_replica(mesh, list(on_device.values()))
         if mesh.replica > 0:
             model.load_optimizer_state(on_device)
@@ -233,7 +242,7 @@ def _share_state(model: ReplicatedModel, mesh: SiteMesh, order: Order) -> None:
 
 
 def from_first_replica(mesh: SiteMesh, tensors: Sequence[Tensor]) -> None:
-    """Set `tensors`, on the device, from the first replica's. Collective over the replicas."""
+    """Set `tensors`, on the device, to the first replica's values. Collective over the replicas."""
     group = mesh.replica_group
     with torch.no_grad():
         works = [

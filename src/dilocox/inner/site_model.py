@@ -1,4 +1,4 @@
-"""One rank's part of one site's model, and the inner step that trains it."""
+"""One rank's part of a site's model, and the inner step that trains it."""
 
 from __future__ import annotations
 
@@ -39,20 +39,27 @@ ExchangeGradients = Callable[[dict[str, Tensor]], None]
 class SiteModel:
     """The chunks that one rank of a site holds, trained together with the site's other ranks.
 
-    `chunks` are this rank's chunks in model order, on the meta device. Each chunk has `layers`,
-    `embedding` and `closing`, the modules that FSDP wraps (see `sharding.Units`). The chunk's
-    `full_names()` maps local parameter names to full Hugging Face names. `fill(chunk, device)`
-    gives a chunk its values after sharding. `hidden_size` is the last dimension of the chunks'
-    outputs. `precision` is the compute dtype; parameters, gradients and optimizer state are fp32.
-    `tied` names (owner, copy) of a tensor that the first and the last chunk share. `loss(logits
-    [b, L, V], labels [b, L])` is the mean over a micro-batch. `optimizer`: in place of that of
-    `inner`.
-    `compile_layers`: `model.compile` of the run file.
-    `whole_gradients`: shards of one stage gather parameters and reduce gradients once per step,
-    and hold both whole until then. Otherwise the shards do so once per micro-batch.
+    Building is collective over the site.
 
-    Building is collective over the site. Raises `ConfigError` for combinations that cannot run,
-    `ModelError` for a tied tensor that is not where it should be.
+    Args:
+        chunks: this rank's chunks in model order, on the meta device. Each chunk has `layers`,
+            `embedding` and `closing`, the modules that FSDP wraps (see `fsdp.Units`). Its
+            `full_names()` maps local parameter names to full Hugging Face names.
+        fill: gives a chunk its values after sharding; called with chunk and device.
+        mesh: this rank's place in the site.
+        site: section `[site]` of the run file.
+        inner: section `[inner]` of the run file.
+        hidden_size: last dimension of the chunks' outputs.
+        precision: compute dtype. Parameters, gradients and optimizer state are fp32.
+        tied: full names (owner, copy) of a tensor that the first and the last chunk share.
+        loss: mean over a micro-batch, of logits [b, L, V] and labels [b, L].
+        optimizer: makes an optimizer that replaces the one of `inner`.
+        compile_layers: `model.compile` of the run file.
+        whole_gradients: shards of one stage gather parameters and reduce gradients once per step,
+            and hold both whole until then. Otherwise they do so once per micro-batch.
+
+    Raises `ConfigError` if the settings cannot run together, and `ModelError` if a tied tensor is
+    not in the expected chunks.
     """
 
     def __init__(
@@ -104,9 +111,9 @@ class SiteModel:
         self._last_stage = stage_of_chunk(site.schedule, mesh.stages, site.chunks, total - 1)
         self._tied: TiedPair | None = None
         self._owner, self._copy = self._find_tied(tied)
-        # Made once: a version counter of PyTorch's belongs to one of these, not to its storage.
+        # Made once: PyTorch's version counter belongs to a tensor object, not to its storage.
         self._held = {n: local(p) for n, p in self._parameters.items() if n != self._copy}
-        # FSDP keeps a shard's storage for good, so an optimizer may hold a plain view of it.
+        # FSDP never replaces a shard's storage, so an optimizer may hold a plain view of it.
         self._locals = {
             name: nn.Parameter(local(parameter)) if mesh.sharded else parameter
             for name, parameter in self._trained.items()
@@ -129,7 +136,7 @@ class SiteModel:
         self._checked = False
         self._leader: Leader | None = None
         self.before_update: Callable[[], None] = lambda: None
-        """Called in every step when gradients are there, before anything that lasts changes."""
+        """Called in every step, once gradients are computed, before parameters or state change."""
         self.sync_tied()
 
     def _prepare(
@@ -148,8 +155,8 @@ class SiteModel:
             cast_boundary(chunk, computation.boundary_dtype)
         if self._mesh.sharded:
             # Split backward passes need gathered parameters to stay: FSDP's hooks do not see the
-            # weight half, and gradients of parameters it has let go are lost without a word. In
-            # other pipelines a micro-batch is too short to gather a stage twice for it.
+            # weight half, and gradients of freed parameters are lost silently. In other pipelines
+            # a micro-batch is too short to gather a stage twice for it.
             reshard = self._mesh.stages == 1 and not self.whole_gradients
             shard_chunk(chunk, self._mesh.fsdp_mesh, precision, reshard)
         fill(chunk, self._mesh.device)
@@ -158,7 +165,7 @@ class SiteModel:
         chunk.train()
 
     def _find_tied(self, tied: tuple[str, str] | None) -> tuple[str | None, str | None]:
-        """Full names of the owner and of the copy as far as this rank holds them."""
+        """Return the full names of owner and copy; None for each that this rank does not hold."""
         if tied is None:
             return None, None
         owner, copy = tied
@@ -180,20 +187,20 @@ class SiteModel:
         return owner if holds[0] else None, copy if holds[1] else None
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Full name to this rank's fp32 storage, in model order, to be read and written in place.
+        """Return this rank's fp32 storage by full name, in model order, to read and write in place.
 
-        Under FSDP it is the rank's shard along the first dimension, possibly of 0 rows. The copy
-        of a tied tensor is left out: call `sync_tied` after the owner was written.
+        Under FSDP a tensor is the rank's shard along the first dimension, possibly of 0 rows. The
+        copy of a tied tensor is left out: call `sync_tied` after a change of the owner.
         """
         return dict(self._held)
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Full name to buffer that a checkpoint of the model holds, floating ones fp32; whole at
-        every shard.
+        """Return the buffers that a checkpoint of the model holds, by full name.
 
-        They are not exchanged: no type of transformers that can be cut writes to one while it
-        trains (the bias of a router such as DeepSeek's is only read), so all sites keep those that
-        the run began with. A type that did would publish what this site has.
+        Floating-point buffers are fp32. Every shard holds whole buffers. Sites do not exchange
+        buffers: no supported architecture writes to one during training (the bias of a router such
+        as DeepSeek's is only read). So all sites keep the buffers of the start. An architecture
+        that wrote to a buffer would publish this site's values.
         """
         found: dict[str, Tensor] = {}
         for chunk in self._chunks:
@@ -205,8 +212,8 @@ class SiteModel:
     def sync_tied(self, moments: bool = False) -> None:
         """Set the copy of a tied tensor from its owner; with `moments` its second moments, too.
 
-        Collective between the owner's and the copy's rank, to be called at the same moment by all
-        ranks of the site; nothing is sent by the others or without a tied tensor.
+        All ranks of the site call this at the same point. Only the ranks of owner and copy
+        communicate. Without a tied tensor nothing is sent.
         """
         if self._leader is not None:
             self._leader.tied_synced(moments)
@@ -226,14 +233,20 @@ class SiteModel:
         learning_rate: float,
         exchange_gradients: ExchangeGradients | None = None,
     ) -> StepResult:
-        """One optimizer step on this shard's rows of the site's batch. Collective over the site.
+        """Take one optimizer step on this shard's rows of the site's batch.
 
-        `input_ids`, `labels`: int64 [b, L], the same shape on all ranks; the first stage reads the
-        one, the last the other. Gradients are means over the site's batch. `exchange_gradients`
-        is handed full name to local fp32 gradient before clipping and may change them in place.
-        If loss or norm is not finite no step is taken (after `exchange_gradients`: only if the
-        norm is not, so that all sites do the same), and the result says so.
-        Raises `TrainingError` naming a trained parameter that got no gradient.
+        Collective over the site. The gradient is the mean over the site's batch. If loss or norm is
+        not finite, no step is taken, and the result says so. After `exchange_gradients` the norm
+        alone decides, so that all sites do the same.
+
+        Args:
+            input_ids: int64 [b, L], the same shape on all ranks; only the first stage reads it.
+            labels: int64 [b, L], the same shape on all ranks; only the last stage reads it.
+            learning_rate: rate of this step.
+            exchange_gradients: gets local fp32 gradients by full name before clipping, and may
+                change them in place.
+
+        Raises `TrainingError`, which names the tensor, if a trained parameter got no gradient.
         """
         averaged = exchange_gradients is not None
         if self._leader is not None:
@@ -265,20 +278,20 @@ class SiteModel:
         return result
 
     def compile_problem(self) -> str | None:
-        """After the first step, once: why layers run without being compiled, or None.
+        """Return, once after the first step, why layers run without being compiled, or None.
 
-        Raises `ConfigError` instead where `model.compile` is true.
+        Raises `ConfigError` instead if `model.compile` is true.
         """
         return None if self._compilation is None else self._compilation.problem()
 
     def loss_and_gradients(
         self, input_ids: Tensor, labels: Tensor, names: Sequence[str]
     ) -> tuple[float, dict[str, Tensor]]:
-        """Mean loss over the rows of all shards, and its gradients; nothing is trained.
+        """Return the mean loss over the rows of all shards, and its gradients. Trains nothing.
 
-        Collective over the site, with `input_ids` and `labels` as for `inner_step`. Gradients are
-        those of `names` that are trained, fp32 by full name, of the local part; a tied tensor's
-        are its owner's. The model is as in evaluation (no dropout).
+        Collective over the site; `input_ids` and `labels` as for `inner_step`. The gradients are
+        local, fp32 by full name, of the trained tensors among `names`; a tied tensor goes by its
+        owner's name. The model is in evaluation mode (no dropout).
         """
         if self._leader is not None:
             input_ids, labels = self._leader.order(
@@ -294,7 +307,10 @@ class SiteModel:
         return self._mean_over_shards(loss), found
 
     def _backward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the shard's rows, 0 on ranks without the last chunk; local gradients."""
+        """Return the mean loss over the shard's rows, and local gradients by full name.
+
+        The loss is 0 on ranks without the last chunk.
+        """
         with tracing.span("forward and backward"):
             loss = self._pipeline.accumulate(
                 input_ids.to(self._mesh.device, non_blocking=True),
@@ -320,7 +336,7 @@ class SiteModel:
         return float(losses.sum().item()) / self._mesh.shards
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Local fp32 gradients by full name, also set as `.grad` of what the optimizer holds."""
+        """Return local fp32 gradients by full name; also set them as `.grad` for the optimizer."""
         for chunk in self._chunks:
             drop_gathered(chunk)
         missing = [name for name, p in self._trained.items() if p.grad is None]
@@ -335,8 +351,8 @@ class SiteModel:
 
     def _refuse_missing(self, missing: list[str]) -> None:
         where = self._mesh.stage
-        # All ranks compare notes after the first step, when a wrong model or schedule shows.
-        # Later steps look at their own parameters only.
+        # After the first step all ranks compare, because a wrong model or schedule shows then. In
+        # later steps each rank checks its own parameters only.
         if not self._checked:
             everywhere = self._mesh.gather_names(missing)
             for rank, names in enumerate(everywhere):
@@ -351,10 +367,10 @@ class SiteModel:
         self._checked = True
 
     def evaluate(self, input_ids: Tensor, labels: Tensor) -> float:
-        """Mean loss over the rows of all shards, forward only. Collective over the site.
+        """Return the mean loss over the rows of all shards, by forward passes alone.
 
-        `input_ids`, `labels`: int64 [b, L] with the same b and L on all ranks. The same number on
-        all ranks.
+        Collective over the site; all ranks get the same number. `input_ids`, `labels`: int64
+        [b, L], with the same b and L on all ranks.
         """
         if self._leader is not None:
             input_ids, labels = self._leader.order("evaluate", input_ids, labels)
@@ -370,11 +386,11 @@ class SiteModel:
     def loss_beside(
         self, input_ids: Tensor, labels: Tensor
     ) -> Callable[[Mapping[str, Tensor]], float]:
-        """Mean loss over these rows of a whole model given by full name, in a copy of this one.
+        """Return a function from tensors by full name to the mean loss over these rows.
 
-        The copy computes in fp32 and may be used while this one trains, by one thread at a time.
-        `input_ids`, `labels`: int64 [b, L] on the device. For a rank that holds the whole model
-        alone.
+        The function loads the tensors into a copy of this model, which computes in fp32. One thread
+        at a time may call it while this model trains. `input_ids`, `labels`: int64 [b, L] on the
+        device. Only for a rank that holds the whole model.
         """
         assert self._mesh.stages == 1
         assert not self._mesh.sharded
@@ -396,11 +412,14 @@ class SiteModel:
         return compute
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Live inner-optimizer state by `moment/FULL NAME` and `step`, the tied copy's included."""
+        """Return the live state of the inner optimizer: `moment/FULL NAME` and `step`.
+
+        The state of a tied copy is included.
+        """
         return self._optimizer.state()
 
     def second_moments(self) -> SecondMoments:
-        """The inner optimizer's, of AdamW's tensors; of SGD and Muon's matrices there are none."""
+        """Return AdamW's second moments. SGD and Muon's matrices have none."""
         live, weights = self._optimizer.second_moments()
         first_rows = {}
         if self._mesh.shards > 1:
@@ -411,32 +430,33 @@ class SiteModel:
         return SecondMoments(live, weights, first_rows)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Set the inner optimizer's state, bit for bit. Raises `CheckpointError`."""
+        """Restore the inner optimizer's state, bit for bit. Raises `CheckpointError` if it does not
+        fit."""
         self._optimizer.load(state)
         if self._leader is not None:
             self._leader.optimizer_replaced()
 
     def reset_optimizer(self) -> None:
-        """Start the inner optimizer anew: no moments, step 0."""
+        """Reset the inner optimizer: moments of zero, step 0."""
         self._optimizer.reset()
         if self._leader is not None:
             self._leader.optimizer_replaced()
 
     def moments(self) -> list[Tensor]:
-        """The storage of the inner optimizer's moments, see `InnerOptimizer.moments`."""
+        """Return the storage of the inner optimizer's moments; see `InnerOptimizer.moments`."""
         return self._optimizer.moments()
 
     def lead(self) -> None:
-        """From now on further replicas do what this rank of the first one does (see `replicas`)."""
+        """Let further replicas repeat every call of this rank of the first replica from now on."""
         if self._mesh.replicas > 1:
             self._leader = Leader(self, self._mesh)
 
     def follow(self, step_done: Callable[[], None]) -> None:
-        """As a rank of a further replica, do what the first one does, until that `let_go`."""
+        """Follow the first replica's calls, as a rank of a further replica, until its `let_go`."""
         follow(self, self._mesh, step_done)
 
     def let_go(self) -> None:
-        """Let further replicas end."""
+        """Order further replicas to end."""
         if self._leader is not None:
             self._leader.end()
 

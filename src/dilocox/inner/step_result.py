@@ -1,4 +1,4 @@
-"""What one inner step reports, and the one small exchange it is computed from."""
+"""Loss and gradient norm of an inner step, from one small gather among the site's ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NO_TENSOR = -1.0
 
 
 def status_of_rank(loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """float64 [3]: this rank's loss, the sum of squares of `gradients`, the first bad one.
+    """Return float64 [3]: this rank's loss, the sum of squares of `gradients`, and an index.
 
-    `gradients` are fp32 tensors, none of them empty. The last entry is the index of the first one
-    that is not finite, -1 if there is none.
+    `gradients` are non-empty fp32 tensors. The index is that of the first gradient that is not
+    finite; -1 if all are finite.
     """
     if not gradients:
         return torch.stack([loss.double(), loss.new_zeros((), dtype=torch.float64), _none(loss)])
@@ -32,10 +32,10 @@ def _none(like: Tensor) -> Tensor:
 
 
 class StepResult:
-    """Loss and gradient norm of one inner step of the site: the same on all of its ranks.
+    """Loss and gradient norm of one inner step of the site, equal on all of its ranks.
 
-    Numbers are read from the device when they are first asked for, so that a GPU need not be
-    waited for in every step.
+    The numbers are read from the device at the first access, so that the host does not wait for a
+    GPU in every step.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class StepResult:
         self._read: tuple[float, float] | None = None
 
     def divisor_and_skip(self, clip: float, averaged: bool = False) -> tuple[Tensor, Tensor]:
-        """fp32 scalars on the device: the divisor of all gradients, and 1 to skip the step.
+        """Return (divisor of all gradients, 1 to skip the step else 0), fp32 scalars on the device.
 
-        `averaged`: the gradients are a mean over sites that all take the same step, so that the
-        loss of one of them does not count.
+        `clip`: largest norm of the gradient; 0 means no clipping. `averaged`: True if the gradients
+        are a mean over the sites. All sites must then take the same step, so this site's loss does
+        not decide on skipping.
         """
         bad = ~torch.isfinite(self._norm if averaged else self._norm + self._loss)
         divisor = torch.ones_like(self._norm)
@@ -64,7 +65,7 @@ class StepResult:
 
     @property
     def numbers(self) -> Tensor:
-        """float64 [2] on the device: `loss` and `grad_norm`, not waited for."""
+        """`loss` and `grad_norm`, float64 [2] on the device; does not wait for the device."""
         return torch.stack([self._loss, self._norm])
 
     @property
@@ -79,14 +80,14 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and norm are finite. If not, no optimizer step was taken."""
+        """True if loss and norm are finite. If not, no optimizer step was taken."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
     def culprit(self) -> str | None:
         """Stage, shard and tensor of the first gradient that is not finite, in rank order.
 
-        The loss itself if all gradients are finite; none if everything is.
+        Names the loss if all gradients are finite. None if loss and gradients are finite.
         """
         if self.finite:
             return None

@@ -1,4 +1,4 @@
-"""One tensor at both ends of a pipeline: embedding on the first stage, its copy on the last."""
+"""A tensor at both ends of a pipeline: the embedding on the first stage, its copy on the last."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from dilocox.inner.mesh import SiteMesh
 
 
 class TiedPair:
-    """Keeps the owner's and the copy's local tensor (the same shard of each) equal to the bit.
+    """Keeps a tied tensor, the owner, and its copy equal to the bit, shard by shard.
 
-    Collective between the owner's and the copy's rank of one shard of one replica only; every other
-    rank passes through. `owner` and `copy` are this rank's tensors, none where it does not hold
-    them. Both may lie on one rank (V-shaped schedules): then nothing is sent.
+    Calls are collective between the two ranks that hold owner and copy of one shard of one replica;
+    on other ranks they do nothing. `owner` and `copy` are this rank's local tensors. Each is None
+    on a rank that does not hold it. With V-shaped schedules one rank holds both, and nothing is
+    sent.
     """
 
     def __init__(self, mesh: SiteMesh, owner_stage: int, copy_stage: int) -> None:
@@ -25,7 +26,7 @@ class TiedPair:
         self._near = owner_stage == copy_stage
         if self._near:
             return
-        # Making a group is collective over the whole site, also for those who are not in it.
+        # Making a group is collective over the whole site, including ranks outside the group.
         for replica in range(mesh.replicas):
             for shard in range(mesh.shards):
                 pair = [mesh.rank_at(stage, shard, replica) for stage in (owner_stage, copy_stage)]
@@ -34,7 +35,7 @@ class TiedPair:
                     self._group = group
 
     def sum_gradients(self, owner: Tensor | None, copy: Tensor | None) -> None:
-        """Set both gradients to owner + copy. A sum of two is the same on both ends, to the bit."""
+        """Set both gradients to owner + copy. A sum of two has the same bits in either order."""
         if self._near:
             if owner is not None and copy is not None:
                 owner.add_(copy)
@@ -43,7 +44,7 @@ class TiedPair:
             self._each(owner, copy, lambda tensor: dist.all_reduce(tensor, group=self._group))
 
     def send(self, owner: Tensor | None, copy: Tensor | None) -> None:
-        """Set the copy from the owner."""
+        """Set the copy to the owner's values."""
         if self._near:
             if owner is not None and copy is not None:
                 copy.copy_(owner)

@@ -1,4 +1,5 @@
-"""bf16 copies of fp32 parameters: what the model computes with, beside what is trained."""
+"""bf16 copies of fp32 parameters. The model computes with the copies; the parameters are
+trained."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class WeightCopies:
         return copied
 
     def master(self, copied: nn.Parameter) -> nn.Parameter:
-        """The master of one of the module's parameters."""
+        """Return the master of `copied`, a parameter of the module."""
         return self._by_copy[id(copied)]
 
     @torch.no_grad()

@@ -296,8 +296,7 @@ class FragmentState:
         self.reset_to_anchor(live, keep_residual)
 
     def take_anchor_from(self, live: Mapping[str, Tensor]) -> None:
-        """Set the anchor and the reference to `live`. Method `allreduce` uses this: its sites never
-        differ."""
+        """Set anchor and reference to `live`, for method `allreduce`, whose sites never differ."""
         self._settle()
         self.layout.pack(live, out=self.anchor)
         self.reference.copy_(self.anchor)
@@ -311,8 +310,7 @@ class FragmentState:
         self.momentum.copy_(as_kept(self.layout.pack(whole), self.momentum.dtype))
 
     def agreed(self) -> dict[str, Tensor]:
-        """Return the tensors that are equal at all sites after every landing, by name; no
-        copies."""
+        """Return the tensors, not copies, that are equal at all sites after a landing, by name."""
         found = {"anchor": self.anchor, "momentum": self.momentum, "warm": self.warm}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -346,8 +344,7 @@ class FragmentState:
         _copy_all(self.state_tensors(), tensors, CheckpointError)
 
     def digest(self) -> str:
-        """Return the SHA-256, hex, of the `agreed` tensors: equal at all sites after every
-        landing."""
+        """Return the SHA-256, hex, of `agreed` tensors: equal at all sites after every landing."""
         hashed, self._hashed = self._hashed, None
         return self._sha256() if hashed is None else hashed.result()
 

@@ -50,7 +50,9 @@ class OuterLoop:
         states: outer state of each piece. A fragment of a plan is a run of pieces
             (`dilocox.coordinator.protocol.fragment_groups`).
         live: local parameters, full name to fp32 tensor. Landings change them in place.
-        me: name of this site. `stage` of `stages` is this rank's stage.
+        me: name of this site.
+        stage: this rank's stage.
+        stages: number of stages of a site.
         submit: starts an exchange beside training.
         touch: called while this rank waits, so that it still counts as alive.
         hash_beside: compute digests of landed pieces in another thread, beside training.
@@ -85,8 +87,7 @@ class OuterLoop:
         self.slope: GradientProbe | None = None
         """Held-out loss and gradient for the loss gate, of a rank that has a part of the model."""
         self.non_finite: str | None = None
-        """First non-finite value of a boundary's pseudo-gradient. The caller reads and clears
-        it."""
+        """First non-finite value of a boundary's pseudo-gradient. The reader clears it."""
         self._me = me
         self._stage = stage
         self._stages = stages
@@ -250,8 +251,7 @@ class OuterLoop:
         self.behind, self.returning = False, True
 
     def flush(self, plan: RoundPlan) -> None:
-        """End training: land all exchanges in flight, then exchange the rest in a last outer
-        step."""
+        """End training: land all exchanges in flight, then take a last outer step of the rest."""
         self.land_due(2**62)
         for fragment in range(plan.fragments):
             self._begin(plan, fragment, plan.first_tick)
