@@ -72,9 +72,9 @@ def test_values_are_those_of_the_codec(spec: str) -> None:
     with pytest.raises(ExchangeError, match="whole buffers"):
         with_moments.part(0, 128)
     for wrong in (torch.zeros(5, dtype=torch.uint8), torch.zeros(4)):
-        with pytest.raises(ExchangeError, match=r"carries uint8 \[4\] of moments, got"):
+        with pytest.raises(ExchangeError, match=r"second moments must be uint8 \[4\], got"):
             with_moments.carrying(wrong)
-    with pytest.raises(ExchangeError, match="carries none of moments"):
+    with pytest.raises(ExchangeError, match="second moments must be none"):
         plain.carrying(moments)
     ready = torch.empty(part.payload_bytes, dtype=torch.uint8)
     assert torch.equal(part.encode(values, out=ready), payload)

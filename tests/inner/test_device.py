@@ -169,7 +169,7 @@ def test_wrong_number_of_ranks_is_refused() -> None:
 
 def test_no_meeting_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match="no place to meet"):
+    with pytest.raises(ConfigError, match="no address at which to meet"):
         start_site_group(2, 1, CPU, timedelta(seconds=5))
 
 

@@ -65,8 +65,9 @@ class Codec(Protocol):
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         """Decode uint8 [payload_bytes(n)] to fp32 [n] on the same device, into `out` if given.
 
-        Raises `ExchangeError` if the payload does not have the size of n values, or if it holds a
-        value that no encoder writes and that affects the result, for example an infinite scale.
+        Raises `ExchangeError` if the payload does not have the size of n values. Also raises it for
+        a payload that no encoder writes, if the difference affects the result, as an infinite scale
+        does.
         """
         ...
 

@@ -91,7 +91,8 @@ class Compressor:
         if own is None or moments.dtype != torch.uint8 or moments.shape != own.shape:
             due = "none" if own is None else f"uint8 {list(own.shape)}"
             raise ExchangeError(
-                f"{self.name}: carries {due} of moments, got {moments.dtype} {list(moments.shape)}"
+                f"{self.name}: second moments must be {due}, got {moments.dtype} "
+                f"{list(moments.shape)}"
             )
         return replace(self, moments=moments)
 
@@ -102,7 +103,9 @@ class Compressor:
         the interval is not in the buffer, or is not all of it while payloads carry moments.
         """
         if self.moments is not None and (start, end) != (0, self.geometry.length):
-            raise ExchangeError(f"{self.name}: moments travel with whole buffers, not with parts")
+            raise ExchangeError(
+                f"{self.name}: second moments can be sent with whole buffers only, not with parts"
+            )
         if start % BLOCK or end % BLOCK or not 0 <= start <= end <= self.geometry.length:
             raise ExchangeError(
                 f"values {start} to {end} are no part of a buffer of {self.geometry.length} in "

@@ -101,8 +101,8 @@ def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: FramePart
     """Check a received frame against `part` and return its payload, uint8 [payload_bytes].
 
     The result is in host memory. It shares memory with `frame` if that is a tensor, and is a copy
-    otherwise. Raises `ExchangeError` with the reason if the frame is too short or too long, has
-    another format, codec or number of values, or if the payload's digest is wrong.
+    otherwise. Raises `ExchangeError`, with the reason, if the frame has another length, format,
+    codec or number of values than expected, or if the payload's digest is wrong.
     """
     if not isinstance(frame, Tensor):
         if len(frame) < FRAME_HEADER_BYTES:

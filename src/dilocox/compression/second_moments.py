@@ -2,8 +2,8 @@
 
 AdamW divides by the root of its second moments, and every site has second moments of its own. So a
 parameter that hardly matters to a site's text moves as far at that site as an important one. Sites
-send each other the mean of every row, a part of the rows per exchange, and set their own rows to
-the mean over the sites (docs/algorithm.md §2).
+send each other the mean of every row, a part of the rows per exchange. Each site scales its own
+rows to the mean over the sites (docs/algorithm.md §2).
 
 A payload with moments is the payload of its codec, then one byte per due row. Byte 0 means no
 value: no moment, or a mean below 2^-60. A byte c from 1 to 255 stands for the fp32 numbers whose

@@ -2,8 +2,8 @@
 
 The values of a row are divided into small and large ones where the squared error is least. The
 levels are the mean magnitude of the small values and that of the large values. A division at the
-mean of all magnitudes would hardly raise the error for normally distributed values, but would
-triple it for Student's t with 3 degrees of freedom.
+mean of all magnitudes would hardly raise the error for normally distributed values. For
+Student's t with 3 degrees of freedom, the error would triple.
 
 Magnitudes enter the sums as whole numbers up to 2^30, in units of the row's largest magnitude over
 2^30. The sums are exact in float64 in every order, so levels do not depend on the machine.

@@ -1,8 +1,8 @@
 """The backends of PyTorch's scaled dot product attention (SDPA) that a rank on a GPU tries.
 
 PyTorch takes the first backend that supports an operation's inputs. The settings belong to the
-process and are made before the first layer is compiled, so they hold for training, evaluation and
-the pass that looks for operations without a deterministic kernel, compiled or not.
+process and are made before the first layer is compiled. So they hold for training, for evaluation
+and for the pass that looks for operations without a deterministic kernel, compiled or not.
 """
 
 from __future__ import annotations

@@ -114,10 +114,16 @@ def determinism_facts(
     precision: torch.dtype,
     gpu: Gpu | None = None,
 ) -> dict[str, Any]:
-    """The class of this process as it is set up now: plain texts, numbers and lists.
+    """Return the determinism class of this process as it is set up now: texts, numbers and lists.
 
-    `precision` is the compute dtype. `gpu`: what `device` is, if it is a GPU; asked from the
-    machine if not given. To be called after threads and determinism were set and settled.
+    Call this after `set_threads`, `set_determinism` and `settle_determinism`.
+
+    Args:
+        site: section `[site]` of the run file.
+        model: section `[model]` of the run file.
+        device: the rank's device.
+        precision: the compute dtype.
+        gpu: facts of a GPU `device`; None reads them from the machine.
     """
     facts: dict[str, Any] = {
         "machine": platform.machine(),

@@ -4,7 +4,8 @@ On CUDA some operations of PyTorch have no deterministic kernel. In its strict m
 such an operation, and a run would end in the middle of a step. In its warning mode it computes
 several others, attention's backward pass among them, in kernels that are *not* deterministic
 although deterministic kernels exist. So a rank on a GPU runs one training pass in the warning mode
-at its start, and collects the warnings. Then the rank takes the strict mode, or none.
+at its start, and collects the warnings. Then the rank takes the strict mode, or trains without a
+deterministic mode.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def set_determinism(
     """
     if deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # NVLink SHARP sums in an order that differs from call to call (NVIDIA/nccl#1497), and the
-        # algorithm may be chosen anew with every communicator.
+        # NVLink SHARP sums in an order that differs from call to call (NVIDIA/nccl#1497). NCCL may
+        # also choose another algorithm for every communicator.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("NCCL_ALGO", "Ring")
         if attention == "flash_attention_2":

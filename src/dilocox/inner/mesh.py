@@ -255,13 +255,13 @@ def start_site_group(
     if init_method is None and store is None:
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
             raise ConfigError(
-                "site: several ranks but no place to meet; give an address, or start the ranks "
-                "with torchrun"
+                "site: several ranks have no address at which to meet; give an address, or start "
+                "the ranks with torchrun"
             )
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
         if rank is None:
-            raise ConfigError("site: an address needs the rank's number too")
+            raise ConfigError("site: an address was given without this rank's number; give both")
         dist.init_process_group(
             backend,
             init_method=init_method,

@@ -3,7 +3,7 @@
 Only the first replica takes part in the run: its ranks exchange, keep checkpoints and write the
 record. A rank of another replica holds a part of the same model. It waits for an order from the
 rank of the first replica with the same stage and shard. Then it copies the weights and the
-optimizer's state that have changed at that rank since the last order, and makes the same call on
+optimizer state that have changed at that rank since the last order. Last, it makes the same call on
 its own rows of the batch.
 """
 

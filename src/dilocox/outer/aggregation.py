@@ -78,8 +78,8 @@ def _weighted(
 def _by_value(aggregation: str, decoded: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Median of each value, or trimmed mean of each value.
 
-    The trimmed mean leaves out the largest and the smallest quarter: with three or more
-    contributions at least one at each end, with fewer none.
+    The trimmed mean leaves out the largest and the smallest quarter of the values. With three or
+    more contributions it leaves out at least one value at each end; with fewer it leaves out none.
     """
     if not decoded or len(decoded) != len(weights):
         raise ExchangeError(

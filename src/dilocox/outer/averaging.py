@@ -62,8 +62,9 @@ class Requantised:
     second_error: Tensor
     """(Σ w) · (mean - decoded), which enters the owner's residual (docs/algorithm.md §2).
 
-    Sites that apply `decoded` leave (mean - decoded) out of the mean. That is (Σ w) times as much
-    of the sum of contributions. The owner alone sends it again, so it is made good exactly once.
+    Sites that apply `decoded` leave (mean - decoded) out of the mean. Of the sum of contributions
+    they leave out (Σ w) times as much. The owner alone sends the difference again, so it is
+    corrected exactly once.
     """
 
 

@@ -18,7 +18,7 @@ Weights = Mapping[str, float]
 
 
 class Probe(Protocol):
-    """What the loss gate needs to judge contributions, as it was at a boundary."""
+    """Data by which the loss gate judges contributions, as of one boundary."""
 
     def opinions(
         self, sent: Mapping[str, torch.Tensor], found: Mapping[str, RankOpinion], weights: Weights

@@ -85,7 +85,7 @@ class OuterLoop:
         self.dropping = False
         """True: this site's contributions do not count until the round ends (non-finite values)."""
         self.slope: GradientProbe | None = None
-        """Held-out loss and gradient for the loss gate, of a rank that has a part of the model."""
+        """Held-out loss and gradient for the gate of a site of several ranks. None otherwise."""
         self.non_finite: str | None = None
         """First non-finite value of a boundary's pseudo-gradient. The reader clears it."""
         self._me = me

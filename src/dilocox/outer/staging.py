@@ -303,8 +303,8 @@ def staging_of(device: torch.device) -> Staging:
 
 
 def before_change() -> None:
-    """Call before this process changes what it trains on. Pending copies of all devices end before
-    later operations of the calling thread."""
+    """Call before this process changes its parameters or its training state. Pending copies of all
+    devices end before later operations of the calling thread."""
     for staging in list(_KNOWN.values()):
         staging.before_change()
 
