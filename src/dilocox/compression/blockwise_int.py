@@ -102,7 +102,8 @@ class Quantised:
             if self.bits == 4:
                 packed = codes[first:last]
                 some[:, :_HALF].copy_((packed << 4).bitwise_right_shift_(4))
-                # `low` is in ±7, so `packed + 8` stays in the same 16 as `16 * high`.
+                # `low` is in ±7, so `packed + 8` is in [16 * high + 1, 16 * high + 15]: a shift
+                # right by 4 gives `high`.
                 some[:, _HALF:].copy_((packed + 8).bitwise_right_shift_(4))
             else:
                 some.copy_(codes[first:last])
@@ -113,7 +114,8 @@ class Quantised:
         return values
 
     def _parts(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Views of the scales, bf16 [n / 128], and of the packed codes, int8 [n / 128, bytes]."""
+        """Return views of the scales, bf16 [n / 128], and the packed codes, int8 [n / 128,
+        bytes]."""
         blocks = n // BLOCK
         scales = payload[: 2 * blocks].view(torch.bfloat16)
         codes = payload[2 * blocks :].view(torch.int8).view(blocks, BLOCK * self.bits // 8)

@@ -94,7 +94,7 @@ class Int2:
         return values
 
     def _parts(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Views of the scales, bf16 [n / 128], and of the packed codes, uint8 [n / 128, 32]."""
+        """Return views of the scales, bf16 [n / 128], and the packed codes, uint8 [n / 128, 32]."""
         blocks = n // BLOCK
         scales = payload[: 2 * blocks].view(torch.bfloat16)
         return scales, payload[2 * blocks :].view(blocks, _QUARTER)

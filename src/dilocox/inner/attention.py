@@ -21,15 +21,16 @@ ORDER = (
 """From the fastest to the most general one, as torchtitan has them. PyTorch itself writes this
 order over any other at the first attention of a process on recent GPUs."""
 CUDNN_LENGTHS = 128
-"""The cuDNN backend is used for sequence lengths that this divides. For others some releases of
-cuDNN compute wrong values (pytorch/pytorch#169849) or NaN gradients (pytorch/pytorch#196678)."""
+"""The cuDNN backend is used for sequence lengths that are a multiple of this number. For other
+lengths some releases of cuDNN compute wrong values (pytorch/pytorch#169849) or NaN gradients
+(pytorch/pytorch#196678)."""
 
 
 def set_sdpa_backends(attention: str, length: int, device: torch.device) -> None:
     """Let attention on a GPU try the backends in `ORDER`, in the determinism mode that is set.
 
     Does nothing on CPUs, or if `attention`, the run file's `model.attention`, is not "sdpa".
-    `length`: tokens of a sequence. To be called after each change of the determinism mode.
+    `length`: tokens of a sequence. Call this after each change of the determinism mode.
 
     The backward pass of the cuDNN backend is not deterministic (pytorch/pytorch#182551). PyTorch
     skips this backend in the strict mode but uses it in the warning mode, so ranks that ask for

@@ -45,7 +45,7 @@ class Compilation:
         self._errors = _Errors()
         _DYNAMO_LOG.addHandler(self._errors)
         if not required:
-            # A switch of the whole process: a rank trains one model.
+            # This setting holds for the whole process, in which one rank trains one model.
             torch._dynamo.config.suppress_errors = True
 
     def compile(self, layer: nn.Module) -> None:

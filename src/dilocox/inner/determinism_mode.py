@@ -25,7 +25,7 @@ _OF_THE_MODE = "defaults to a non-deterministic algorithm"
 """Part of PyTorch's message about attention in the warning mode. The message does not matter,
 because the strict mode takes another kernel."""
 _CUBLAS = "Deterministic behavior was enabled with"
-"""Begins PyTorch's message about a value of CUBLAS_WORKSPACE_CONFIG that is not deterministic."""
+"""Beginning of PyTorch's message about a non-deterministic value of CUBLAS_WORKSPACE_CONFIG."""
 
 
 def set_determinism(

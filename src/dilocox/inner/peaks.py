@@ -44,7 +44,8 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 """(pattern of the name that the driver reports, peak); the first pattern that matches counts."""
 
 _SLOWER = re.compile(r"\bMIG\b|Laptop|Max-Q")
-"""Parts of a GPU, and GPUs that only share a name with a faster one."""
+"""Names of parts of a GPU, and of GPUs that only share a name with a faster GPU. Their peak is
+unknown."""
 
 
 def peak_of(name: str, precision: torch.dtype) -> float | None:

@@ -128,7 +128,19 @@ def computes_head_with_loss(schedule: str) -> bool:
 
 
 class Pipeline:
-    """Runs the micro-batches of one rank: training passes, and forward passes alone."""
+    """Runs the micro-batches of one rank: training passes, and forward passes alone.
+
+    Args:
+        chunks: this rank's chunks in model order.
+        mesh: this rank's place in the site.
+        schedule: name of the pipeline schedule.
+        computation: compute dtype and copies of parameters.
+        loss: mean loss of a micro-batch, of logits and labels.
+        micro_batch_size: rows of a micro-batch.
+        hidden_size: last dimension of the values between chunks.
+        whole_gradients: reduce gradients over shards once per step, see `SiteModel`.
+        compiled: compile the loss of a chunk of tokens.
+    """
 
     def __init__(
         self,

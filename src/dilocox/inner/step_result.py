@@ -36,6 +36,12 @@ class StepResult:
 
     The numbers are read from the device at the first access, so that the host does not wait for a
     GPU in every step.
+
+    Args:
+        statuses: `status_of_rank` of all ranks, float64 [ranks, 3] in rank order.
+        shards: shards of each stage.
+        last_stage: stage of the last chunk, whose ranks know the loss.
+        names: names of the gradients of each rank, in the order of `status_of_rank`.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def _clipped(
         bounds = [*starts, sent.numel()]
         for share, (start, end) in zip(own, pairwise(bounds), strict=True):
             if share != WHOLE:
-                sent[start:end].mul_(share / WHOLE)  # 17 bits over a power of two: exact in fp32
+                sent[start:end].mul_(share / WHOLE)  # a share has 17 bits: exact in fp32
         yield sent
 
 

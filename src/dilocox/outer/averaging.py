@@ -69,7 +69,7 @@ class Requantised:
 
 
 def requantise(part: Part, mean: Tensor, weight: float) -> Requantised:
-    """Encode the mean (flat fp32) of contributions whose weights add up to `weight`."""
+    """Encode the mean, flat fp32, of contributions; `weight` is the sum of their weights."""
     payload = part.encode(mean)
     decoded = part.decode(payload)
     return Requantised(payload, decoded, torch.sub(mean, decoded).mul_(weight))

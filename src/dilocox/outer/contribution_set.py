@@ -23,11 +23,10 @@ log = logging.getLogger(__name__)
 class Weighing:
     """Decodes the payloads of an exchange, forms opinions of the contributions, and averages them.
 
-    Only contributions that count by the votes enter the average.
-
-    Each payload is decoded once. The mean of all contributions is computed during that pass; it is
-    discarded in the rare case that the contribution set is smaller, and the payloads are decoded
-    again. Rules that compare contributions with each other keep the decoded tensors instead.
+    Only contributions that count by the votes enter the average. Each payload is decoded once. The
+    mean of all contributions is computed during that pass; it is discarded in the rare case that
+    the contribution set is smaller, and the payloads are decoded again. Rules that compare
+    contributions with each other keep the decoded tensors instead.
     """
 
     def __init__(

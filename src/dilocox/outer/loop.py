@@ -208,8 +208,8 @@ class OuterLoop:
         return [fragment for fragment, due in enumerate(boundaries) if due == slot]
 
     def land_before(self, plan: RoundPlan, slot: int) -> None:
-        """Land the exchanges that are due at the end of `slot`, and those of which a piece has its
-        next boundary there."""
+        """Land the exchanges that are due at the end of `slot`, and exchanges of pieces with a
+        boundary there."""
         tick, count = plan.first_tick + slot, len(self.states)
         self.land_due(tick)
         begin = {

@@ -45,7 +45,7 @@ class Gate:
     ) -> GateProbe:
         """Rebuild a probe from its `GateProbe.tensors`.
 
-        `anchors` must be those that `GateProbe.tensors` was called with.
+        `anchors` must equal the `anchors` that were passed to `GateProbe.tensors`.
         """
         return self.probe({**anchors, **tensors}, layout)
 

@@ -72,9 +72,9 @@ class Matrices:
     offsets: tuple[int, ...]
     """Start of each matrix in the fragment's buffer."""
     left: Stack
-    """P of each, in the buffer of left factors."""
+    """P of each matrix, in the buffer of left factors."""
     right: Stack
-    """Q of each, in the buffer of right factors."""
+    """Q of each matrix, in the buffer of right factors."""
 
     @property
     def size(self) -> int:
