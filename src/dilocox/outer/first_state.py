@@ -52,21 +52,17 @@ class FirstState:
         if snapshot.tick:
             # Rounds have changed the pieces since the start, so there is nothing to compare with.
             if starting:
-                raise self._error(
-                    f"piece {snapshot.piece} is of slot {snapshot.tick}, after the start"
-                )
+                raise self._error(f"piece {snapshot.piece} is of slot {snapshot.tick}")
             return 0.0
         given: dict[str, Tensor] = {}
         for name, own in (("anchor", anchor), ("momentum", momentum)):
             found = snapshot.tensors.get(name)
             if found is None or found.shape != own.shape:
-                raise self._error(
-                    f"piece {snapshot.piece} comes without {name}, or with another length"
-                )
+                raise self._error(f"piece {snapshot.piece} has no {name} of its length")
             given[name] = found
         off = _apart(given["anchor"], anchor)
         if not off <= (0.0 if self.stored else ROUNDING):
-            raise self._error(f"piece {snapshot.piece} differs by {off:.1g} of its norm")
+            raise self._error(f"piece {snapshot.piece} is {off:.1g} of its size off")
         if not torch.equal(given["momentum"].float(), momentum.float().cpu()):
             raise self._error(f"piece {snapshot.piece} has another outer momentum")
         return off
@@ -86,8 +82,8 @@ class FirstState:
     def rounding(self, off: float) -> str:
         """Message for a piece that differs by no more than two kinds of processors differ."""
         return (
-            f"theta_0 of {self.donor} differs by {off:.1g} of its norm from the weights that "
-            "run.seed gives here; two kinds of processors differ as much, so it is accepted"
+            f"theta_0 of {self.donor} is {off:.1g} of its size off what run.seed gives here, no "
+            "more than between two kinds of processors: it is taken"
         )
 
 
