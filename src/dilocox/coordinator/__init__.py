@@ -1,4 +1,5 @@
 """Control plane of a run: members, plans, contribution sets, token ranges, stop and checkpoints.
 
-A small process that is never in the data path: no module in this package imports torch.
+The coordinator is a small process outside the data path: payloads never pass through it. No module
+of this package imports torch.
 """

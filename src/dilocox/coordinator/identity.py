@@ -1,9 +1,9 @@
-"""Keys and certificates: who is who on the control plane.
+"""Keys and certificates that identify sites and the coordinator on the control plane.
 
 The run has its own certificate authority. A site's certificate names the site (CN) and its
 incarnation (serialNumber); the coordinator's own tools have incarnation 0. Join tokens
-(`tokens.py`) carry the SHA-256 of the server's certificate, so that a joiner knows the server
-before it says its token.
+(`tokens.py`) carry the SHA-256 of the server's certificate, so that a joining site recognises the
+server before it sends its token.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from dilocox.config.run_config import NetworkSection
 from dilocox.errors import JoinError
 
 OPERATOR = "operator"
-"""CN of the coordinator's own tools; with incarnation 0 it is no site."""
+"""CN of the coordinator's own tools. With incarnation 0 it is not a site."""
 _VALID = datetime.timedelta(days=730)
 _SKEW = datetime.timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What proves to the coordinator that a rank belongs to a site. All texts are PEM."""
+    """Key and certificates by which a rank proves to the coordinator that it belongs to a site.
+
+    `key`, `certificate` and `authority` are PEM texts.
+    """
 
     site: str
     incarnation: int
@@ -44,26 +47,26 @@ class Identity:
     fingerprint: str
     """SHA-256 of the coordinator's certificate (DER), hex."""
     record_key: str = ""
-    """Private Ed25519 key that signs what the site says in the run's record, hex."""
+    """Private Ed25519 key that signs the site's statements in the run's record, hex."""
     record_run: str = ""
-    """The run's id in its record; empty if nothing is recorded."""
+    """Id of the run in its record; empty if the run is not recorded."""
 
     def to_text(self) -> str:
-        """As JSON, for a process of the same site."""
+        """Return the identity as JSON, for another process of the same site."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Identity:
-        """Inverse of `to_text`. Raises `ValueError` or `TypeError`."""
+        """Inverse of `to_text`. Raises `ValueError` or `TypeError` if `text` is no identity."""
         return cls(**json.loads(text))
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON, readable by the owner only."""
+        """Write the identity to `path` as JSON, readable by the owner only."""
         write_private(Path(path), self.to_text().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Identity:
-        """Read what `save` wrote. Raises `JoinError`."""
+        """Read an identity that `save` wrote. Raises `JoinError` if the file cannot be used."""
         try:
             return cls.from_text(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError) as error:
@@ -73,13 +76,13 @@ class Identity:
 
 
 def server_names(network: NetworkSection) -> list[str]:
-    """Names and addresses that the coordinator's certificate is for."""
+    """Return the host names and addresses for which the coordinator's certificate is valid."""
     names = [network.host, network.advertise, "localhost", "127.0.0.1"]
     return list(dict.fromkeys(name for name in names if name))
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step, mode 0600."""
+    """Write `content` to `path` with mode 0600, replacing an existing file atomically."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -90,7 +93,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def new_request(site: str) -> tuple[str, str]:
-    """A fresh EC P-256 key and the signing request for it: (key PEM, CSR PEM)."""
+    """Make an EC P-256 key and a signing request for it. Returns (key PEM, CSR PEM)."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, site)])
     request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())
@@ -98,14 +101,17 @@ def new_request(site: str) -> tuple[str, str]:
 
 
 class Authority:
-    """The run's certificate authority with the server's certificate, kept in `folder`."""
+    """The run's certificate authority and the server's certificate, stored in a folder."""
 
     def __init__(self, folder: Path, hosts: list[str]) -> None:
-        """Load from `folder`, or make anew for a server that is reached as one of `hosts`."""
+        """Load the authority from `folder`, or create it there if the folder is not complete.
+
+        A new server certificate is valid for the names and addresses in `hosts`.
+        """
         self.certificate_path = folder / "server.pem"
         self._authority_path = folder / "authority.pem"
         self._operator_path = folder / "operator.json"
-        # The operator's identity is written last: without it the folder is made anew.
+        # The operator's identity is written last, so a folder without it is incomplete.
         if not self._operator_path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
@@ -120,16 +126,19 @@ class Authority:
 
     @property
     def pem(self) -> str:
-        """The authority's own certificate."""
+        """Certificate of the authority, PEM."""
         return self._certificate.public_bytes(serialization.Encoding.PEM).decode()
 
     @property
     def operator_path(self) -> Path:
-        """Where the identity of the coordinator's own tools lies."""
+        """Path of the file with the identity of the coordinator's own tools."""
         return self._operator_path
 
     def sign(self, csr: str, site: str, incarnation: int) -> str:
-        """Client certificate (PEM) for `site`. Raises `JoinError` for an unusable request."""
+        """Return a client certificate (PEM) for `site`.
+
+        Raises `JoinError` if the signing request `csr` (PEM) is not valid, or its key is not EC.
+        """
         try:
             request = x509.load_pem_x509_csr(csr.encode())
             key = request.public_key()

@@ -1,7 +1,8 @@
-"""The key by which a site signs in the run's record. The site keeps it; its name is bound to it.
+"""The key with which a site signs its statements in the run's record.
 
-A site makes the key when it first joins, and joins with the same key after every crash. The
-coordinator refuses another key for the name until the operator forgets the first one.
+A site makes the key when it first joins, keeps it, and joins with the same key after every crash.
+The coordinator binds the site's name to the key. It refuses another key for the name until the
+operator makes it forget the first one.
 """
 
 from __future__ import annotations
@@ -20,31 +21,34 @@ from dilocox.coordinator.identity import write_private
 from dilocox.errors import JoinError
 
 FOLDER = "private"
-"""In a site's run folder, open to its owner only: `SITE.key`."""
+"""Folder in a site's run folder that holds the file `SITE.key`; only its owner can open it."""
 _LABEL = b"dilocox enrolment 1"
 
 
 @dataclass(frozen=True)
 class RecordKey:
-    """An Ed25519 key; both halves raw, hex."""
+    """An Ed25519 key pair; both halves are raw bytes in hex."""
 
     private: str
     public: str
 
     @classmethod
     def new(cls) -> RecordKey:
-        """A fresh one."""
+        """Return a new random key pair."""
         return cls.of(Ed25519PrivateKey.generate().private_bytes_raw().hex())
 
     @classmethod
     def of(cls, private: str) -> RecordKey:
-        """That of a private half. Raises `ValueError`."""
+        """Return the key pair of a private half. Raises `ValueError` if it is not a key in hex."""
         key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private))
         return cls(private, key.public_key().public_bytes_raw().hex())
 
     @classmethod
     def kept(cls, path: Path) -> RecordKey:
-        """The one in the file `path`, made if it is not there. Raises `JoinError`."""
+        """Return the key in the file `path`, and make the file if it does not exist.
+
+        Raises `JoinError` if the file cannot be read or written, or holds no key.
+        """
         try:
             if not path.exists():
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,22 +67,31 @@ class RecordKey:
             ) from None
 
     def prove(self, site: str, fingerprint: str, csr: str) -> str:
-        """Signature that shows who enrols to hold the private half, hex."""
+        """Return a signature (hex) that proves that the enrolling site holds the private half.
+
+        `fingerprint` is that of the coordinator's certificate; `csr` is the signing request (PEM).
+        """
         key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.private))
         return key.sign(_said(site, fingerprint, csr)).hex()
 
 
 def key_file(folder: Path, site: str) -> Path:
-    """Where `site` keeps its key, in its run folder."""
+    """Return the path of `site`'s key file in its run folder `folder`."""
     return folder / FOLDER / f"{site}.key"
 
 
 def why_not(
     bound: str, key: str | None, proof: str | None, site: str, fingerprint: str, csr: str
 ) -> str | None:
-    """Why a request with `key` and `proof` may not enrol `site`, in one line; None where it may.
+    """Return why a request may not enrol `site`, in one line; None if it may.
 
-    `bound`: the public key that the name is bound to, empty for none.
+    Args:
+        bound: Public key to which the name is bound; empty if it is bound to none.
+        key: Public key of the request.
+        proof: Signature of the request, made by `RecordKey.prove`.
+        site: Name of the site that enrols.
+        fingerprint: SHA-256 of the coordinator's certificate, hex.
+        csr: Certificate signing request of the request, PEM.
     """
     if proof is not None and not (key and _proves(key, proof, site, fingerprint, csr)):
         return f"site {site}: the proof that it holds its key is wrong; update dilocox there"
@@ -108,19 +121,19 @@ def _proves(key: str, proof: str, site: str, fingerprint: str, csr: str) -> bool
 
 
 def _said(site: str, fingerprint: str, csr: str) -> bytes:
-    """What is signed: bound to the coordinator, the name, and the certificate that is asked for."""
+    """Return the bytes to sign, which name the coordinator, the site and the signing request."""
     asked = hashlib.sha256(csr.encode()).hexdigest()
     return b"\0".join((_LABEL, fingerprint.encode(), site.encode(), asked.encode()))
 
 
 def _write_once(path: Path, content: str) -> None:
-    """Write `path` unless another process has done so meanwhile."""
+    """Write `path` unless another process has written it in the meantime."""
     ours = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     write_private(ours, f"{content}\n".encode())
     try:
         os.link(ours, path)
     except FileExistsError:
-        pass  # of another start of the same site: both use that one
-    except OSError:  # a file system without links
+        pass  # Another start of the same site wrote the key: both starts use that key.
+    except OSError:  # The file system has no hard links.
         ours.replace(path)
     ours.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""What ranks and coordinator say to each other, and the rules that both ends compute alike."""
+"""Messages between ranks and the coordinator, and the rules that both sides compute identically."""

@@ -1,4 +1,4 @@
-"""What auditors hand in. Part of the messages of `messages`."""
+"""Requests that submit an audit's verdict, and the reply. `messages` describes the protocol."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ SignedVerdict = Annotated[str, Field(max_length=4096)]
 
 
 class HandInRequest(Message):
-    """`verdict`: an audit's verdict, for the run's record."""
+    """`verdict`: submits the verdict of an audit for the run's record."""
 
     statement: SignedVerdict | None = None
-    """What its auditor has signed for the log. None: only say by whom one would be handed in."""
+    """The statement for the log, signed by the auditor. None: submit nothing, and only ask in whose
+    name a verdict would be submitted."""
 
 
 class TokenHandInRequest(HandInRequest):
-    """`verdict_by_token`: the same, for who holds a site's token; without a certificate."""
+    """`verdict_by_token`: the same request without a client certificate; a site's token proves who
+    asks."""
 
     token: Annotated[str, Field(max_length=200)]
 
 
 class HandInReply(Message):
-    """It is in the log."""
+    """Confirms that the verdict is in the log, or only answers in whose name it would be there."""
 
     run: str
-    """The run's id in its record."""
+    """Id of the run in its record."""
     by: str
-    """The site in whose name it is handed in, which the statement has to name; empty: the operator.
-    """
+    """The site in whose name the verdict is submitted; the statement has to name the same site.
+    Empty: the operator."""

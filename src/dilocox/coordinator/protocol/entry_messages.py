@@ -1,4 +1,7 @@
-"""What ranks say of the state that a site enters with. Part of the messages of `messages`."""
+"""Requests that compare the state fetched by an entering site with the state of active sites.
+
+`messages` describes the protocol.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,19 @@ from dilocox.coordinator.protocol.messages import Digest, RankId
 from dilocox.coordinator.protocol.round_plan import Count, Message
 
 MOST = 1024
-"""Pieces of one request, at most."""
+"""Largest number of pieces in one request."""
 
 
 class PieceDigest(Message):
-    """SHA-256 of what all sites agree on of one piece (`FragmentState.digest`), in one version."""
+    """Digest of one version of a piece: SHA-256 of the state that must be equal at all sites
+    (`FragmentState.digest`)."""
 
     piece: Annotated[int, Field(ge=0, lt=65536)]
     landed: Annotated[int, Field(ge=-1, lt=1 << 31)]
-    """Round of the exchange that landed on it last; -1: none since the run started."""
+    """Version of the piece: round of the exchange that landed on it last. -1: no exchange has
+    landed since the run started."""
     codec: Annotated[str, Field(max_length=64)]
-    """Low-rank codec that its warm start is of; empty if there is none."""
+    """Low-rank codec to which the piece's warm start belongs; empty if there is no warm start."""
     sha256: Digest
 
 
@@ -29,30 +34,34 @@ Pieces = Annotated[list[PieceDigest], Field(max_length=MOST)]
 
 
 class ShowPiecesRequest(Message):
-    """`pieces/show`: what this rank of an active site holds, while another site enters."""
+    """`pieces/show`: reports the pieces that this rank of an active site holds while another site
+    enters."""
 
     rank: RankId
     pieces: Pieces
 
 
 class CheckPiecesRequest(Message):
-    """`pieces/check`: what `donor` has given to this rank of an entering site."""
+    """`pieces/check`: asks whether the pieces that this rank of an entering site fetched from
+    `donor` equal those of most active sites."""
 
     rank: RankId
     donor: SiteName
     pieces: Pieces
     renewals: Count = 0
-    """How often the site was told to fetch again when `donor` began."""
+    """How often the site had been told to fetch again when the fetch from `donor` began."""
     all_came: bool = False
-    """Nothing is on its way any more."""
+    """True if no piece is still being transferred."""
 
 
 class CheckPiecesReply(Message):
-    """Of the pieces asked for; who is in neither list has to wait for more sites' digests."""
+    """Answer for the pieces of a `CheckPiecesRequest`. A piece in neither list has to wait until
+    more sites have reported digests."""
 
     same: list[int]
-    """Most active sites hold the same."""
+    """Pieces of which most active sites hold the same digest."""
     different: list[int]
-    """Most active sites hold something else, or no majority of them holds the same."""
+    """Pieces of which most active sites hold another digest, or for which no digest has a
+    majority."""
     donor: SiteName | None
-    """From whom the site enters now; none: no donor is left."""
+    """The site from which the entering site fetches now. None: no donor is left."""

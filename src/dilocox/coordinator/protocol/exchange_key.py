@@ -1,4 +1,4 @@
-"""Names of exchanges."""
+"""Keys that name exchanges."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ KEY_PATTERN = r"^(outer/[0-9]{1,9}|gradient/[0-9]{1,9}/[0-9]{1,9})/[0-9]{1,5}/[0
 
 
 class ExchangeKey(NamedTuple):
-    """Names one exchange of one stage. `step` is the inner step within the round of a
-    "gradient" exchange, -1 for "outer"."""
+    """Names one exchange of one stage.
+
+    `step` is the inner step within the round for a "gradient" exchange, and -1 for an "outer" one.
+    """
 
     kind: Literal["outer", "gradient"]
     round: int
@@ -21,17 +23,20 @@ class ExchangeKey(NamedTuple):
 
     @classmethod
     def outer(cls, round_: int, stage: int, fragment: int) -> ExchangeKey:
-        """Key of a pseudo-gradient exchange."""
+        """Return the key of a pseudo-gradient exchange."""
         return cls("outer", round_, -1, stage, fragment)
 
     @classmethod
     def gradient(cls, round_: int, step: int, stage: int, fragment: int = 0) -> ExchangeKey:
-        """Key of a gradient exchange (method allreduce) at inner step `step` of the round."""
+        """Return the key of the gradient exchange at inner step `step` of the round.
+
+        The methods `allreduce` and `cocktailsgd` exchange gradients.
+        """
         return cls("gradient", round_, step, stage, fragment)
 
     @classmethod
     def parse(cls, text: str) -> ExchangeKey:
-        """Inverse of `text`. Raises ValueError."""
+        """Inverse of `text`. Raises `ValueError` if `text` is not the text of an exchange key."""
         if not re.fullmatch(KEY_PATTERN, text):
             raise ValueError(f"not an exchange key: {text[:80]!r}")
         kind, *numbers = text.split("/")
@@ -48,5 +53,8 @@ class ExchangeKey(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """What codecs draw positions from, 32 bits: the same at all sites, another every time."""
+        """Seed of 32 bits for the positions that codecs draw at random.
+
+        The seed is the same at all sites and differs between exchanges.
+        """
         return zlib.crc32(self.text.encode())

@@ -1,8 +1,8 @@
-"""What a round's fragments are made of: runs of the pieces that a run divides each stage into.
+"""Which pieces of a stage each fragment of a round consists of.
 
-`outer.fragments` says how many pieces a stage has, for the whole run; every piece has an outer
-state of its own. A round may exchange neighbouring pieces together, as one fragment of its plan:
-fewer messages and headers, for a landing that comes later.
+`outer.fragments` sets the number of pieces of a stage for the whole run; every piece has an outer
+state of its own. A round may exchange neighbouring pieces together, as one fragment of its plan.
+This saves messages and headers, but the larger fragment lands later.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dilocox.errors import ConfigError
 
 
 def pieces_of(fragment: int, fragments: int, pieces: int) -> range:
-    """The pieces, of `pieces` in all, that `fragment` of `fragments` is made of.
+    """Return the numbers of the pieces that form fragment `fragment` of `fragments`.
 
-    As many for each as can be, in order. Raises `ConfigError` for numbers out of range.
+    The `pieces` pieces of a stage are divided in order and as evenly as possible. Raises
+    `ConfigError` if a number is out of range.
     """
     if not 0 <= fragment < fragments <= pieces:
         raise ConfigError(f"no fragment {fragment} of {fragments}: a stage has {pieces} pieces")
@@ -24,8 +25,10 @@ def pieces_of(fragment: int, fragments: int, pieces: int) -> range:
 
 
 def fragment_counts(pieces: int) -> list[int]:
-    """Numbers of fragments that a round may have, falling: all pieces apart, then halves of that
-    down to one."""
+    """Return the numbers of fragments that a round may have, in descending order.
+
+    The first is `pieces` (every piece alone); each further one is half the one before, down to 1.
+    """
     found = [pieces]
     while found[-1] > 1:
         found.append(found[-1] // 2)
@@ -33,10 +36,10 @@ def fragment_counts(pieces: int) -> list[int]:
 
 
 def apart(numbers: Iterable[int], pieces: int) -> list[range]:
-    """Runs of pieces, in order, as small as they can be if each fragment is to lie in one of them,
-    with these `numbers` of fragments.
+    """Return the smallest runs of neighbouring pieces that no fragment crosses, in order.
 
-    Raises `ConfigError` for numbers out of range.
+    `numbers` holds the numbers of fragments that rounds may have. With any of them, every fragment
+    lies inside one run. Raises `ConfigError` if a number is out of range.
     """
     ends = set(range(1, pieces + 1))
     for number in numbers:

@@ -9,9 +9,9 @@ from pydantic import Field
 from dilocox.coordinator.protocol.round_plan import Message
 
 MAX_VALUE = 64 * 1024
-"""Largest value of the key-value store, in bytes."""
+"""Largest value in the key-value store, in bytes."""
 MAX_POLL = 20.0
-"""Longest time that one request waits at the server, in seconds."""
+"""Longest time in seconds that the server holds one request before it replies."""
 
 Wait = Annotated[float, Field(ge=0.0, le=MAX_POLL)]
 StoreKey = Annotated[str, Field(pattern=r"^(epoch/\d{1,15}|site/[a-z0-9-]{1,31}|run)/.{1,400}$")]
@@ -19,31 +19,37 @@ StoreValue = Annotated[str, Field(max_length=(MAX_VALUE + 2) // 3 * 4)]
 
 
 class StoreSetRequest(Message):
-    """`kv/set`. Keys begin with `epoch/ID/` (dropped with its epoch, lost when the coordinator
-    restarts), `site/NAME/` (written by that site only, dropped when it goes) or `run/`. Only the
-    site of that name sets a key that ends with `/NAME`."""
+    """`kv/set`: sets one key.
+
+    A key begins with `epoch/ID/`, `site/NAME/` or `run/`. Keys under `epoch/ID/` are deleted with
+    their epoch and lost when the coordinator restarts. Keys under `site/NAME/` are written by that
+    site only, and deleted when the site leaves. Only site NAME sets a key that ends with `/NAME`.
+    """
 
     key: StoreKey
     value: StoreValue
-    """Base64, at most 64 KiB decoded."""
+    """Base64 text of at most 64 KiB of bytes."""
 
 
 class StoreGetRequest(Message):
-    """`kv/get`: waits until all keys are there."""
+    """`kv/get`: reads keys, and waits up to `wait` seconds until all of them exist."""
 
     keys: Annotated[list[StoreKey], Field(min_length=1, max_length=1024)]
     wait: Wait = MAX_POLL
 
 
 class StoreGetReply(Message):
-    """Values by key; `missing` is not empty when the wait was over first."""
+    """Values by key. `missing` names the keys that did not exist when the wait ended."""
 
     values: dict[str, str]
     missing: list[str]
 
 
 class StoreAddRequest(Message):
-    """`kv/add`: adds to a decimal number, absent counts as 0. `nonce` makes a retry harmless."""
+    """`kv/add`: adds `amount` to the decimal number of a key; an absent key counts as 0.
+
+    A retry with the same `nonce` adds nothing.
+    """
 
     key: StoreKey
     amount: Annotated[int, Field(ge=-(2**53), le=2**53)]
@@ -51,30 +57,30 @@ class StoreAddRequest(Message):
 
 
 class StoreAddReply(Message):
-    """The sum."""
+    """The number after the addition."""
 
     value: int
 
 
 class StoreCheckRequest(Message):
-    """`kv/check`: are all keys there?"""
+    """`kv/check`: asks whether all keys exist."""
 
     keys: Annotated[list[StoreKey], Field(max_length=1024)]
 
 
 class StoreCheckReply(Message):
-    """True if all are."""
+    """`present` is true if all keys exist."""
 
     present: bool
 
 
 class StoreDeleteRequest(Message):
-    """`kv/delete`."""
+    """`kv/delete`: deletes one key."""
 
     key: StoreKey
 
 
 class StoreDeleteReply(Message):
-    """Whether the key was there."""
+    """`deleted` is true if the key existed."""
 
     deleted: bool

@@ -1,8 +1,8 @@
 """Requests and responses of the coordinator, version 1: JSON over mutually authenticated TLS.
 
-A request is a POST of one model to `/v1/<name>`, or a GET (plan, status, checkpoints, ledger); a
-response is one model, or `Refusal` with status 400 or above. Bounds are checked.
-Time is (round, slot); a *tick* is a number of slots that have ended since the start of the run.
+A request is a POST of one model to `/v1/<name>`, or a GET (plan, status, checkpoints, ledger). A
+response is one model, or a `Refusal` with status 400 or above. All bounds of fields are checked.
+Time is (round, slot). A *tick* is the number of slots that have ended since the start of the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dilocox.coordinator.protocol.round_plan import RoundPlan as RoundPlan
 from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion, Shares, VotePhase
 
 MAX_BODY = 1 << 20
-"""Largest request that is read, in bytes."""
+"""Largest request that the server reads, in bytes."""
 
 Small = Annotated[int, Field(ge=0, le=65535)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -65,7 +65,7 @@ class Refusal(Message):
 
 
 class Done(Message):
-    """Nothing to say but that it is recorded."""
+    """Confirms that the request is recorded; carries no data."""
 
 
 class Versions(Message):
@@ -75,18 +75,18 @@ class Versions(Message):
     torch: Annotated[str, Field(max_length=64)]
     python: Annotated[str, Field(max_length=64)]
     defaults: Annotated[str, Field(max_length=64)] = ""
-    """Of all keys of the run file: copies of dilocox between two versions may differ in them, and
-    a run's digest leaves defaults out."""
+    """Digest of the defaults of all run file keys. Copies of dilocox between two releases may
+    differ in defaults, and the run digest leaves defaults out."""
 
 
 class LookRequest(Message):
-    """`look`: the run in one picture, for who holds a site's token; without a certificate."""
+    """`look`: asks for the run's `Status` without a client certificate, with a site's token."""
 
     token: Annotated[str, Field(max_length=200)]
 
 
 class EnrolRequest(Message):
-    """`enrol`: the call without a client certificate that is made once per site."""
+    """`enrol`: asks for a site's client certificate, so it is sent without one; once per start."""
 
     site: SiteName
     token: Annotated[str, Field(max_length=200)]
@@ -95,13 +95,13 @@ class EnrolRequest(Message):
     stages: Small
     shards: Small
     csr: Annotated[str, Field(max_length=8192)]
-    """PEM certificate signing request of the site's key."""
+    """Certificate signing request for the site's key, PEM."""
     data_digest: Digest | None = None
-    """Digest of the token files' manifest, if the site has them already."""
+    """Digest of the token files' manifest, if the site has token files already."""
     record_key: Digest | None = None
-    """Public Ed25519 key of the site's statements in the run's record."""
+    """Public Ed25519 key that verifies the site's statements in the run's record, hex."""
     record_proof: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None
-    """That who enrols holds its private half (see `record_keys`)."""
+    """Signature that proves that the site holds the private half of `record_key`, hex."""
 
 
 class EpochMember(Message):
@@ -113,85 +113,85 @@ class EpochMember(Message):
 
 
 class Epoch(Message):
-    """A membership epoch: the live sites in the run file's order. Id 0: the run has not begun."""
+    """A membership epoch: the live sites in run file order. Id 0: the run has not begun."""
 
     id: Count
     members: list[EpochMember]
 
 
 class EnrolReply(Message):
-    """What an enrolled site needs to know."""
+    """Certificate and run data for a site that has enrolled."""
 
     incarnation: Count
     certificate: str
-    """PEM, CN = site, signed by the run's certificate authority."""
+    """Client certificate with CN = site, signed by the run's certificate authority, PEM."""
     authority: str
-    """PEM of the run's certificate authority."""
+    """Certificate of the run's certificate authority, PEM."""
     epoch: Epoch
     record_run: str = ""
-    """The run's id in its record; empty if nothing is recorded."""
+    """Id of the run in its record; empty if the run is not recorded."""
     record_manifest: str = ""
-    """The first entry of the record's log, which the site checks and accepts before all else."""
+    """First entry of the record's log. The site checks and accepts it before anything else."""
 
 
 class ReadyRequest(Message):
-    """`ready`: this rank of an entering site holds the full state."""
+    """`ready`: reports that this rank of an entering site holds the full state."""
 
     rank: RankId
 
 
 class Entering(Message):
-    """A site that is fetching state. `donor` is none for the founder, which makes theta_0."""
+    """A site that fetches state. `donor` is None for the founder, which makes theta_0."""
 
     site: SiteName
     incarnation: Count
     donor: SiteName | None
     from_round: Count
-    """First round none of whose exchanges was begun without it: it receives from there on."""
+    """First round in which no exchange began without the site: it receives from this round on."""
     renewals: Count = 0
-    """How often it was told to fetch again what it lacks."""
+    """How often the coordinator told the site to fetch missing pieces again."""
 
 
 class BeatRequest(Message):
-    """`beat`: this rank is alive. `tick` = slots it has finished since the start of the run."""
+    """`beat`: heartbeat of a rank. `tick` is the slots it has finished since the run started."""
 
     rank: RankId
     tick: Count
     round: Count
     slot: Count
     slot_seconds: Annotated[float, Field(gt=0.0, le=1e7)] | None = None
-    """Seconds per slot lately, waits for the lease not counted, if known."""
+    """Recent seconds per slot without waits for the lease. None: not known yet."""
     building: bool = False
-    """It is alive, but cannot take part yet: it still builds and fills its part of the model."""
+    """True while the rank cannot take part, because it builds and fills its part of the model."""
 
 
 Phase = Literal["enrolling", "starting", "running", "stopping", "finished", "stopped", "failed"]
 
 
 class BeatReply(Message):
-    """What every rank must know all the time."""
+    """State of the run that every rank needs at all times."""
 
     phase: Phase
     reason: str
-    """Of `failed` and `stopping`; else empty."""
+    """Why the phase is `failed` or `stopping`; empty in other phases."""
     role: Literal["enrolled", "entering", "active"]
-    """Of this rank's site."""
+    """Role of this rank's site."""
     donor: SiteName | None
-    """While entering: the site to fetch from; none for the founder."""
+    """The site to fetch state from while entering. None: the founder, or not entering."""
     founder: SiteName | None
-    """The site that makes theta_0 (or loads the checkpoint); none before the start."""
+    """The site that makes theta_0 or loads the checkpoint. None before the start."""
     lease: Count
-    """Slots may be finished up to and including this tick."""
+    """Ranks may finish slots up to and including this tick."""
     stop_tick: Count | None
-    """All ranks stop at the end of this slot and write a checkpoint."""
+    """Slot at whose end all ranks stop and write a checkpoint. None: no stop is planned."""
     epoch: Epoch
     entering: list[Entering]
     waits_for_sites: bool = False
-    """Fewer sites than `outer.min_sites` are active: nothing is decided until one comes back."""
+    """True while fewer than `outer.min_sites` sites are active: no decision is made meanwhile."""
 
 
 class LeaveRequest(Message):
-    """`leave`: this site goes, at once. `failed`: because something broke."""
+    """`leave`: the rank's site leaves at once. `failed` is true if an error is the reason."""
 
     rank: RankId
     reason: Line
@@ -199,7 +199,7 @@ class LeaveRequest(Message):
 
 
 class RetireRequest(Message):
-    """`retire`: a site is to finish the rounds that are planned for it and go; `now`: at once."""
+    """`retire`: asks a site to leave after its planned rounds, or at once if `now` is true."""
 
     site: SiteName
     reason: Line
@@ -210,46 +210,46 @@ StandingChange = Literal["ban", "unban", "forget-key"]
 
 
 class StandingRequest(Message):
-    """`standing`: from now on nobody may join by a name (`ban`), or somebody may again (`unban`),
-    or a site with another key (`forget-key`). For the operator alone."""
+    """`standing`: changes who may join as `site`: no site (`ban`), a site again (`unban`), or a
+    site with another key (`forget-key`). For the operator alone."""
 
     site: SiteName
     change: StandingChange
 
 
 class RetireReply(Message):
-    """What becomes of it, in one line for people."""
+    """Says in one line for people how the site will leave."""
 
     text: str
 
 
 class DepartRequest(Message):
-    """`depart`: this rank of a leaving site owes the run nothing any more."""
+    """`depart`: reports that this rank of a leaving site has finished all of its exchanges."""
 
     rank: RankId
 
 
 class StopRequest(Message):
-    """`stop`: end the run at a slot end, with a checkpoint that can be resumed."""
+    """`stop`: ends the run at the end of a slot, with a checkpoint that can be resumed."""
 
     reason: Line
 
 
 class StopReply(Message):
-    """Where the run will stop."""
+    """The tick at which the run will stop."""
 
     stop_tick: Count
 
 
 class FailRequest(Message):
-    """`fail`: this run cannot go on."""
+    """`fail`: ends the run with an error, because it cannot go on."""
 
     rank: RankId
     reason: Line
 
 
 class FinishRequest(Message):
-    """`finish`: this rank is done. `complete`: with the whole run (not only up to a stop)."""
+    """`finish`: reports that this rank is done: with the run if `complete`, else up to a stop."""
 
     rank: RankId
     complete: bool = True
@@ -259,30 +259,30 @@ class FinishRequest(Message):
 
 
 class PlanReply(Message):
-    """`plan/ROUND?wait=SECONDS`: the plan, or what it waits for."""
+    """`plan/ROUND?wait=SECONDS`: the plan of a round. None: `waiting_for` says why not yet."""
 
     plan: RoundPlan | None
     waiting_for: str
     leave: bool = False
-    """The asking site is to leave before this round."""
+    """The asking site has to leave before this round."""
     receive: bool = False
-    """The asking site enters: it takes no part in this round, whatever the plan says."""
+    """The asking site is entering: it only receives in this round, even if the plan names it."""
 
 
 class RoundDoneRequest(Message):
-    """`round_done`: this rank is through with a round and its ranges are trained on."""
+    """`round_done`: reports that this rank has finished a round and trained on its token ranges."""
 
     rank: RankId
     round: Count
     measured: Measured | None = None
-    """From the site's leading rank."""
+    """Measurements of the whole site; only its leading rank sends them."""
 
 
 # --- exchange --------------------------------------------------------------------------------
 
 
 class ExchangeMember(Message):
-    """One site of an exchange. A "member" contributes and votes; "entering" only receives."""
+    """A site of an exchange. A "member" contributes and votes; an "entering" site only receives."""
 
     site: SiteName
     incarnation: Count
@@ -290,39 +290,39 @@ class ExchangeMember(Message):
 
 
 class BeginRequest(Message):
-    """`exchange/begin`: which group carries this exchange?
+    """`exchange/begin`: asks for the group of ranks that carries this exchange.
 
-    With a commitment it waits until all who vote have committed to their contributions: nobody
-    sends a payload, and so nobody can see one, before.
+    In a recorded run the reply names the voting ranks that have not committed yet. No rank sends a
+    payload before all have committed, so no site can choose its own after seeing another's.
     """
 
     key: KeyText
     rank: RankId
     commitment: SignedText | None = None
-    """This rank's signed statement of what it will contribute, if the run is recorded."""
+    """Signed statement of the digest that this rank will contribute, if the run is recorded."""
     wait: Wait = 0.0
 
 
 class BeginReply(Message):
-    """The group of one attempt of an exchange; the same for all ranks of the key."""
+    """The group of one attempt of an exchange; all ranks of the key get the same group."""
 
     epoch: Count
     attempt: Count
-    """From 1; a new attempt is a new group or a new set of votes."""
+    """Counts from 1. A new attempt has a new group or a new set of votes."""
     members: list[ExchangeMember]
-    """Run file order."""
+    """In run file order."""
     decided: bool
-    """The contribution set is fixed already: ask for it with a vote."""
+    """True if the contribution set is final already: ask for the set with a vote."""
     waiting_for: list[str] = Field(default_factory=list)
-    """Who has not committed yet: begin again, and send nothing before nobody is left."""
+    """Ranks without a commitment. While it is not empty, send no payload and ask again."""
 
 
 class VoteRequest(Message):
-    """`exchange/vote`: what this rank holds, and wait for the decision.
+    """`exchange/vote`: reports which payloads this rank holds, and waits for the decision.
 
-    Phase "held": transfers are over. Phase "fetched": so is what the reply "fetch" asked for. Phase
-    "done": the average is computed (exchange "reduce").
-    `failed` names sites whose link broke: the attempt is then repeated for everyone.
+    Phase "held": all transfers have ended. Phase "fetched": the fetches of the reply "fetch" have
+    ended, too. Phase "done": the average of a "reduce" exchange is computed.
+    `failed` names sites whose link broke: the attempt is then repeated at all ranks.
     """
 
     key: KeyText
@@ -330,61 +330,62 @@ class VoteRequest(Message):
     attempt: Count
     phase: VotePhase = "held"
     held: Sites = Field(default_factory=list)
-    """Sites whose contribution is whole here, this site's own among them."""
+    """Sites whose whole contribution this rank holds, its own site included."""
     contributes: bool = True
-    """This rank's own contribution may be counted."""
+    """False: do not count this rank's own contribution."""
     digests: Annotated[dict[SiteName, Digest], Field(max_length=4096, default_factory=dict)]
-    """SHA-256 of each held payload; the own one is logged."""
+    """SHA-256 of each held payload by site; the digest of the rank's own payload is logged."""
     statement: SignedText | None = None
-    """The own payload's signed statement, if the run is recorded."""
+    """Signed statement of the rank's own payload, if the run is recorded."""
     opinions: Annotated[dict[SiteName, RankOpinion], Field(max_length=4096, default_factory=dict)]
     broken: bool = False
-    """The attempt cannot be completed here; `failed` says by whose link, if known."""
+    """This rank cannot complete the attempt; `failed` names sites with broken links, if known."""
     failed: Sites = Field(default_factory=list)
     observer: bool = False
-    """An entering rank: waits for the decision without a vote."""
+    """The rank's site is entering: the rank waits for the decision without a vote."""
     wait: Wait = MAX_POLL
 
 
 class VoteReply(Message):
-    """The decision, or that there is none yet.
+    """The next step of an exchange, from the votes so far.
 
-    commit   apply `set` (gather) or the average that was computed (reduce); final.
-    average  reduce only: compute over `set`, then vote "done".
-    fetch    gather only: send and receive what `fetches` says, in its order, then vote "fetched".
-    repeat   this attempt is over: begin again; `attempt` and `epoch` are the new ones.
-    wait     ask again; `waiting_for` names who has not voted.
+    commit   final: apply the average over `set` (gather) or the computed average (reduce).
+    average  reduce only: compute the average over `set`, then vote "done".
+    fetch    gather only: do the transfers of `fetches` in their order, then vote "fetched".
+    repeat   this attempt has ended: begin again with the new `attempt` and `epoch`.
+    wait     no decision yet, so ask again; `waiting_for` names the ranks without a vote.
     """
 
     decision: Literal["commit", "average", "fetch", "repeat", "wait"]
     set: list[SiteName]
-    """Contribution set, run file order; may be empty."""
+    """Contribution set in run file order; may be empty."""
     attempt: Count
     epoch: Count
     waiting_for: list[str]
     shares: dict[SiteName, Shares] = Field(default_factory=dict)
-    """What counts of each site's part at the asking rank; empty: all of it."""
+    """Shares of each site's payload that count at the asking rank. Empty: all count in full."""
     fetches: list[Fetch] = Field(default_factory=list)
-    """With "fetch": those of the asking rank's shard."""
+    """With "fetch": the transfers of the asking rank's shard."""
     late: dict[SiteName, float] = Field(default_factory=dict)
-    """With "commit": seconds after the first site at which each was there, as far as it is known.
-    Nothing is decided from it."""
+    """With "commit": seconds by which each site came later than the first, where known. For metrics
+    only; no decision depends on it."""
 
 
 class CheckpointRequest(Message):
-    """`checkpoint`: this rank's part of a checkpoint is on disk."""
+    """`checkpoint`: reports that this rank's part of a checkpoint is on disk."""
 
     rank: RankId
     tick: Count
     round: Count
     slot: Count
-    """Slots of the round that are finished."""
+    """Number of finished slots of the round."""
     digests: Annotated[dict[Annotated[str, Field(max_length=200)], Digest], Field(max_length=1000)]
     """SHA-256 by file name."""
 
 
 class SpoiledRequest(Message):
-    """`spoiled`: this rank's part of the checkpoint at `tick` is not what was recorded."""
+    """`spoiled`: reports that this rank's files of the checkpoint at `tick` do not match their
+    recorded digests."""
 
     rank: RankId
     tick: Count
@@ -392,7 +393,7 @@ class SpoiledRequest(Message):
 
 
 class StateRequest(Message):
-    """`state`: this rank's signed statement of the model state that it holds."""
+    """`state`: submits this rank's signed statement of the model state that it holds."""
 
     rank: RankId
     statement: SignedText
@@ -407,9 +408,9 @@ class Checkpoint(Message):
     complete: bool
     sites: list[SiteName]
     written: int
-    """Ranks that have written it."""
+    """Number of ranks that have written their part."""
     digests: dict[str, dict[str, str]]
-    """By rank text, by file name."""
+    """SHA-256 by rank (its text) and by file name."""
 
 
 class Checkpoints(Message):
@@ -424,8 +425,7 @@ ReportKind = Literal[
 
 
 class ReportRequest(Message):
-    """`report`: metrics of a site's round, from one rank of the site. The same (round, kind)
-    twice counts once."""
+    """`report`: one rank submits its site's metrics; repeats of (round, kind) are ignored."""
 
     rank: RankId
     round: Count
@@ -434,21 +434,21 @@ class ReportRequest(Message):
 
 
 class SiteStatus(Message):
-    """One site for the display."""
+    """State of one site, for the display."""
 
     site: SiteName
     incarnation: Count
     role: Literal["absent", "enrolled", "entering", "active", "finished", "gone"]
     reason: str
     banned: bool = False
-    """The operator lets nobody join by this name."""
+    """True if the operator lets no site join under this name."""
     rounds_done: Count
     metrics: dict[str, dict[str, Any]]
-    """Latest report by kind, with its `round`."""
+    """Latest report by kind; each has its `round`."""
 
 
 class FeedMessage(Message):
-    """One line of what happened."""
+    """One line about an event of the run, for people."""
 
     sequence: Count
     time: float
@@ -458,7 +458,7 @@ class FeedMessage(Message):
 
 
 class Status(Message):
-    """The run in one picture."""
+    """Overview of the run, for the display."""
 
     phase: Phase
     reason: str
@@ -466,15 +466,15 @@ class Status(Message):
     steps: Count
     """Inner steps of a site in the whole run."""
     plans: Count
-    """Rounds planned so far."""
+    """Number of rounds planned so far."""
     lease: Count
     stop_tick: Count | None
     epoch: Epoch
     sites: list[SiteStatus]
     messages: list[FeedMessage]
-    """Those after `since`, at most the latest 1,000."""
+    """Lines after sequence number `since` of the request, at most the latest 1,000."""
     sequence: Count
-    """Rises with everything that a display shows; give it back as `since`."""
+    """Rises with every change that a display shows. The next request sends it as `since`."""
 
 
 class RangeEntry(Message):
@@ -490,10 +490,10 @@ class RangeEntry(Message):
 
 
 class Ledger(Message):
-    """`ledger`: who was given which sequence numbers, and what became of them."""
+    """`ledger`: which site got which sequence numbers, and whether it has trained on them."""
 
     entries: list[RangeEntry]
     next: dict[str, Count]
-    """First number never issued, per space."""
+    """First sequence number that was never issued, by space."""
     pool: dict[str, list[tuple[Count, Count]]]
-    """Returned (start, count) not issued again yet, per space."""
+    """Returned ranges (start, count) that wait to be issued again, by space."""

@@ -1,6 +1,6 @@
-"""What is said of a round: its plan, and what sites measured in it.
+"""Messages about a round: its plan, and the measurements of sites from which plans are made.
 
-Part of the messages of `messages`, which names them all.
+`messages` describes the protocol and re-exports these classes.
 """
 
 from __future__ import annotations
@@ -15,79 +15,86 @@ from dilocox.utils.plain_text import plain
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Line = Annotated[str, Field(max_length=500), AfterValidator(plain)]
-"""A line of a member's for people: terminals and logs show it."""
+"""A line for people, written by a member. Control characters are removed, because terminals and
+logs show the line."""
 
 
 class Message(BaseModel):
-    """Base of all messages: closed and immutable."""
+    """Base of all messages: immutable, and unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class MemberPlan(Message):
-    """What one site does in a round."""
+    """One site's part in a round."""
 
     weight: float
-    """w_i of docs/algorithm.md §2 among the plan's members."""
+    """Weight of the site's contribution among the plan's members: w_i of docs/algorithm.md §2."""
     batch: Count
     """Sequences per inner step."""
     ranges: list[tuple[Count, Count]]
-    """(start, count) of sequence numbers in `space`; together batch x this site's inner steps, to
-    be read in this order, `batch` of them per inner step."""
+    """Ranges (start, count) of sequence numbers in `space`. The site reads them in this order,
+    `batch` sequences per inner step; in all they hold batch times its inner steps."""
     space: Annotated[str, Field(max_length=64)]
     """`shared`, or `site/NAME` for a site with token files of its own."""
     pace: Annotated[int, Field(ge=1, le=MOST)] = FULL
-    """Its speed in thousandths of the typical member's (`dilocox.coordinator.controller.pace`)."""
+    """Speed of the site in thousandths of the typical member's
+    (`dilocox.coordinator.controller.pace`)."""
     carry: Count = 0
-    """Thousandths of a step that it brings along from the round before."""
+    """Thousandths of an inner step carried over from the round before."""
 
     def steps(self, count: int) -> int:
-        """Inner steps of this site while the typical one takes `count` of the round."""
+        """Return this site's inner steps while the typical site takes the round's first `count`."""
         return steps_taken(self.pace, self.carry, count)
 
     def place(self, number: int) -> int:
-        """Which of the typical site's inner steps this site's step `number` ends with, from 0."""
+        """Return the typical site's inner step, from 0, in which this site's step `number` ends."""
         return step_within(self.pace, self.carry, number)
 
 
 class LinkEstimate(Message):
-    """What plans go by: the slowest site's link and steps, as agreed from measurements."""
+    """Link and inner steps of the slowest site, estimated from the sites' measurements. Plans are
+    made from it."""
 
     step_us: Count
     """Microseconds of an inner step."""
     rate: Count
     """Bytes per second that a site receives while payloads come in."""
     latency_us: Count
-    """Microseconds per swap beside its bytes."""
+    """Microseconds of a swap in addition to the time of its bytes."""
     payload: Count
-    """Bytes of a swap as they were measured last."""
+    """Bytes of a swap in the latest measurement."""
     work_us: Count = 0
-    """What training loses by a round's exchanges beside waiting, in the last one measured."""
+    """Microseconds that the exchanges of the last measured round took from training, waits not
+    counted."""
     works: dict[str, Count] = {}
-    """The same by codec."""
+    """`work_us` by codec."""
     overhead_us: Count = 0
-    """Microseconds per exchange beside its transfers: rendezvous, votes, codec."""
+    """Microseconds of an exchange in addition to its transfers: rendezvous, votes, codec."""
     overheads: dict[int, Count] = {}
-    """The same by the number of a round's fragments."""
+    """`overhead_us` by the number of fragments in a round."""
     lag_us: Count = 0
     """Microseconds by which an inner step of the slowest site is longer than one of the fastest."""
     least: tuple[Count, Count] = (0, 0)
-    """Bytes and microseconds of the smallest swap known; 0: none yet."""
+    """Bytes and microseconds of the smallest swap measured so far. Zeros: no measurement yet."""
 
 
 class RoundPlan(Message):
-    """All decisions of one round, made once. A "flush" has no inner steps and no slots, lands at
-    once, and sends what is left of pseudo-gradients and residuals."""
+    """All decisions about one round; a plan never changes.
+
+    A "flush" has no inner steps and no slots, lands at once, and sends the rest of the
+    pseudo-gradients and residuals.
+    """
 
     round: Count
     kind: Literal["train", "flush"]
     first_tick: Count
-    """Slots before this round: its slot s (from 0) ends at tick first_tick + s + 1."""
+    """Number of slots before this round: its slot s (from 0) ends at tick first_tick + s + 1."""
     first_step: Count
     """Inner steps of the typical site before this round."""
     members: dict[SiteName, MemberPlan]
     inner_steps: Count
-    """Of the typical member; `MemberPlan.steps` has the others'."""
+    """Inner steps of the typical member; `MemberPlan.steps` returns those of another member."""
     slots: Count
     fragments: Count
     delay: Count
@@ -100,41 +107,50 @@ class RoundPlan(Message):
     residual_view: float = 0.0
     exchange: Literal["gather", "reduce"]
     reason: Line = ""
-    """Why this plan, in one line with numbers and units."""
+    """Why the plan is as it is, in one line with numbers and units."""
     estimate: LinkEstimate | None = None
-    """What the plan was made from; none where nothing was measured or declared yet."""
+    """The estimate from which the plan was made. None: no link was measured or declared yet."""
     checkpoint: bool
-    """Write a checkpoint at the end of this round (always true of the flush)."""
+    """Write a checkpoint at the end of this round (always true for the flush)."""
     evaluate: bool
-    """Evaluate the anchor at the end of this round (always true of the flush)."""
+    """Evaluate the anchor at the end of this round (always true for the flush)."""
     last: bool
-    """No training round follows: true of the last training round and of the flush."""
+    """No training round follows: true for the last training round and for the flush."""
 
     def steps_of(self, site: str) -> int:
-        """Inner steps of the round that a member takes; a slow one fewer than the typical one."""
+        """Return the inner steps that member `site` takes in the round.
+
+        A slow site takes fewer steps than the typical one, a fast site more.
+        """
         return self.members[site].steps(self.inner_steps)
 
 
 class Measured(Message):
-    """What one site measured in a round, over all of its ranks; plans are made from it. It is the
-    site's own word, of which the coordinator's clock bounds `step_us` alone (`step_clock`)."""
+    """Measurements of one site in a round, over all of its ranks. Plans are made from them.
+
+    The values are claims of the site. The coordinator checks only `step_us` against its own clock
+    (`step_clock`).
+    """
 
     step_us: Count
     """Microseconds of an inner step, waits for the network not counted."""
     exchange_bytes: Count
-    """Bytes of payloads that came in."""
+    """Bytes of the payloads that the site received."""
     exchange_us: Count
-    """Microseconds during which payloads came in; what overlaps counts once."""
+    """Microseconds during which the site received payloads; overlapping transfers count once."""
     exchanges: Count
-    """Swaps in which they came in, of all shards together: one per exchange in `gather`, two in
-    `reduce`."""
+    """Number of swaps in which the site received payloads, of all shards together. An exchange is
+    one swap in `gather` and two in `reduce`."""
     overhead_us: Count = 0
-    """Microseconds per exchange, from hand-in to result, in which no payload came in. Of the site
-    that comes last to an exchange this is what rendezvous, votes and codec take; the others wait
-    for it besides."""
+    """Microseconds per exchange, from submission to result, in which no payload arrived.
+
+    At the site that joins an exchange last, this is the time of rendezvous, votes and codec. At
+    the other sites it includes their wait for the last one."""
     work_us: Count = 0
-    """Microseconds that training loses by its exchanges beside waiting, at the rank that loses
-    most: on processors the processor time of all that they do, times the seconds in which training
-    gets one of it, on GPUs boundaries and landings."""
+    """Microseconds of training time that the exchanges took, waits not counted, at the rank that
+    lost most.
+
+    On CPUs: CPU time of the exchanges times the wall-clock seconds that training needs per CPU
+    second. On GPUs: time of boundaries and landings."""
     effective_rank_milli: Count | None = None
     """Effective rank of the averaged pseudo-gradients, in thousandths, if the codec knows it."""

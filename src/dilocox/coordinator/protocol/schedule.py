@@ -1,8 +1,8 @@
-"""When fragments reach their boundaries and land: slot ends, counted in whole numbers.
+"""At the ends of which slots fragments reach their boundaries.
 
-A tick is the number of slots that have ended since the run began. A fragment's boundary is at
-the end of one slot of every round; what it sent lands `delay` slots later by the plan of the round
-of the boundary, which may be in the next round.
+A tick is the number of slots that have ended since the run began. A fragment has its boundary at
+the end of one slot of every round. The contribution taken there lands `delay` slots later, possibly
+in the next round; `delay` is that of the plan of the boundary's round.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from dilocox.errors import ConfigError
 
 AT_ONCE = 2
-"""Exchanges of a rank that may be under way: one whose first payloads travel, and one that is being
-encoded before that, or voted on and decoded after it."""
+"""How many exchanges of a rank may be in flight at the same time: one that transfers its first
+payloads, and one that is being encoded before its transfer or voted on and decoded after it."""
 
 
 def boundary_slots(stage: int, stages: int, fragments: int, slots: int) -> list[int]:
-    """Slot, 1 to `slots`, at whose end each fragment of `stage` has its boundary.
+    """Return, per fragment of `stage`, the slot (1 to `slots`) at whose end its boundary is.
 
     The boundaries of all fragments of all stages are spread evenly over the round, because the
-    stages of a site share its uplink: fragment after fragment, and stage after stage for each.
-    The very last one is at the round's end. Raises `ConfigError` for numbers out of range.
+    stages of a site share its uplink. They are ordered by fragment, then by stage. The last
+    boundary is at the end of the round. Raises `ConfigError` if a number is out of range.
     """
     if not 0 <= stage < stages or fragments < 1 or slots < 1:
         raise ConfigError(
@@ -30,7 +30,7 @@ def boundary_slots(stage: int, stages: int, fragments: int, slots: int) -> list[
 
 
 def all_boundary_slots(stages: int, fragments: int, slots: int) -> set[int]:
-    """`boundary_slots` of every stage."""
+    """Return the slots that `boundary_slots` gives for any stage."""
     return {
         slot for stage in range(stages) for slot in boundary_slots(stage, stages, fragments, slots)
     }

@@ -1,7 +1,8 @@
-"""What a site may report of a round: the kinds there are, and the fields that each has.
+"""Kinds of reports that a site sends about a round, and the fields that each kind must have.
 
-A report is its site's word: nothing in it says who reports, of which round, or when. What is made
-from reports relies on their fields, so a report without them is left out.
+The values of a report are claims of its site. The coordinator, not the report, sets which site
+reported, about which round and when. Code that reads reports relies on the required fields, so a
+report without them is rejected.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from typing import Any
 from dilocox.utils.plain_text import plain
 
 JOURNALS = "site-*.jsonl"
-"""In a site's run folder: what it has done so far, for `dilocox status`."""
+"""Name pattern of a site's progress files in its run folder; `dilocox status` reads them."""
 KINDS = ("round", "flush", "evaluation", "first_evaluation", "peer_evaluation", "warning")
 RESERVED = ("kind", "round", "site", "time", "about")
-"""Fields of a line of `metrics.jsonl` that its writer sets."""
+"""Fields that the writer of `metrics.jsonl` sets in every line; a report cannot set them."""
 _ROUND = (
     "step", "tokens", "seconds", "tokens_per_second", "wait_share", "payload_bytes",
     "allreduce_bytes", "ratio_per_transfer", "members",
 )  # fmt: skip
 _NUMBERS: Mapping[str, tuple[str, ...]] = {"round": _ROUND, "flush": _ROUND}
-"""Finite numbers from 0 on that a report of this kind has."""
+"""Required fields by kind; each value is a finite number of at least 0."""
 _DEVICES = ("mfu", "peak_flops", "peak_memory_bytes", "peak_reserved_bytes", "allocation_retries")
-"""The same, where a report has them."""
+"""Optional fields; where present, each value is a finite number of at least 0."""
 _LONGEST, _MOST, _LARGEST = 500, 4096, 2**63
 
 
 def checked(kind: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a report that may be written down. Raises ValueError for one without those that
-    its kind has."""
+    """Return the fields of a report that may be written to `metrics.jsonl`.
+
+    Reserved fields and values of unsupported types are left out. Raises `ValueError` if the kind is
+    unknown, or if a field that the kind requires is missing or invalid.
+    """
     if kind not in KINDS:
         raise ValueError(f"there is no report of the kind {plain(str(kind))[:32]}")
     found = {
@@ -63,10 +67,12 @@ def checked(kind: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
 def settled_anchor(
     reports: Mapping[str, Mapping[str, Any]], members: int
 ) -> tuple[str | None, list[str]] | None:
-    """(anchor digest of a round, sites that report another one), by majority; None without one.
+    """Return the anchor digest that most sites report for a round, and the sites that differ.
 
-    `members`: sites that are to report. A site without a digest, since the others have gone on
-    without it, has no say. As long as reports are missing, a majority is one of all members.
+    Returns None if the digests differ and none has a majority. `members` is the number of sites
+    that should report. While reports are missing, a majority is more than half of all members. A
+    report without a digest does not count: the other sites went on without its site. If no report
+    has a digest, the result is (None, []).
     """
     known = {site: own["anchor_digest"] for site, own in reports.items() if own["anchor_digest"]}
     if not known:
@@ -92,7 +98,7 @@ def _counts(value: Any) -> bool:
 
 
 def _value(own: object) -> Any:
-    """A number, a short plain text, or numbers by name; Ellipsis for anything else."""
+    """Return a number, None, a shortened text or numbers by name; Ellipsis for anything else."""
     if own is None or isinstance(own, bool | float):
         return own
     if isinstance(own, int):

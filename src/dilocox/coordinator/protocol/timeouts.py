@@ -1,4 +1,7 @@
-"""Every limit of the control plane and the exchange, derived from two numbers of the run file."""
+"""All time limits of control plane and exchange, derived from two numbers of the run file.
+
+The two numbers are `network.link_timeout` and `network.heartbeat`.
+"""
 
 from __future__ import annotations
 
@@ -8,58 +11,64 @@ from dilocox.config.run_config import NetworkSection
 from dilocox.coordinator.protocol.messages import MAX_POLL
 
 LOOKS = 0.5
-"""The coordinator looks for dead ranks every half beat."""
+"""Interval at which the coordinator looks for dead ranks, in units of `Timeouts.beat`."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """All limits in seconds. Order: beat < silence < heartbeat <= reconnect <= first_beat <=
-    link_timeout <= form <= stall: no outer wait ends before what it waits for."""
+    """All time limits, in seconds.
+
+    The order is beat < silence < heartbeat <= reconnect <= first_beat <= link_timeout <= form <=
+    stall, so that no wait ends before the shorter waits inside it.
+    """
 
     beat: float
-    """A rank beats this often."""
+    """Interval between two heartbeats of a rank."""
     silence: float
-    """A rank without a beat for this long is dead, and its site gone."""
+    """A rank without a beat for this time counts as dead, and its site as lost."""
     heartbeat: float
-    """Within this long after a rank has died its site is known to be gone: the silence, and the
-    time until the coordinator looks again."""
+    """Longest time from the death of a rank until the coordinator counts its site as lost:
+    `silence` plus the time until the coordinator looks again."""
     reconnect: float
-    """Silence that is allowed after the coordinator itself has restarted."""
+    """Allowed time without a beat after the coordinator itself has restarted."""
     first_beat: float
-    """From a site's enrolment to the first beat of each of its ranks."""
+    """Allowed time from a site's enrolment to the first beat of each of its ranks."""
     request: float
-    """One request to the coordinator, the time it waits there not counted."""
+    """Limit of one request to the coordinator, the wait at the coordinator not counted."""
     poll: float
-    """Longest time that one request waits at the coordinator."""
+    """Longest time that the coordinator holds one request before it replies."""
     coordinator: float
-    """The coordinator may be out of reach this long before a rank gives up."""
+    """A rank gives up when the coordinator has been out of reach for this time."""
     link: float
-    """A link between sites may be silent this long: `link_timeout` itself."""
+    """A link between sites may be silent for this time: `network.link_timeout`."""
     grace: float
-    """Others wait this long for a site, beside the time that a round takes it, before they go on
+    """The other sites wait for a site as long as its round takes, plus this time. Then they go on
     without it."""
     form: float
-    """Forming the process groups of an epoch, or of one attempt of an exchange."""
+    """Limit for forming the process groups of an epoch, or of one attempt of an exchange."""
     dial: float
-    """One try to reach a rank of another site. Between two tries a change of members is noticed."""
+    """Limit of one attempt to connect to a rank of another site. A change of members is noticed
+    between two attempts."""
     greeting: float
-    """TLS and the name of the group, from the first moment of a connection between ranks."""
+    """Limit of the TLS handshake and the name of the group, from the start of a connection."""
     parting: float
-    """When a link is closed, its peer may acknowledge what was sent for so long."""
+    """When a link is closed, its peer has this time to acknowledge the data sent."""
     entry: float
-    """An entering site hears of its donor so often, if only that there is nothing to fetch yet."""
+    """Longest time between two messages from the donor to an entering site. With nothing to fetch
+    yet, the donor says so."""
     retry: float
-    """Pause before the second try of what failed; it doubles from try to try."""
+    """Pause before the first retry of a failed call; the pause doubles with every retry."""
     retry_most: float
-    """The longest such pause."""
+    """Longest pause between two retries."""
     rejoin: float
-    """A site that was in the run tries to join it again for this long."""
+    """How long a site that was in the run tries to join it again."""
     stall: float
-    """No round ends anywhere for this long, beyond the time that its slots take: say so."""
+    """When no site has ended a round for this time plus the time of the round's slots, a warning
+    says so."""
 
     @classmethod
     def derive(cls, network: NetworkSection) -> Timeouts:
-        """All limits of a run from `network.link_timeout` and `network.heartbeat`."""
+        """Return all limits of a run from `network.link_timeout` and `network.heartbeat`."""
         link, heartbeat = network.link_timeout, network.heartbeat
         return cls(
             beat=heartbeat / 5,
@@ -84,7 +93,7 @@ class Timeouts:
         )
 
     def table(self) -> str:
-        """One line per limit, for the start of a run."""
+        """Return a table with one line per limit, which is shown at the start of a run."""
         names = {
             "beat": "a rank beats every",
             "silence": "a rank is dead after silence of",

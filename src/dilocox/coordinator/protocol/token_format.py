@@ -10,7 +10,10 @@ from dilocox.errors import JoinError
 
 @dataclass(frozen=True)
 class JoinToken:
-    """What the operator hands to a site: `dilocox1-FINGERPRINT-SECRET`, both hex."""
+    """Join token `dilocox1-FINGERPRINT-SECRET` in hex, which the operator hands to a site.
+
+    `fingerprint` is the SHA-256 of the coordinator's certificate.
+    """
 
     fingerprint: str
     secret: str
@@ -23,7 +26,7 @@ class JoinToken:
 
     @classmethod
     def parse(cls, text: str) -> JoinToken:
-        """Raises `JoinError` for anything that is not a token."""
+        """Return the token that `text` holds. Raises `JoinError` if `text` is not a token."""
         match = re.fullmatch(r"dilocox1-([0-9a-f]{64})-([0-9a-f]{32})", text.strip())
         if match is None:
             raise JoinError(

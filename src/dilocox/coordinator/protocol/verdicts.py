@@ -1,7 +1,7 @@
-"""What is said of contributions: a rank's opinions, and the verdicts that come of them.
+"""Opinions of ranks on contributions, and the verdicts that the coordinator makes from them.
 
-All numbers are whole, so that nothing depends on how a machine rounds. Part of the messages of
-`messages`. What the codes mean: docs/verification.md.
+All numbers are integers, so that no verdict depends on how a machine rounds. docs/verification.md
+explains the codes; `messages` describes the protocol.
 """
 
 from __future__ import annotations
@@ -29,56 +29,57 @@ Code = Literal[
 ]
 Flag = Literal["copied", "large", "small", "against", "recommitted"]
 VotePhase = Literal["held", "fetched", "done"]
-"""Of votes, see `messages.VoteRequest`."""
+"""Phases of a vote, explained in `messages.VoteRequest`."""
 WHOLE = 65536
-"""A share of one; shares are in this unit."""
+"""The share that counts a payload in full; shares are integers from 0 to this number."""
 MILLI = 1000
 MICRO = 1_000_000
 CAP = 2**53
-"""Numbers of opinions lie between this and its opposite."""
+"""Bound of the numbers in opinions: they lie between -CAP and CAP."""
 Signed = Annotated[int, Field(ge=-CAP, le=CAP)]
 Share = Annotated[int, Field(ge=0, le=WHOLE)]
 Shares = Annotated[list[Share], Field(max_length=65536)]
 
 
 class RankOpinion(Message):
-    """What one rank found in one site's contribution to one exchange."""
+    """One rank's findings on one site's contribution to one exchange."""
 
     code: Literal["admitted", "malformed", "not-finite", "zero"] = "admitted"
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """SHA-256 of the payload that came."""
+    """SHA-256 of the received payload."""
     norm: Count | None = None
-    """Norm over the sites' median norm, in thousandths."""
+    """Norm of the contribution divided by the median norm of the sites, in thousandths."""
     cosine: Signed | None = None
-    """Of the angle to the mean of the others, in thousandths."""
+    """Cosine between the contribution and the mean of the others, in thousandths."""
     gain: Signed | None = None
-    """How much lower the held-out loss is with this contribution alone, in millionths."""
+    """How much this contribution alone lowers the held-out loss, in millionths."""
     loss: Count | None = None
-    """Held-out loss without it, in millionths."""
+    """Held-out loss without the contribution, in millionths."""
     shares: Shares = Field(default_factory=list)
-    """What is to count of it: one number per tensor (`clip`), one for all (`rfa`), else none."""
+    """Shares of the contribution that should count: one per tensor (`clip`), one for all tensors
+    (`rfa`), otherwise empty."""
 
 
 class Fetch(Message):
-    """A rank that does not hold a contribution fetches it from one that does."""
+    """Order to a rank without a contribution to fetch it from a rank that holds it."""
 
     site: SiteName
-    """Who fetches, at its rank of `shard`."""
+    """The site whose rank of `shard` fetches."""
     shard: Count
     sender: SiteName
-    """Whose contribution it is."""
+    """The site that made the contribution."""
     holder: SiteName
-    """Who sends it on."""
+    """The site that sends its copy of the contribution."""
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """SHA-256 of the payload."""
 
 
 class Verdict(Message):
-    """What was decided about one site's contribution to one exchange, once and for all."""
+    """Final decision about one site's contribution to one exchange."""
 
     code: Code = "admitted"
     flags: list[Flag] = Field(default_factory=list)
-    """What people should look at; they decide nothing."""
+    """Peculiarities for people to look at; no decision depends on them."""
     norm: Count | None = None
     cosine: Signed | None = None
     gain: Signed | None = None
