@@ -1,1 +1,1 @@
-"""The coordinator itself: requests come in, events are logged, replies go out."""
+"""The coordinator's process: it takes requests, logs events and sends replies."""

@@ -1,4 +1,4 @@
-"""The event log: one SQLite file, appended to before an event takes effect."""
+"""The event log: one SQLite file. An event is written to it before the event takes effect."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 NAME = "coordinator.sqlite"
 LOCK = "coordinator.lock"
-# Everything survives the death of the process. The death of the machine may take the last moments
-# of these kinds, which are many and cheap to lose: votes are sent again, and a decision that all
-# voters have heard is not asked for again. Epochs, plans, leases and stops wait for the disk. What
-# does not wait may get there all the same: what the record needs of a decision is there before it.
+# All events survive a crash of the process. A crash of the machine may lose the latest events of
+# these kinds, which are frequent and cheap to lose: votes are sent again, and no rank asks again
+# for a decision that all voters have heard. All other events are flushed to disk (fsync) at once.
+# An event of these kinds may reach the disk early, too, so the record is synced before a decision.
 _SOFT = (
     e.Pinned, e.Voted, e.Fetching, e.Broke, e.Decided, e.Ready, e.RoundDone, e.CheckpointWritten,
     e.Reported, e.Stored,
@@ -31,10 +31,13 @@ _SOFT = (
 
 
 class EventLog:
-    """Append-only log in `folder`, held by one process at a time."""
+    """Append-only log of events, locked by one process at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Open or create. Raises `TrainingError` if it is held elsewhere or damaged."""
+        """Open or create the log in `folder`.
+
+        Raises `TrainingError` if another process has locked the log, or if it is damaged.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / NAME
         self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -75,7 +78,7 @@ class EventLog:
             raise self._damaged(str(error)) from None
 
     def append(self, event: e.Event) -> None:
-        """Write one event before it takes effect. Raises `TrainingError`."""
+        """Write one event. Raises `TrainingError` if the file cannot be written."""
         hard = not isinstance(event, _SOFT)
         data = json.dumps(event.to_json(), separators=(",", ":"))
         try:
@@ -94,9 +97,9 @@ class EventLog:
             ) from None
 
     def events(self, after: int = 0, until: int | None = None) -> Iterator[e.Event]:
-        """The events with numbers above `after`, up to `until` (none: the last).
+        """Yield the events with numbers above `after`, up to `until` (None: up to the last event).
 
-        Raises `TrainingError` for what cannot be read.
+        Raises `TrainingError` if an event cannot be read.
         """
         try:
             for number, kind, data in self._database.execute(
@@ -112,9 +115,9 @@ class EventLog:
             raise self._damaged(str(error)) from None
 
     def last_kept(self, tick: int) -> int:
-        """Number of the last event that says that the checkpoint at `tick` is complete.
+        """Return the number of the last event that committed the checkpoint at `tick`.
 
-        Raises `TrainingError`.
+        Raises `TrainingError` if there is no such event, or the log cannot be read.
         """
         try:
             for number, data in self._database.execute(
@@ -127,10 +130,10 @@ class EventLog:
         raise self._damaged(f"no checkpoint at slot {tick} was completed")
 
     def add_snapshot(self, code: str, data: bytes, most: int) -> None:
-        """Keep the state after the last event; of several the newest `most` stay.
+        """Store a snapshot of the state after the last event, and delete all but the newest `most`.
 
-        Whatever happens meanwhile, the snapshot is there whole or not at all. Raises
-        `TrainingError`.
+        `code` names the version of the code that made the snapshot. The write is atomic. Raises
+        `TrainingError` if the file cannot be written.
         """
         digest = hashlib.sha256(data).hexdigest()
         try:
@@ -161,8 +164,10 @@ class EventLog:
             raise
 
     def snapshots(self, code: str, until: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """(number of the last event in it, state) of the snapshots that `code` has made, up to the
-        event `until` (none: the last), newest first; damaged ones are left out."""
+        """Yield the snapshots made by `code`, newest first, as (number of the last event, state).
+
+        Snapshots of events after `until` (None: the last event) and damaged snapshots are left out.
+        """
         last = self.last if until is None else until
         try:
             found = self._database.execute(
@@ -174,11 +179,11 @@ class EventLog:
                 if hashlib.sha256(data).hexdigest() == digest:
                     yield int(number), data
         except (sqlite3.DatabaseError, TypeError) as error:
-            # The events are all that is needed; whether they can be read shows next.
+            # Snapshots only save time: the events suffice, and reading them shows any damage.
             log.warning("%s: snapshots cannot be read (%s)", self.path, error)
 
     def close(self) -> None:
-        """Let go of the file and the lock."""
+        """Close the file and release the lock."""
         if hasattr(self, "_database"):
             self._database.close()
         os.close(self._lock)

@@ -1,7 +1,7 @@
-"""Everything that can happen to a run, as facts. The log of these is the state.
+"""All events that can change a run. The state of a run is the result of its logged events.
 
-An event is a frozen dataclass of JSON values. Inputs (a vote, a report) and decisions that follow
-from them (a plan, a contribution set) are events alike, so that replay never decides anything.
+An event is a frozen dataclass of JSON values. Inputs (a vote, a report) are events, and so are the
+decisions that follow from them (a plan, a contribution set). So replay never decides anything.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. `time`: Unix seconds, for people only; no decision reads it."""
+    """Base of all events. `time` is in Unix seconds and for people only; no decision reads it."""
 
     kinds: ClassVar[dict[str, type[Event]]] = {}
     stored_as: ClassVar[str]
-    """Name of the class in the event log. It never changes: runs outlast the names in the code."""
+    """Name of the class in the event log. It never changes, so that old logs stay readable."""
     time: float
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
@@ -24,19 +24,20 @@ class Event:
         Event.kinds[cls.stored_as] = cls
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, by name. Inverse: `decode`."""
+        """Return the fields by name; `decode` is the inverse."""
         return asdict(self)
 
     @staticmethod
     def decode(kind: str, data: dict[str, Any]) -> Event:
-        """The event that is stored as `kind`. Raises KeyError or TypeError for what no version
-        wrote."""
+        """Return the event that is stored as `kind` with the fields `data`.
+
+        Raises `KeyError` for an unknown kind and `TypeError` for unknown or missing fields."""
         return Event.kinds[kind](**data)
 
 
 @dataclass(frozen=True)
 class OfRank(Event):
-    """Base of what one rank did."""
+    """Base of events about one rank."""
 
     site: str
     stage: int
@@ -45,7 +46,7 @@ class OfRank(Event):
 
 @dataclass(frozen=True)
 class Created(Event):
-    """The log begins. `digest` is the run file's."""
+    """First event of a log. `digest` is the digest of the run file."""
 
     digest: str
     run: str
@@ -62,43 +63,43 @@ class Enrolled(Event):
     versions: dict[str, str]
     data_digest: str | None
     key: str = ""
-    """Its public key of the record, hex; empty if it gave none."""
+    """Public record key of the site, hex; empty if the site has none."""
 
 
 @dataclass(frozen=True)
 class Started(Event):
-    """Enough sites are there: all of them enter."""
+    """Enough sites have enrolled: `sites` enter, and the run starts."""
 
     sites: list[str]
     founder: str
     from_round: int | None = None
-    """Who has to fetch its state receives from this round on; none: from the first."""
+    """Round from which sites that fetch state receive exchanges. None: the first round."""
 
 
 @dataclass(frozen=True)
 class Entered(Event):
-    """A site that came later begins to fetch state."""
+    """A site that came later begins to fetch state from `donor`."""
 
     site: str
     donor: str
     from_round: int | None = None
-    """It receives from this round on; none: from the first that is not begun."""
+    """Round from which the site receives exchanges. None: the first that has not begun."""
     starts: bool = False
-    """The others wait for it with the start."""
+    """True if the start waits for this site."""
 
 
 @dataclass(frozen=True)
 class CheckpointMissing(Event, kind="Lacking"):
-    """A site that was to go on from a checkpoint has no part of it: the others start without it,
-    and it enters."""
+    """A site that should resume from a checkpoint has no part of it. The others start without the
+    site, and it enters."""
 
     site: str
 
 
 @dataclass(frozen=True)
 class StartupRestarted(Event, kind="Regathered"):
-    """No start will come of the sites that are left: `sites`, which have begun to fetch state,
-    have to join again, and the run waits for as many sites as at its beginning."""
+    """The sites that are left cannot start. `sites`, which have begun to fetch state, have to join
+    again, and the run waits for as many sites as at its beginning."""
 
     sites: list[str]
 
@@ -110,16 +111,16 @@ class Ready(OfRank):
 
 @dataclass(frozen=True)
 class Shown(OfRank):
-    """A rank of an active site tells the SHA-256 of its pieces while another site enters, by
-    version (`entries.key_of`)."""
+    """A rank of an active site reported the SHA-256 of its pieces while another site enters, by
+    version (`entry_requests.key_of`)."""
 
     pieces: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Doubted(Event):
-    """`donor` gave an entering site a state that most do not hold: it enters from `other`, if there
-    is one."""
+    """`donor` gave an entering site a state that most sites do not hold. The site enters from the
+    donor `other` instead. None: no other donor is left."""
 
     site: str
     incarnation: int
@@ -129,8 +130,8 @@ class Doubted(Event):
 
 @dataclass(frozen=True)
 class Renewed(Event):
-    """An entering site fetches again what it lacks: most sites never told what they held of the
-    versions that it was given, and hold newer ones by now."""
+    """An entering site fetches missing pieces again. Most sites never reported digests of the
+    versions that it got, and hold newer versions now, so those can no longer be checked."""
 
     site: str
     incarnation: int
@@ -138,34 +139,34 @@ class Renewed(Event):
 
 @dataclass(frozen=True)
 class Activated(Event):
-    """Sites contribute from these rounds on, by site."""
+    """Sites become active: `rounds` has each site's first round of training."""
 
     rounds: dict[str, int]
     since: dict[str, int] | None = None
-    """The first rounds whose exchanges are theirs, by site: those that they have from a checkpoint
-    are older. None: of all recorded rounds that name them."""
+    """First round in whose exchanges each site takes part; earlier than `rounds` for exchanges in
+    flight from a checkpoint. None (old logs): all recorded rounds that name the site."""
 
 
 @dataclass(frozen=True)
 class Overtaken(Event):
-    """A site kept the others waiting for too long, or does not hold what most hold: they go on
-    without it, and when it is through with the round it is in, it enters again from `donor`. It
-    lives on and keeps its residual."""
+    """The other sites go on without a site: it is too late, or lacks contributions that most hold.
+
+    The site ends its current round, then enters again from `donor`. It keeps its residual."""
 
     site: str
     incarnation: int
     donor: str
     reason: str
     from_round: int | None = None
-    """As that of `Entered`."""
+    """As in `Entered`."""
     lacks: list[str] = field(default_factory=list)
-    """Not late: it does not hold what these sites have sent, and most do."""
+    """Sites whose contributions this site does not hold, but most sites do. Empty: it was late."""
 
 
 @dataclass(frozen=True)
 class SiteLost(Event, kind="Gone"):
-    """A site has left, or is taken for dead. `failed`: not on purpose. `donor`: whose state it had
-    entered with, if that was not what most sites hold."""
+    """A site has left or is lost. `failed`: it did not leave on purpose. `donor`: the donor of the
+    state with which it had entered, if most sites hold another state."""
 
     site: str
     incarnation: int
@@ -176,7 +177,7 @@ class SiteLost(Event, kind="Gone"):
 
 @dataclass(frozen=True)
 class Leaving(Event):
-    """A site is to go; `round` is the first that it takes no part in."""
+    """A site is leaving; `round` is the first round without it."""
 
     site: str
     incarnation: int
@@ -186,29 +187,29 @@ class Leaving(Event):
 
 @dataclass(frozen=True)
 class Banned(Event):
-    """The operator lets nobody join by this name any more; who has joined by it goes."""
+    """The operator bans a name: no site may join under it, and a site that has joined is lost."""
 
     site: str
 
 
 @dataclass(frozen=True)
 class Unbanned(Event):
-    """The operator takes a ban back. Tokens of the name from before stay void, and a site with
-    another key may join."""
+    """The operator lifts a ban. Earlier tokens of the name stay void, and a site with another key
+    may join."""
 
     site: str
 
 
 @dataclass(frozen=True)
 class KeyForgotten(Event):
-    """The operator lets a site with another key join by this name, once."""
+    """The operator lets a site with another key join under this name, once."""
 
     site: str
 
 
 @dataclass(frozen=True)
 class RankLeft(OfRank, kind="Left"):
-    """A rank of a leaving site is through with all that it takes part in."""
+    """A rank of a leaving site has finished all of its exchanges."""
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,9 @@ class Planned(Event):
 
 @dataclass(frozen=True)
 class Sized(Event):
-    """What payloads would be as large as: bytes by codec, stage and piece, summed over shards.
+    """Sizes that payloads would have: bytes by codec, stage and piece, summed over shards.
 
-    Computed from the model once, where its shapes are known; plans are made from it.
+    They are computed once from the shapes of the model, and plans are made from them.
     """
 
     payloads: dict[str, list[list[int]]]
@@ -230,8 +231,8 @@ class Sized(Event):
 
 @dataclass(frozen=True)
 class HandedOver(Event):
-    """The run goes on from another one (`dilocox.training.portable_checkpoint`): inner steps taken,
-    and the ledger."""
+    """This run continues the run `run` (`dilocox.training.portable_checkpoint`): inner steps that
+    `run` has taken, and its ledger."""
 
     run: str
     steps: int
@@ -240,7 +241,7 @@ class HandedOver(Event):
 
 @dataclass(frozen=True)
 class RoundDone(OfRank):
-    """A rank is through with a round. `measured`: a `Measured` as JSON, if it gave one."""
+    """A rank has finished a round. `measured`: its `Measured` as JSON, if it sent one."""
 
     round: int
     measured: dict[str, Any] | None = None
@@ -248,8 +249,8 @@ class RoundDone(OfRank):
 
 @dataclass(frozen=True)
 class Clocked(Event):
-    """What a site has said of its steps in a round cannot be, by the coordinator's clock: they took
-    `step_us` microseconds each, as far as that can be told."""
+    """By the coordinator's clock, a site's inner steps cannot have taken the time it reported.
+    `step_us` is the corrected estimate, in microseconds per step."""
 
     site: str
     round: int
@@ -265,8 +266,8 @@ class Pinned(Event):
 
 @dataclass(frozen=True)
 class Voted(OfRank):
-    """A rank's vote in an attempt of an exchange. `digest`: of its own payload, if given. Phase
-    "fetched": it votes again after a `Fetching`, and only what it holds has changed."""
+    """A rank's vote in an attempt of an exchange. `digest`: SHA-256 of its own payload, if given.
+    In phase "fetched" it votes again after a `Fetching`; only `held` and `opinions` count then."""
 
     key: str
     attempt: int
@@ -275,17 +276,17 @@ class Voted(OfRank):
     contributes: bool
     digest: str | None
     opinions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """An `RankOpinion` as JSON by site."""
+    """`RankOpinion` as JSON by site."""
     committed: bool = True
-    """The payload is the one that its rank had committed to, as far as the run demands it."""
+    """False if the run demands commitments and the rank had not committed to this payload."""
     recommitted: bool = False
-    """Its rank had committed to another one before a resume."""
+    """True if the rank had committed to another payload before a resume."""
 
 
 @dataclass(frozen=True)
 class Broke(OfRank):
-    """A rank could not complete an attempt; `failed` names sites whose link broke. `excused`: those
-    that are held up in an earlier exchange, and cannot have begun."""
+    """A rank could not complete an attempt; `failed` names sites whose link broke. `excused` names
+    those that an earlier exchange holds up, so that they cannot have begun this one."""
 
     key: str
     attempt: int
@@ -295,16 +296,15 @@ class Broke(OfRank):
 
 @dataclass(frozen=True)
 class Retried(Event):
-    """The attempt is over and another begins, in a group formed afresh."""
+    """The attempt has ended, and another begins in a new group."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Fetching(Event):
-    """All have voted in an attempt of an exchange, and some ranks do not hold what most hold. They
-    fetch it from others and vote again, and so do those others. `fetches`: a `Fetch` as JSON each.
-    """
+    """All ranks have voted in an attempt, and some lack payloads that most hold. They fetch these
+    from other ranks. Then both sides vote again. `fetches`: each a `Fetch` as JSON."""
 
     key: str
     attempt: int
@@ -313,47 +313,47 @@ class Fetching(Event):
 
 @dataclass(frozen=True)
 class Decided(Event):
-    """The contribution set of an exchange: final if `decision` is "commit"; "average" fixes it for
-    this attempt only."""
+    """The contribution set of an exchange. It is final if `decision` is "commit"; "average" sets it
+    for this attempt only."""
 
     key: str
     attempt: int
     decision: str
     set: list[str]
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """A `Verdict` as JSON by site."""
+    """`Verdict` as JSON by site."""
     shares: dict[str, list[list[int]]] = field(default_factory=dict)
-    """What counts of each site by shard, in 65,536ths; empty: all of it."""
+    """Shares that count, by site and shard, in 65,536ths; empty: all payloads count in full."""
     usual: int | None = None
-    """The gate's running mean of gains at this fragment, in millionths."""
+    """The gate's running mean of gains for this fragment, in millionths."""
 
 
 @dataclass(frozen=True)
 class Leased(Event):
-    """Slots may be finished up to `tick`."""
+    """Ranks may finish slots up to and including `tick`."""
 
     tick: int
 
 
 @dataclass(frozen=True)
 class EndingEarly(Event):
-    """The next round to be planned is the flush, whatever steps are left."""
+    """The next round to be planned is the flush, although steps are left."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Stopping(Event):
-    """The run ends at `tick`, to be resumed."""
+    """The run stops at `tick`, with a checkpoint that can be resumed."""
 
     tick: int
     reason: str
     site: str = ""
-    """Who has asked for it; empty: the operator."""
+    """Site that asked for the stop; empty: the operator."""
 
     @property
     def line(self) -> str:
-        """What people are told."""
+        """The message for people."""
         return f"stopping at slot {self.tick}: {self.reason}{_asks(self.site)}"
 
 
@@ -377,7 +377,7 @@ class CheckpointCommitted(Event, kind="Kept"):
 
 @dataclass(frozen=True)
 class CheckpointCorrupt(OfRank, kind="Spoiled"):
-    """A rank found its part of the checkpoint at `tick` damaged: nobody goes on from it."""
+    """A rank found its part of the checkpoint at `tick` damaged: the checkpoint is discarded."""
 
     tick: int
     reason: str
@@ -395,14 +395,14 @@ class Reported(Event):
 
 @dataclass(frozen=True)
 class Finished(OfRank):
-    """A rank is done."""
+    """A rank is done: with the whole run if `complete`, else up to a stop."""
 
     complete: bool
 
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """The run is over: `phase` is finished, stopped or failed. `site`: as that of `Stopping`."""
+    """The run has ended: `phase` is finished, stopped or failed. `site` is as in `Stopping`."""
 
     phase: str
     reason: str
@@ -410,15 +410,15 @@ class Ended(Event):
 
     @property
     def line(self) -> str:
-        """What people are told."""
+        """The message for people."""
         said = f"{self.phase}: {self.reason}" if self.reason else self.phase
         return said + _asks(self.site)
 
 
 @dataclass(frozen=True)
 class Stored(Event):
-    """A lasting key of the key-value store; value none: deleted. `site` has set it; empty: not
-    known."""
+    """A persistent key of the key-value store was set by `site` (empty: not known), or deleted if
+    `value` is None."""
 
     key: str
     value: str | None
@@ -427,10 +427,10 @@ class Stored(Event):
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """The run goes on from a checkpoint: what the log says after it is superseded.
+    """The run resumes from a checkpoint; events after the checkpoint no longer count.
 
-    `plans` (those of rounds up to `round`), `ledger`, `measured`, `usual`, `held_out` and
-    `ends_early` are in force again, as recorded.
+    `plans` (of rounds up to `round`), `ledger`, `measured`, `usual`, `held_out` and `ends_early`
+    are restored to these recorded values.
     """
 
     tick: int
@@ -439,11 +439,11 @@ class Resumed(Event):
     plans: list[dict[str, Any]] = field(default_factory=list)
     ledger: dict[str, Any] = field(default_factory=dict)
     measured: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
-    """(round, site, `Measured` as JSON) of rounds that plans to come look back at."""
+    """(round, site, `Measured` as JSON) for rounds that later plans depend on."""
     usual: dict[str, int | None] = field(default_factory=dict)
     """The gate's running means by stage and fragment."""
     held_out: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """A `HeldOut` as JSON by site."""
+    """`HeldOut` as JSON by site."""
     ends_early: str = ""
 
 

@@ -1,6 +1,7 @@
-"""The run as the coordinator's services share it: state, event log, clocks, and `append`.
+"""State, event log and clocks of a run, shared by the coordinator's services.
 
-A service that appends an event sees the state after that event and after all that follows from it.
+A service changes the run only by `append`. When `append` returns, the event and all events that
+follow from it have been applied to the state.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from dilocox.coordinator.server.state import CoordinatorState
 from dilocox.coordinator.server.transitions import decide
 
 Happened = Callable[[e.Event, int, int], None]
-"""(event that was logged and applied, `sequence` and `epoch` of the state before it)."""
+"""Callback after an event was logged and applied. Its arguments are the event, and `sequence` and
+`epoch` of the state before the event."""
 
 
 class RunLog:
-    """The state of a run, and the log of the events that the state adds up to."""
+    """The state of a run, and the log of the events that produced the state."""
 
     def __init__(
         self,
@@ -30,25 +32,35 @@ class RunLog:
         deciding: Callable[[e.Event], None],
         happened: Happened,
     ) -> None:
-        """`wait_for`: sites that the run begins with. `deciding` is called before an event is
-        logged: an error that it raises keeps the event out of the log. `happened` is called after
-        the event was applied."""
+        """Share `state`, whose events are in `log`.
+
+        Args:
+            state: State after all events of the log.
+            log: The event log.
+            wait_for: Number of sites that the run starts with.
+            now: Monotonic clock, in seconds.
+            wall: Clock that stamps events, in Unix seconds.
+            deciding: Called before an event is logged. If it raises, the event is not logged.
+            happened: Called after an event was applied.
+        """
         self.state, self.log = state, log
         self.now, self.wall = now, wall
-        """A monotonic clock, and the one that stamps events; both in seconds."""
         self._wait_for = wait_for
         self._deciding, self._happened = deciding, happened
         self._snapshots = Snapshots(log)
 
     def append(self, event: e.Event, key: str | None = None) -> None:
-        """Log and apply an event and all that follows from it. `key`: the only exchange that the
-        event can have decided. Raises `TrainingError` if the log cannot be written."""
+        """Log and apply an event and all events that follow from it.
+
+        `key` names the only exchange that the event can complete; None: it may be any. Raises
+        `TrainingError` if the log cannot be written.
+        """
         self._apply(event)
         self.follow(key)
         self._snapshots.take(self.state)
 
     def follow(self, key: str | None = None) -> None:
-        """Log and apply all that follows from the state. `key`: see `append`."""
+        """Log and apply all events that follow from the state. `append` explains `key`."""
         while (event := decide(self.state, self._wait_for, self.wall(), key)) is not None:
             if not isinstance(event, e.Fetching | e.Decided | e.Retried):
                 key = None

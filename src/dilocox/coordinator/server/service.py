@@ -1,7 +1,7 @@
-"""The coordinator without its network: requests in, events logged, replies out.
+"""The coordinator without its network: it takes requests, logs events and returns replies.
 
-`Coordinator` owns the run's log and keys. Every method that a site calls takes the caller that its
-certificate names, and raises `Refused` with one line.
+`Coordinator` owns the run's event log and keys. `check` compares a request with the caller that the
+client certificate names. A request that is not allowed raises `Refused` with one line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dilocox.errors import JoinError, TrainingError
 
 
 class Coordinator:
-    """The control plane of one run, on the log in `folder`."""
+    """The control plane of one run; its event log is in `folder`."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class Coordinator:
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Begin a run, or go on with the one whose log and keys are in `folder`.
+        """Begin a run, or continue the run whose log and keys are in `folder`.
 
-        `wait_for`: sites that the run begins with (default: all of the run file). `payloads`: bytes
-        by codec, stage and piece (see `dilocox.training.payload_sizes`), which a run with
-        `control.adapt = "link"` needs when it begins. `earlier`: reads the run that one with
-        `model.handover` goes on from; called when it begins. `now` is a monotonic clock for
-        liveness, `wall` stamps events. Raises `TrainingError`, and what `earlier` raises.
+        `wait_for`: number of sites that the run starts with; None: all of the run file. `payloads`:
+        bytes by codec, stage and piece (`dilocox.training.payload_sizes`); a new run with
+        `control.adapt = "link"` needs them. `earlier` reads the earlier run that a new run with
+        `model.handover` continues. `now` is a monotonic clock for liveness and `wall` stamps
+        events, both in seconds. Raises `TrainingError`, and the errors of `earlier`.
         """
         folder = Path(folder)
         self.config, self.timeouts = config, Timeouts.derive(config.network)
@@ -83,7 +83,7 @@ class Coordinator:
         self._on_message, self._on_plan, self._on_resumed = on_message, on_plan, on_resumed
         self.witness = RecordHook(notary)
         self.on_change: Callable[[str], None] = lambda topic: None
-        """Called with a topic when something that callers wait for may have happened."""
+        """Called with a topic when waiting requests about this topic should be checked again."""
         self.budgets = Budgets(config.site.exchanging_ranks, now)
         self.liveness = Liveness(self.timeouts)
         self.clocks = Clocks(self.timeouts)
@@ -134,20 +134,21 @@ class Coordinator:
         self.run.follow()
 
     def resume(self, tick: int | None = None) -> e.Resumed:
-        """Go on from the checkpoint at `tick` (none: the latest complete one), with sites that
-        enrol again. What is in the log after it stays there and is superseded. Raises
-        `CheckpointError`."""
+        """Continue from the checkpoint at `tick`, or from the latest complete one if it is None.
+
+        All sites have to enrol again. Later events stay in the log but no longer count. Raises
+        `CheckpointError` if there is no such checkpoint."""
         event = resume_point(self.config, self.log, self.state, self.run.wall(), tick)
         self.run.append(event)
         self.reports.tell(self._on_resumed, event.round)
         return event
 
     def close(self) -> None:
-        """Let go of the log."""
+        """Close the event log and release its lock."""
         self.log.close()
 
     def _happened(self, event: e.Event, sequence: int, epoch: int) -> None:
-        """What the coordinator does when an event was logged and applied; see `RunLog`."""
+        """React to an event that was logged and applied; see `RunLog`."""
         self.witness.happened(self.state, event)
         self.clocks.happened(self.state, event, self.run.now())
         self.budgets.happened(event)
@@ -175,7 +176,7 @@ class Coordinator:
             self.on_change("store")
 
     def _tell(self, text: str) -> None:
-        """A message to the run's operator."""
+        """Show a message to the run's operator."""
         self.reports.tell(self._on_message, text)
 
     def _expect(self, site: str, limit: float) -> None:
@@ -188,23 +189,25 @@ class Coordinator:
         self.run.append(e.Stored(self.run.wall(), key, value, site))
 
     def expire(self) -> None:
-        """Take sites whose ranks no longer beat for dead. To be called every `timeouts.beat`."""
+        """Declare sites lost whose ranks stopped beating, and pass over stragglers.
+
+        Call it every `timeouts.beat` seconds."""
         if self.state.over:
             return
         for site, reason in self.liveness.overdue(self.run.now()).items():
             if site in self.state.live:
                 incarnation = self.state.sites[site].incarnation
                 self.run.append(e.SiteLost(self.run.wall(), site, incarnation, reason, True))
-        # Catches up with what a full disk kept from being recorded.
+        # Records now what could not be recorded earlier, for example because the disk was full.
         self.witness.tend()
         self.run.follow()
         for straggler in self.clocks.overdue(self.state, self.run.now()):
             self.run.append(e.Overtaken(self.run.wall(), *straggler, entry_round(self.state)))
 
-    # --- who may speak ----------------------------------------------------------------------
+    # --- authorisation ----------------------------------------------------------------------
 
     def check(self, caller: Caller, rank: m.RankId) -> None:
-        """Raise `Refused` unless `caller` may speak for `rank` now."""
+        """Raise `Refused` unless `caller` may send requests for `rank` now."""
         if rank.site != caller.site or caller.operator:
             raise Refused(
                 "refused", f"site {rank.site}: this certificate speaks for {caller.site} only"
@@ -225,7 +228,7 @@ class Coordinator:
             raise Refused("gone", f"site {rank.site}: gone ({state.reason}); join the run again")
 
     def check_site(self, caller: Caller) -> None:
-        """Raise `Refused` unless `caller` is the operator or the present incarnation of a site."""
+        """Raise `Refused` unless `caller` is the operator or a site's current incarnation."""
         if not caller.operator:
             self.check(caller, m.RankId(site=caller.site, stage=0, shard=0))
 
@@ -238,12 +241,12 @@ class Coordinator:
     # --- membership -------------------------------------------------------------------------
 
     def enrol(self, request: m.EnrolRequest) -> m.EnrolReply:
-        """Admit a site, or say why not."""
+        """Admit a site. Raises `Refused` with the reason if it may not join."""
         check_admission(self.state, self.tokens, request)
         state = self.state.sites[request.site]
         digest = hashlib.sha256(request.csr.encode()).hexdigest()
         if state.role not in ("absent", "gone"):
-            # The same request again: its answer was lost on the way.
+            # An identical request is a retry after a lost reply: the site gets the reply again.
             if state.request != digest:
                 raise Refused(
                     "taken",
@@ -266,7 +269,7 @@ class Coordinator:
         return self._admission(request.site)
 
     def hand_out(self) -> dict[str, str]:
-        """Write the files with the join tokens that are in force; these tokens, by site."""
+        """Write the token files of all sites that may join. Returns their valid tokens by site."""
         issues = self.state.tokens_in_force
         self.tokens.write(issues)
         return {name: str(self.tokens.of(name, issue)) for name, issue in issues.items()}
@@ -283,7 +286,7 @@ class Coordinator:
         )
 
     def ready(self, request: m.ReadyRequest) -> m.Done:
-        """A rank of an entering site holds the full state."""
+        """Record that a rank of an entering site holds the full state."""
         rank = request.rank
         state = self.state.sites[rank.site]
         if state.role == "enrolled":
@@ -293,7 +296,7 @@ class Coordinator:
         return m.Done()
 
     def beat(self, request: m.BeatRequest) -> m.BeatReply:
-        """A rank is alive."""
+        """Note a rank's heartbeat. The reply tells the rank the run's state and its lease."""
         rank, state = request.rank, self.state
         if request.tick > state.lease and state.running:
             raise Refused(
@@ -319,7 +322,7 @@ class Coordinator:
     # --- plans ------------------------------------------------------------------------------
 
     def plan(self, round_: int, caller: Caller) -> m.PlanReply:
-        """The plan of a round, made now if an active site asks for it and it may be made."""
+        """Return a round's plan. It is made now if an active site asks and it may be made."""
         state = self.state
         asking = state.sites.get(caller.site)
         if asking is not None and asking.leaves_before(round_):
@@ -349,7 +352,7 @@ class Coordinator:
         return m.PlanReply(plan=None, waiting_for=waiting)
 
     def round_done(self, request: m.RoundDoneRequest) -> m.Done:
-        """A rank is through with a round."""
+        """Record that a rank has finished a round."""
         rank, round_ = request.rank, request.round
         site = self.state.sites[rank.site]
         if round_ < site.rounds_done:
@@ -368,8 +371,9 @@ class Coordinator:
     # --- exchange ---------------------------------------------------------------------------
 
     def begin(self, request: m.BeginRequest) -> m.BeginReply:
-        """Pin an exchange to the present epoch, or say what it is pinned to and who has to be
-        there, or to commit to a contribution, before payloads may be sent."""
+        """Begin an exchange in the current epoch, or return the group of one that has begun.
+
+        The reply names the ranks that must be present, or commit, before payloads are sent."""
         self._check_running()
         key = m.ExchangeKey.parse(request.key)
         if key.stage != request.rank.stage:
@@ -397,7 +401,7 @@ class Coordinator:
         return self.begun(request)
 
     def begun(self, request: m.BeginRequest) -> m.BeginReply:
-        """What an exchange that was begun is pinned to now, and who is waited for."""
+        """Return epoch and group of an exchange that has begun, and the ranks that it waits for."""
         self._check_running()
         exchange = self.state.exchanges.get(request.key)
         if exchange is None:
@@ -409,18 +413,18 @@ class Coordinator:
         return replies.begin_reply(self.state, exchange, awaited)
 
     def _fresh(self, round_: int) -> bool:
-        """No decision of this round has been forgotten yet."""
+        """Return whether the state still holds all exchange decisions of this round."""
         return round_ >= self.state.next_round - 1 - replies.REMEMBERED
 
     def vote(self, request: m.VoteRequest) -> m.VoteReply:
-        """Count a vote or a broken attempt, and say what is decided."""
+        """Count a vote or a broken attempt, and return the decision so far."""
         self._check_running()
         exchange = self._exchange(request)
         rank = request.rank
         voter = (rank.site, rank.stage, rank.shard)
         behind = self.state.sites[rank.site].is_behind(exchange.round)
         if exchange.decision is None and not request.observer and not behind:
-            # One that only receives may say that it does not: its link is to be mended, or it goes.
+            # An entering rank does not vote, but may report a broken link: a new attempt follows.
             receives = request.broken and rank.site in dict(exchange.members)
             if voter not in self.state.voters(exchange) and not receives:
                 raise Refused("conflict", f"{rank}: does not vote on exchange {request.key}")
@@ -433,7 +437,7 @@ class Coordinator:
     def _broke(self, request: m.VoteRequest, exchange: Exchange) -> None:
         rank = request.rank
         known = exchange.broken.get(request.attempt)
-        # Of an attempt that ended for another reason, such as a site that left, it is no news.
+        # An earlier attempt that ended for another reason, such as a lost site, needs no report.
         if known is None and request.attempt != exchange.attempt:
             return
         if known is not None and (rank.site, rank.stage, rank.shard) in known:
@@ -475,7 +479,7 @@ class Coordinator:
         return exchange
 
     def verdict(self, request: m.VoteRequest) -> m.VoteReply:
-        """What is decided for a vote that was counted."""
+        """Return the decision for a vote that has been counted."""
         self._check_running()
         reply = replies.vote_reply(self.state, self._exchange(request), request)
         if reply.decision != "wait":
@@ -487,5 +491,5 @@ class Coordinator:
     # --- reports ------------------------------------------------------------
 
     def report(self, request: m.ReportRequest) -> m.Done:
-        """Metrics of a round."""
+        """Take a site's metrics of a round."""
         return self.reports.take(request)

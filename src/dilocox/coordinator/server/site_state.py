@@ -1,4 +1,4 @@
-"""What is known of one site of a run, and of one checkpoint."""
+"""State that the coordinator keeps about one site, and about one checkpoint."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ BANNED = "banned by the operator"
 
 @dataclass
 class Standing:
-    """What a name keeps over all incarnations of its site, and when the run is resumed."""
+    """State of a site's name that survives new incarnations of the site and a resume of the run."""
 
     token_issue: int = 0
-    """So many of its join tokens are void."""
+    """Number of the valid join token; all tokens with lower numbers are void."""
     banned: bool = False
-    """The operator lets nobody join by this name."""
+    """True if the operator lets no site join under this name."""
     key: str = ""
-    """Public key of the record, hex, by which its site has joined last."""
+    """Public record key, hex, with which the site joined last."""
     bound: bool = False
-    """Nobody may join with another key."""
+    """True if the site may join only with `key`."""
 
     @property
     def bound_key(self) -> str:
-        """The key that the name is bound to; empty for none."""
+        """The key to which the name is bound; empty if it is not bound."""
         return self.key if self.bound else ""
 
     def bind(self, key: str) -> bool:
-        """From now on the name joins with `key`, if it gives one; True if it had another before."""
+        """Bind the name to `key`, unless it is empty. Returns True if it had another key before."""
         changed = bool(key and self.key and key != self.key)
         if key:
             self.key, self.bound = key, True
@@ -39,73 +39,82 @@ class Standing:
 
 @dataclass
 class SiteState:
-    """One site of the run file, from its first enrolment on."""
+    """State of one site of the run file."""
 
     name: str
     incarnation: int = 0
     role: str = "absent"
-    """absent, enrolled, entering, active, finished or gone."""
+    """One of absent, enrolled, entering, active, finished and gone."""
     reason: str = ""
+    """Why the site is gone, or may not join; else empty."""
     donor: str | None = None
+    """The site from which this entering site fetches state. None for the founder."""
     entered_from: str | None = None
-    """Of an active site: whose state it had last entered with; None for a founder."""
+    """Donor with whose state this active site entered last. None if it was there from the start."""
     distrusts: set[str] = field(default_factory=set)
-    """Donors with whose state it held another anchor than most, or that gave it a state that most
-    do not hold: it enters from others first."""
+    """Donors whose state differed from that of most sites. The site enters from others first."""
     disputes: dict[str, int] = field(default_factory=dict)
-    """With whom it had a broken link, whoever of the two said so: the last round of each."""
+    """Sites with which it had a broken link, reported by either side, and the last such round."""
     tried: set[str] = field(default_factory=set)
-    """While entering: donors whose state was none of the run's."""
+    """While entering: donors whose state was not that of most sites."""
     renewals: int = 0
-    """How often this incarnation was told to fetch again what it lacks."""
+    """How often this incarnation was told to fetch missing pieces again."""
     request: str = ""
+    """SHA-256 of the certificate signing request of its enrolment, hex."""
     certificate: str = ""
+    """Client certificate of this incarnation, PEM."""
     ready: set[tuple[int, int]] = field(default_factory=set)
-    """(stage, shard) that hold the full state."""
+    """Ranks (stage, shard) that hold the full state."""
     spoiled: bool = False
-    """Since it took part last, the run has gone back because of its part of a checkpoint."""
+    """True if the run went back to an earlier checkpoint because this site's part was damaged, and
+    the site has not become active since."""
     lacks: bool = False
-    """It has found no part of the checkpoint that the run goes on from."""
+    """True if the site found no part of its own of the checkpoint from which the run is resumed."""
     from_round: int = 0
-    """While entering: first round none of whose exchanges was begun without it."""
+    """While entering: first round in which no exchange began without the site."""
     active_from: int = 0
-    """First round that this incarnation contributes to."""
+    """First round to which this incarnation contributes."""
     rounds_done: int = 0
-    """The round that it is in."""
+    """The site's current round: all earlier rounds are done."""
     clocked: int | None = None
-    """The last round of which the coordinator's clock has corrected what it measured."""
+    """Last round in which the coordinator's clock corrected the site's measurement, if any."""
     done: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    """Ranks that are through with a round, per unfinished round."""
+    """Ranks (stage, shard) that have finished a round, by unfinished round."""
     leave_round: int | None = None
-    """First round that it takes no part in, if it is to leave."""
+    """First round without the site. None: the site is not leaving."""
     left: set[tuple[int, int]] = field(default_factory=set)
-    """While leaving: ranks that owe the run nothing any more."""
+    """While leaving: ranks (stage, shard) that have finished all of their exchanges."""
     finished: set[tuple[int, int]] = field(default_factory=set)
+    """Ranks (stage, shard) that have finished the run, or stopped."""
     complete: bool = True
+    """True unless a rank finished before the end of the run, at a stop."""
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Latest report by kind."""
     standing: Standing = field(default_factory=Standing)
 
     def leaves_before(self, round_: int) -> bool:
-        """It is to leave, and takes no part in `round_`."""
+        """Return whether the site is leaving and takes no part in `round_`."""
         return self.leave_round is not None and round_ >= self.leave_round
 
     def is_behind(self, round_: int) -> bool:
-        """It was overtaken in or before `round_`, which the others end without it."""
+        """Return whether the site was overtaken, so that the others end `round_` without it."""
         return self.role == "entering" and round_ < self.from_round
 
 
 @dataclass
 class CheckpointState:
-    """One checkpoint: which ranks wrote what, and the sites that it is complete for."""
+    """State of one checkpoint."""
 
     round: int
     slot: int
     written: dict[RankKey, dict[str, str]] = field(default_factory=dict)
+    """SHA-256 by file name, for every rank that has written its part."""
     sites: list[str] | None = None
+    """Sites whose ranks have all written their parts. None: the checkpoint is not complete."""
 
 
 def enrolled(before: SiteState, event: e.Enrolled) -> SiteState:
-    """The next incarnation of a site, with what a name keeps of those before."""
+    """Return the state of a site's next incarnation, with the fields that outlast incarnations."""
     return SiteState(
         event.site,
         event.incarnation,
@@ -121,7 +130,7 @@ def enrolled(before: SiteState, event: e.Enrolled) -> SiteState:
 
 
 def stand(site: SiteState, event: e.Banned | e.Unbanned | e.KeyForgotten) -> tuple[str, str]:
-    """Apply what the operator says of a name; kind and text of the message about it."""
+    """Apply the operator's change of a name's standing. Returns (kind, text) of a feed message."""
     standing = site.standing
     if isinstance(event, e.Banned):
         standing.banned = True

@@ -1,4 +1,7 @@
-"""How a run starts, anew or from a checkpoint: who begins it, and who enters. Pure."""
+"""How a run starts, from theta_0 or from a checkpoint: which sites begin and which enter.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,20 @@ from dilocox.coordinator.server.state import CoordinatorState
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """The run that this one goes on from, by `model.handover`."""
+    """The earlier run that this run continues (`model.handover`)."""
 
     name: str
     steps: int
-    """Inner steps that its fastest site had taken."""
+    """Inner steps that the earlier run's fastest site had taken."""
     ledger: dict[str, Any]
-    """Its token ranges, as `Ledger.to_json` gives them."""
+    """Token ranges of the earlier run, in the form of `Ledger.to_json`."""
 
 
 def goes_on(state: CoordinatorState, site: str) -> bool:
-    """`site` has, as far as is known, all of its part of the checkpoint that the run goes on from,
-    and goes on where that lies. True of nobody where the run begins anew."""
+    """Return whether `site` continues from its own part of the checkpoint that the run resumes.
+
+    The part must be complete as far as the coordinator knows. False if the run does not resume.
+    """
     found, plan = state.checkpoint, state.plans.get(state.first_round)
     if found is None or state.sites[site].lacks or (plan and site not in plan.members):
         return False
@@ -30,43 +35,47 @@ def goes_on(state: CoordinatorState, site: str) -> bool:
 
 
 def starts(state: CoordinatorState, site: str) -> bool:
-    """`site` may be one of those that begin.
+    """Return whether `site` may be one of the sites that start the run.
 
-    Where the run goes on from a checkpoint, one without its part of it enters once the others are
-    under way: it could fetch a state before, but not the exchanges that are still to land on it.
-    Methods that exchange gradients take in nobody then, so there all begin.
+    When the run resumes from a checkpoint, a site without its part enters after the start. Before,
+    it could fetch a state, but not the exchanges in flight that still land on it. Methods that
+    exchange gradients let no site enter later, so with them every site may start.
     """
     anew = state.checkpoint is None or state.config.exchanges_gradients
     return anew or goes_on(state, site)
 
 
 def entry_round(state: CoordinatorState) -> int:
-    """First round none of whose exchanges was begun without a site that enters now."""
+    """Return the first round in which no exchange has begun without a site that enters now."""
     begun = max((item.round for item in state.exchanges.values()), default=state.first_round - 1)
-    # Exchanges of the checkpoint's round and before are in the checkpoint: they need not have been
-    # begun again yet, or are over.
+    # Exchanges of the checkpoint's round and before are part of the checkpoint. They are over, or
+    # in flight although nothing in the state says yet that they have begun.
     held = state.checkpoint is not None and not state.config.exchanges_gradients
     return max(begun, state.first_round - 1 + held) + 1
 
 
 def entered(state: CoordinatorState, site: str, time: float) -> e.Entered | None:
-    """The entry of an enrolled site all of whose ranks are there, if it may enter now."""
+    """Return the event with which an enrolled site enters, or None if it may not enter yet.
+
+    Call it only when all ranks of the site have sent a beat.
+    """
     starting = state.phase == "starting" and starts(state, site)
     if state.sites[site].role != "enrolled" or not (state.running or starting):
         return None
     donor = state.donor_for(site) or state.founder
     if donor is None:
         return None
-    # Who goes on from a checkpoint has to be there when the others go on.
+    # The start waits for a site that continues from its checkpoint.
     return e.Entered(time, site, donor, entry_round(state), starting and goes_on(state, site))
 
 
 def lacking(
     state: CoordinatorState, site: str, round_: int, time: float
 ) -> e.CheckpointMissing | None:
-    """What follows if an entering site asks for the plan of `round_` while the run starts.
+    """Return the event that says that an entering site lacks its checkpoint, or None.
 
-    Who has taken up its checkpoint asks for the round in which that lies; who has found none
+    Call it when the site asks for the plan of `round_` while the run starts. A site that loaded its
+    checkpoint asks for the checkpoint's round. A later round shows that it found no checkpoint and
     follows the rounds from its `from_round` on.
     """
     own = state.sites[site]
@@ -78,7 +87,10 @@ def lacking(
 
 
 def begun(state: CoordinatorState, wait_for: int, time: float) -> e.Event | None:
-    """The next event of a start, or the entry of who is ready while the run goes on; or none."""
+    """Return the next event of the start, or the activation of sites that are ready, or None.
+
+    `wait_for` is the number of enrolled sites that the start needs; `time` stamps the event.
+    """
     if state.phase == "enrolling":
         enrolled = state.with_role("enrolled")
         if len(enrolled) < wait_for:
@@ -101,9 +113,9 @@ def begun(state: CoordinatorState, wait_for: int, time: float) -> e.Event | None
 
 
 def _stranded(state: CoordinatorState) -> bool:
-    """The sites that are there cannot start, whoever comes.
+    """Return whether the start must begin again, because the sites that are left cannot start.
 
-    Nobody is left to take theta_0 from; or too few are, and the method lets nobody in.
+    Either no site is left that has theta_0, or too few are left and the method lets none enter.
     """
     left = len(state.starters)
     least = state.config.outer.min_sites if state.config.exchanges_gradients else 1
@@ -111,15 +123,17 @@ def _stranded(state: CoordinatorState) -> bool:
 
 
 def _first_round(state: CoordinatorState, name: str) -> int:
-    """The first round without a plan; of who goes on from a checkpoint, the round of that."""
+    """Return the checkpoint's round for a site that resumes, else the first unplanned round."""
     plan = state.plans.get(state.first_round)
     begins = state.phase == "starting" and starts(state, name)
     return state.first_round if begins and plan and name in plan.members else state.next_round
 
 
 def _since(state: CoordinatorState, name: str, round_: int) -> int:
-    """First round whose exchanges are the site's: those of recorded rounds that are in flight are,
-    if it has them from its checkpoint."""
+    """Return the first round in whose exchanges the site takes part.
+
+    A site with a checkpoint has the exchanges of recorded rounds that are still in flight, too.
+    """
     if state.phase == "starting" and goes_on(state, name):
         while round_ - 1 in state.plans and name in state.plans[round_ - 1].members:
             round_ -= 1

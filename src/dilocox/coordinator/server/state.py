@@ -1,6 +1,6 @@
-"""The state of a run: what the events of its log add up to. Replay gives the same state.
+"""The state of a run: the result of applying all events of its log. Replay gives the same state.
 
-`CoordinatorState.apply` only records; what follows from a state is decided in `decisions`.
+`CoordinatorState.apply` only records an event; `transitions` decides which event follows a state.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dilocox.coordinator.server.ledger import Ledger
 from dilocox.coordinator.server.site_state import CheckpointState, enrolled, stand
 
 REMEMBERED = 4
-"""Decisions of rounds older than this, counted from the newest plan, are only in the log."""
+"""Number of rounds before the newest plan whose decisions are kept; older ones are in the log."""
 SAY_AGAIN = 10
-"""What the clock corrects of a site is told again after so many rounds without."""
+"""Rounds without a clock correction of a site after which the next one is announced again."""
 
 CHECKPOINTS = 32
-"""So many complete checkpoints are known at least; sites keep `checkpoint.keep` of them."""
+"""Least number of complete checkpoints in the state; sites keep `checkpoint.keep` on disk."""
 
 
 class CoordinatorState(GivenState):
-    """All that the coordinator knows and has decided."""
+    """The full state of the coordinator, changed only by `apply`."""
 
     def apply(self, event: e.Event) -> None:
-        """Record one event."""
+        """Change the state by one event."""
         _APPLY[type(event)](self, event)
 
     def _new_epoch(self) -> None:
@@ -46,7 +46,7 @@ class CoordinatorState(GivenState):
     def _enrolled(self, event: e.Enrolled) -> None:
         self.sites[event.site] = enrolled(self.sites[event.site], event)
         if self.running:
-            # What its predecessor measured was perhaps measured on another machine.
+            # The previous incarnation may have measured on another machine.
             for sites in self.measured.values():
                 sites.pop(event.site, None)
         if self.versions is None:
@@ -80,7 +80,7 @@ class CoordinatorState(GivenState):
     def _enter(self, event: e.Entered | e.Overtaken) -> None:
         site = self.sites[event.site]
         site.role, site.donor, site.ready, site.tried = "entering", event.donor, set(), set()
-        # By these it has met donors when it entered before.
+        # The site met its donors through these keys when it entered before.
         self._forget_keys(f"run/entry/{event.site}/")
         if event.from_round is not None:
             site.from_round = event.from_round
@@ -121,15 +121,15 @@ class CoordinatorState(GivenState):
     def _activated(self, event: e.Activated) -> None:
         for name, round_ in event.rounds.items():
             site = self.sites[name]
-            # theta_0 is no donor's: all have it from the founder.
+            # theta_0 comes from the founder, not from a donor.
             site.entered_from = None if self.phase == "starting" else site.donor
             site.role, site.donor, site.spoiled = "active", None, False
             site.active_from = site.rounds_done = round_
             if self.phase != "starting":
-                # What was planned for it before it was overtaken, and it has not trained on.
+                # Ranges planned before the site was overtaken, on which it has not trained.
                 self.ledger.give_back(name, site.incarnation)
             else:
-                # After a resume: exchanges of recorded rounds that are still in flight are its too.
+                # After a resume the site takes part in recorded exchanges that are in flight, too.
                 if event.since is not None:
                     site.active_from = event.since[name]
                 else:
@@ -140,13 +140,13 @@ class CoordinatorState(GivenState):
             self._say(event, "join", f"{name} contributes from round {round_} on")
         if self.phase == "starting":
             self.phase = "running"
-            # After a resume: who has not come back loses its ranges to the others.
+            # After a resume, ranges of sites that have not come back are given to the others.
             for name, incarnation in self.ledger.holders:
                 if self.sites[name].role != "active" or self.sites[name].incarnation != incarnation:
                     self.ledger.give_back(name, incarnation)
             self._say(event, "phase", "running")
         self._forget_shown()
-        # Not a new epoch: the members are the same.
+        # No new epoch, because the members are the same.
 
     def _members_of(self, round_: int) -> dict[str, Any]:
         return dict(self.plans[round_].members) if round_ in self.plans else {}
@@ -157,7 +157,7 @@ class CoordinatorState(GivenState):
             self.sites[event.site].distrusts.add(event.donor)
         self._let_go(event.site, event.reason)
         if not event.reason.startswith(f"{UNREACHABLE}:"):
-            # It was no dispute of two: the site has died, or nobody reaches it.
+            # The site has died or left, so broken links with it are no evidence against others.
             self.sites[event.site].disputes.clear()
             for site in self.sites.values():
                 site.disputes.pop(event.site, None)
@@ -207,8 +207,8 @@ class CoordinatorState(GivenState):
             for name in self.starters:
                 site = self.sites[name]
                 site.donor = None if name == self.founder else self.founder
-                # State that came from the old founder in part would not be one state; what a site
-                # has from its checkpoint is.
+                # Parts from two founders would not form one state, so what came from the old one is
+                # discarded. State from a checkpoint is the same at all sites and stays.
                 if name not in whole and self.checkpoint is None:
                     site.ready = set()
             return
@@ -325,7 +325,7 @@ class CoordinatorState(GivenState):
 
     def _retried(self, event: e.Retried) -> None:
         exchange = self.exchanges[event.key]
-        # The first broken exchange of an epoch ends it for all; the others only follow.
+        # Only the first broken exchange of an epoch starts a new one; the others move to that.
         if exchange.epoch == self.epoch:
             self._new_epoch()
         exchange.repin(self.epoch, self.members_for(exchange.round))
@@ -432,7 +432,7 @@ class CoordinatorState(GivenState):
         for site in self.sites.values():
             if site.role != "absent":
                 site.role, site.reason = "gone", "the run was resumed"
-            # Rounds that are trained again are reported again.
+            # Sites report rounds again when they train them again.
             site.metrics = {}
             site.finished, site.left, site.leave_round = set(), set(), None
         self.members, self.starters, self.founder, self.versions = [], [], None, None

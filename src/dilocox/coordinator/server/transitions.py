@@ -1,4 +1,4 @@
-"""What follows from a state: pure functions from `CoordinatorState` to the next event."""
+"""Pure functions from a `CoordinatorState` to the event that follows from it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from dilocox.coordinator.server.startup import begun, entry_round
 from dilocox.coordinator.server.state import CoordinatorState
 
 AHEAD = 2
-"""A round is planned at most this many rounds ahead of the slowest active site's; one less if
-plans depend on what sites measure: that of round t on all rounds up to t - 2."""
+"""A round is planned at most this many rounds ahead of the slowest active site's current round. It
+is one less if plans depend on measurements: the plan of round t uses those of rounds up to t - 2.
+"""
 
 
 def decide(
     state: CoordinatorState, wait_for: int, time: float, key: str | None = None
 ) -> e.Event | None:
-    """The next event that follows by itself, or none.
+    """Return the next event that follows from the state, or None.
 
-    To be called until it returns none, after every event; `key` limits the search among the
-    exchanges to the one that was touched. `wait_for`: sites that the run begins with; `time` only
-    stamps the event.
+    After every event, call it until it returns None. `wait_for` is the number of sites that the
+    run starts with. `time` only stamps the event. If `key` is given, only this exchange is checked,
+    and nothing after the exchanges.
     """
     if state.over:
         return None
     for name in state.live:
         if state.sites[name].standing.banned:
             return e.SiteLost(time, name, state.sites[name].incarnation, BANNED, False)
-    # A run does not wait for names that may not come.
+    # A run does not wait for sites that are not allowed to join.
     wait_for = min(wait_for, max(len(state.admissible), state.config.outer.min_sites))
     started = begun(state, wait_for, time)
     if started is not None:
@@ -44,7 +45,7 @@ def decide(
         site = state.sites[name]
         if site.left and len(site.left) == state.config.site.exchanging_ranks:
             return e.SiteLost(time, name, site.incarnation, "asked to leave, and done", False)
-    # One that enters makes up the number: what it waits for lands only after these decisions.
+    # Entering sites count, too: the state that they wait for is complete only after decisions.
     if state.running and len(state.with_role("entering", "active")) >= state.config.outer.min_sites:
         for text in [key] if key in state.undecided else [] if key else state.undecided:
             decided = _decide_exchange(state, state.exchanges[str(text)], time)
@@ -61,10 +62,10 @@ def decide(
 
 
 def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned | str:
-    """The plan of `round_` if it may be made now, or what it waits for."""
+    """Return the plan of `round_` if it may be made now, else a text with what it waits for."""
     active = state.staying(round_)
     if state.phase == "stopping":
-        # Who has not trained yet turns back, at some rank before this is heard of.
+        # A site that has not trained yet turns back, possibly before it hears of the stop.
         active = [name for name in active if state.takes_part(name, round_ - 1)] or active
     if not state.running:
         entering = [name for name in state.starters if state.sites[name].role == "entering"]
@@ -90,8 +91,11 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
 
 
 def _lands_for_entering(state: CoordinatorState, round_: int, least: int) -> bool:
-    """True if sites that enter with `round_` make up the number, and what the others exchanged last
-    lands in that round only: until then there is nothing whole to give them."""
+    """Return whether `round_` must be planned although too few sites are active.
+
+    That is so if sites that enter with `round_` complete the number of `least` sites, and the last
+    exchanges land only in that round: before, the donors have no complete state to give.
+    """
     before = state.plans.get(round_ - 1)
     entering = state.with_role("entering")
     if before is None or len(state.staying(round_)) + len(entering) < least:
@@ -105,7 +109,7 @@ def _lands_for_entering(state: CoordinatorState, round_: int, least: int) -> boo
 def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -> e.Event | None:
     voters = state.voters(exchange)
     if not voters:
-        # All who would contribute are gone, and one that has just entered waits for what they sent.
+        # All contributing sites are lost, and a site that has just entered waits for a decision.
         if state.phase != "running" or not state.with_role("active"):
             return None
         return e.Decided(time, exchange.key, exchange.attempt, "commit", [], {})
@@ -155,10 +159,10 @@ def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -
 def _set_aside(
     state: CoordinatorState, exchange: Exchange, voters: list[RankKey], time: float
 ) -> e.Event | None:
-    """The event that sets aside a site that does not hold what most hold, if one has to be.
+    """Return the event that excludes a site without contributions that most sites hold, or None.
 
-    The site is left behind and enters again, from a donor with which it has no dispute if there is
-    one. Where no site can enter again, it is gone.
+    The site is overtaken and enters again, from a donor with which it has no dispute if there is
+    one. If no site can enter at this point of the run, the site is lost.
     """
     odd = odd_one(disputes(exchange, voters))
     if odd is None:
@@ -177,7 +181,7 @@ def _set_aside(
 
 
 def evidence(state: CoordinatorState, exchange: Exchange, voters: list[RankKey]) -> Evidence:
-    """What the votes say about the contributions to an exchange; all `voters` have voted."""
+    """Collect the evidence of the votes on an exchange's contributions; all `voters` have voted."""
     key, admission = ExchangeKey.parse(exchange.key), state.config.admission
     sites = list(dict.fromkeys(site for site, _, _ in voters))
     whole = exchange.contribution_set(voters, list(state.sites))
@@ -209,7 +213,7 @@ def evidence(state: CoordinatorState, exchange: Exchange, voters: list[RankKey])
 
 
 def writers(state: CoordinatorState, round_: int) -> list[str]:
-    """Sites whose ranks all write a checkpoint that lies in `round_`."""
+    """Return the sites whose ranks all write a checkpoint in `round_`."""
     sites = state.with_role("active", "finished")
     if round_ not in state.plans:
         return sites
