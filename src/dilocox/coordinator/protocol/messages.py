@@ -292,8 +292,8 @@ class ExchangeMember(Message):
 class BeginRequest(Message):
     """`exchange/begin`: asks for the group of ranks that carries this exchange.
 
-    In a recorded run the reply names the voting ranks that have not committed yet. No rank sends a
-    payload before all have committed, so no site can choose its own after seeing another's.
+    The reply waits until all voting ranks have begun, and in a recorded run have committed. No rank
+    sends a payload before. So no site can choose its contribution after seeing another's.
     """
 
     key: KeyText
@@ -314,7 +314,7 @@ class BeginReply(Message):
     decided: bool
     """True if the contribution set is final already: ask for the set with a vote."""
     waiting_for: list[str] = Field(default_factory=list)
-    """Ranks without a commitment. While it is not empty, send no payload and ask again."""
+    """Ranks that have not begun or committed. Unless it is empty, send no payload and ask again."""
 
 
 class VoteRequest(Message):
@@ -414,7 +414,7 @@ class Checkpoint(Message):
 
 
 class Checkpoints(Message):
-    """`checkpoints`: in order of tick; those of an abandoned course are not among them."""
+    """`checkpoints`: in order of tick, without those after the point of the latest resume."""
 
     checkpoints: list[Checkpoint]
 

@@ -1,4 +1,4 @@
-"""What ranks say of their checkpoints: the requests of `Coordinator` about them."""
+"""The coordinator's requests about checkpoints: written, damaged, and signed model states."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from dilocox.errors import CheckpointError
 
 
 class Saves:
-    """Checkpoints that were written, and that are damaged. Raises `Refused` with one line."""
+    """Handles requests about checkpoints. A request that is not allowed raises `Refused`."""
 
     def __init__(
         self, run: RunLog, budgets: Budgets, witness: RecordHook, resume: Callable[[], object]
     ) -> None:
-        """`resume`: goes back to the latest complete checkpoint. Raises `CheckpointError`."""
+        """`resume` resumes the run from the latest complete checkpoint; it may raise
+        `CheckpointError`."""
         self._run, self._budgets, self._witness = run, budgets, witness
         self._resume = resume
 
     def wrote(self, request: m.CheckpointRequest) -> m.Done:
-        """A rank's part of a checkpoint is on disk."""
+        """Record that a rank's part of a checkpoint is on disk."""
         run, rank, state = self._run, request.rank, self._run.state
         known = state.checkpoints.get(request.tick)
         if not state.lies_at(request.tick, request.round, request.slot):
@@ -36,7 +37,7 @@ class Saves:
                 f"slot {request.slot}, where no plan has it",
             )
         if state.sites[rank.site].is_behind(request.round):
-            return m.Done()  # a checkpoint that it takes no part in
+            return m.Done()  # The overtaken site takes no part in this checkpoint.
         if rank.site not in writers(state, request.round):
             raise Refused("conflict", f"{rank}: writes no checkpoint in round {request.round}")
         if known is None or (rank.site, rank.stage, rank.shard) not in known.written:
@@ -49,14 +50,16 @@ class Saves:
         return m.Done()
 
     def state(self, request: m.StateRequest) -> m.Done:
-        """A rank has signed what model state it holds."""
+        """Record a rank's signed statement of its model state."""
         self._budgets.spend(request.rank.site, "signed states")
         return self._witness.state(request)
 
     def spoiled(self, request: m.SpoiledRequest) -> m.Done:
-        """The checkpoint that the run was to go on from is damaged at the site that the others
-        would fetch from: back to the one before. A site that says so twice goes, if two others or
-        more have their parts."""
+        """Resume from an earlier checkpoint, because the founder's part of this one is damaged.
+
+        Only the founder may report this, because the other sites fetch its state. If it reports
+        damage a second time and at least two others have their parts, the founder is lost instead.
+        """
         run, rank, state = self._run, request.rank, self._run.state
         if state.phase != "starting" or request.tick not in state.checkpoints:
             raise Refused("conflict", f"{rank}: nobody goes on from slot {request.tick} now")
@@ -67,7 +70,7 @@ class Saves:
                 f"{state.founder}",
             )
         if state.sites[rank.site].spoiled and len(self._whole_beside(rank.site)) > 1:
-            # One site does not send the run back again and again: it comes in from another.
+            # One site must not set the run back repeatedly: it enters later from another site.
             reason = f"its part of the checkpoint at slot {request.tick} is damaged, too"
             incarnation = state.sites[rank.site].incarnation
             run.append(e.SiteLost(run.wall(), rank.site, incarnation, reason, True))
@@ -84,6 +87,6 @@ class Saves:
         return m.Done()
 
     def _whole_beside(self, site: str) -> list[str]:
-        """Other sites that begin, and that have their part of the checkpoint."""
+        """Return the other starting sites that have their part of the checkpoint."""
         state = self._run.state
         return [name for name in state.starters if name != site and goes_on(state, name)]

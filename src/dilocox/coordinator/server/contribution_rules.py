@@ -1,9 +1,9 @@
-"""Which contributions count: a pure function of what the ranks found, in whole numbers.
+"""Which contributions count: a pure function of the ranks' opinions, in integers.
 
-Every voting rank says what it found in each contribution. Ranks compute in floating point and may
-differ in the last place, so the opinions are settled here, once, by their lower median, and what
-comes of it is recorded and told to all. Stages in order: whole and finite, no copy, then the gate.
-Norm and direction only raise flags: an honest site with unusual text looks unusual.
+Every voting rank sends an opinion on each contribution. Ranks compute in floating point and may
+differ in the last digit. So the coordinator takes the lower median of the opinions, records the
+result and sends it to all ranks. The checks in order: whole and finite, no copy, then the gate.
+Norm and direction only raise flags, because an honest site with unusual text looks unusual.
 """
 
 from __future__ import annotations
@@ -25,58 +25,62 @@ from dilocox.coordinator.protocol.verdicts import (
 )
 
 LARGE, SMALL = 3 * MILLI, MILLI // 3
-"""Norms, in thousandths of the median, beyond which a contribution is flagged."""
+"""A contribution is flagged if its norm is outside these, in thousandths of the median norm."""
 SPREADS = 3
-"""Of the gate: median deviations from the sites' median gain."""
+"""The gate's distance from the sites' median gain, in median absolute deviations."""
 
 Opinions = Mapping[str, RankOpinion]
-"""What one rank found, by site."""
+"""Opinions of one rank, by site."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a judgement is made from."""
+    """Input of `judge`."""
 
     whole: Sequence[str]
-    """Sites whose contribution every voter holds whole and that let it count, in order."""
+    """Sites that contribute and whose contribution every voter holds whole, in order."""
     opinions: Sequence[Sequence[Opinions]]
-    """By shard: of every rank that votes."""
+    """Opinions by shard, then by voting rank of the shard."""
     digests: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
-    """SHA-256 of payloads by site and shard, as far as they are known."""
+    """SHA-256 of payloads by site and shard; None: not known."""
     earlier: frozenset[str] = frozenset()
-    """SHA-256 of the payloads of this fragment's exchange before."""
+    """SHA-256 of the payloads of this fragment's previous exchange."""
     uncommitted: Sequence[str] = ()
-    """Sites whose payload is not the one that they had committed to."""
+    """Sites whose payload is not the one to which they had committed."""
     recommitted: Sequence[str] = ()
     """Sites that had committed to another contribution before the run was resumed."""
     robust: bool = False
-    """Contributions are compared: by the aggregation, or by the gate."""
+    """True if contributions are compared, by the aggregation or by the gate."""
     withdrawn: Sequence[str] = ()
-    """Sites that do not let their contribution count."""
+    """Sites that asked not to count their contribution."""
     missing: Sequence[str] = ()
-    """Sites whose contribution somebody does not hold."""
+    """Sites whose contribution some voter does not hold."""
     training: bool = True
-    """There were inner steps: a contribution of zero is none."""
+    """True if the round has inner steps, so that an honest contribution is not zero."""
     tolerance: int | None = None
-    """Of the gate, in millionths of the loss; none without a gate."""
+    """Tolerance of the gate, in millionths of the loss. None: no gate."""
     usual: int | None = None
-    """The gate's running mean of gains at this fragment, in millionths; none at first."""
+    """The gate's running mean of gains for this fragment, in millionths. None: not known yet."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was decided about an exchange."""
+    """Result of `judge` for one exchange."""
 
     set: list[str]
+    """Contribution set."""
     verdicts: dict[str, Verdict]
     shares: dict[str, list[list[int]]]
-    """What counts of each site of `set`, by shard, in 65,536ths; empty: all of it."""
+    """Shares that count of each site of `set`, by shard, in 65,536ths; empty: all in full."""
     usual: int | None
-    """The gate's running mean of gains from now on."""
+    """The gate's running mean of gains after this exchange, in millionths."""
 
 
 def judge(given: Evidence) -> Judgement:
-    """Decide. The sites of the set stay in their order."""
+    """Return the contribution set of an exchange, with verdicts and shares.
+
+    The sites of the set keep the order of `given.whole`.
+    """
     settled = {site: _settled(site, given.opinions) for site in given.whole}
     codes: dict[str, Code] = dict.fromkeys(given.whole, "admitted")
     codes.update(_of_bytes(given, settled))
@@ -84,7 +88,7 @@ def judge(given: Evidence) -> Judgement:
     codes.update({site: "uncommitted" for site in given.whole if site in given.uncommitted})
     again = [site for site in _admitted(codes) if site in given.recommitted]
     if given.robust and 2 * len(again) <= len(_admitted(codes)):
-        # If it is most of them, the machines are others than before, and not a site's choice.
+        # If most sites recommitted, the cause is other machines after the resume, not the sites.
         codes.update(dict.fromkeys(again, "recommitted"))
     usual = given.usual
     if given.tolerance is not None:
@@ -95,7 +99,7 @@ def judge(given: Evidence) -> Judgement:
     copied = _copied(given, chosen)
     verdicts: dict[str, Verdict] = {}
     for site, found in settled.items():
-        # Zeros are equal at all who send them: nobody needs to copy those.
+        # Payloads of zeros are equal at all sites, so equality does not show a copy.
         flags = _flags(found, site in copied and found.code != "zero")
         if site in given.recommitted:
             flags.append("recommitted")
@@ -118,14 +122,15 @@ def _about(site: str, voters: Iterable[Opinions]) -> list[RankOpinion]:
 
 
 def _is_zero(about: Sequence[RankOpinion]) -> bool:
-    """Most ranks have found nothing but zeros in it."""
+    """Return whether more than half of the opinions say that the contribution is zero."""
     return 2 * sum(each.code == "zero" for each in about) > len(about)
 
 
 def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> RankOpinion:
-    """One opinion of the whole contribution: of several shards, the most suspicious number.
+    """Return one opinion on the whole contribution of a site, from the medians of its shards.
 
-    Gains are of each shard's part, and add up.
+    Of the shards' norms, cosines and losses, the most suspicious one counts. Gains are those of
+    each shard's part, so they are added.
     """
     norms, cosines, gains, losses = [], [], [], []
     zero = bool(opinions)
@@ -146,7 +151,7 @@ def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> RankOpinion:
 
 
 def _added(gains: Sequence[int]) -> int | None:
-    """The sum, within what an opinion may say; none of nothing."""
+    """Return the sum, limited to -CAP ... CAP; None without numbers."""
     return max(-CAP, min(CAP, sum(gains))) if gains else None
 
 
@@ -156,7 +161,7 @@ def _middle(numbers: Iterable[int | None]) -> list[int]:
 
 
 def _of_bytes(given: Evidence, settled: Mapping[str, RankOpinion]) -> dict[str, Code]:
-    """What the bytes alone tell: zeros, payloads sent before, payloads that are another's."""
+    """Return the codes that the bytes alone show: zeros, repeated payloads and copied payloads."""
     zeros = [site for site in given.whole if settled[site].code == "zero"]
     if given.training and len(zeros) < len(given.whole):
         codes: dict[str, Code] = dict.fromkeys(zeros, "zero")
@@ -164,11 +169,11 @@ def _of_bytes(given: Evidence, settled: Mapping[str, RankOpinion]) -> dict[str, 
         codes = {}
     seen: set[tuple[int, str]] = set()
     for site in given.whole:
-        # Nobody's payload is a copy of one that was not committed to: that may be the copy.
+        # A payload without a commitment may itself be the copy, so it accuses no other payload.
         if settled[site].code == "zero" or site in given.uncommitted:
             continue
         own = [(shard, text) for shard, text in enumerate(given.digests.get(site, ())) if text]
-        # A shard may hold nothing, or the same little: only all of it alike is a copy.
+        # A shard may be empty, or hold equal small values: only equality of all shards is a copy.
         if own and all(text in given.earlier for _, text in own):
             codes[site] = "stale"
         elif own and all(each in seen for each in own):
@@ -179,8 +184,10 @@ def _of_bytes(given: Evidence, settled: Mapping[str, RankOpinion]) -> dict[str, 
 
 
 def _equivocates(site: str, given: Evidence) -> bool:
-    """Half of the ranks of a shard, or more, got another payload than the one that the site has
-    voted with. A few who say so are set aside before anything is judged (`disputes`)."""
+    """Return whether at least half of a shard's ranks got another payload than the site voted with.
+
+    Fewer ranks that say so have been excluded before (`disputes`).
+    """
     own = given.digests.get(site, ())
     return any(
         2 * sum(each.digest not in (None, text) for each in _about(site, voters)) >= len(voters)
@@ -190,7 +197,7 @@ def _equivocates(site: str, given: Evidence) -> bool:
 
 
 def _copied(given: Evidence, chosen: Sequence[str]) -> set[str]:
-    """Sites that count and whose payloads somebody else has sent as well."""
+    """Return the sites of the set whose payloads another site has sent, too."""
     count = Counter(tuple(given.digests[site]) for site in given.whole if site in given.digests)
     return {site for site in chosen if count.get(tuple(given.digests.get(site, ())), 0) > 1}
 
@@ -198,12 +205,15 @@ def _copied(given: Evidence, chosen: Sequence[str]) -> set[str]:
 def _gated(
     settled: Mapping[str, RankOpinion], tolerance: int, usual: int | None
 ) -> tuple[int | None, list[str]]:
-    """The running mean after this exchange, and the sites whose contribution does harm.
+    """Return the running mean of gains after this exchange, and the harmful sites.
 
-    One does harm if the loss with it alone is worse by more than `tolerance`, and if that is unlike
-    the others (below their median by more than `SPREADS` median deviations) or unlike what was
-    usual (worse by more than a quarter of the usual gain). If that is most of them, the held-out
-    text and not the sites are at fault, and all count.
+    A contribution is harmful if both conditions hold:
+
+    - With it alone, the held-out loss rises by more than `tolerance` of the loss.
+    - Its gain is below the sites' median by more than `SPREADS` median absolute deviations, or it
+      raises the loss by more than a quarter of the usual gain.
+
+    If most contributions are harmful, the held-out text is at fault, and all of them count.
     """
     gains = {site: each.gain for site, each in settled.items() if each.gain is not None}
     losses = [each.loss for each in settled.values() if each.loss is not None]
@@ -234,25 +244,29 @@ def _flags(found: RankOpinion, copied: bool) -> list[Flag]:
 
 
 def _why_missing(site: str, opinions: Sequence[Sequence[Opinions]]) -> Code:
-    """What most of those say who give a reason; of equals, the reason that was given first."""
+    """Return the most frequent reason in the opinions, of equal ones the first; else "not-held"."""
     given = [each.code for shard in opinions for each in _about(site, shard)]
     reasons: list[Code] = [code for code in given if code in ("malformed", "not-finite")]
     return Counter(reasons).most_common(1)[0][0] if reasons else "not-held"
 
 
 def _all_shares(given: Evidence, chosen: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Of each site of the set by shard; none if no rank proposes any. Shares of 0 are shares."""
+    """Return the shares of each site of the set by shard; empty if no rank proposes any.
+
+    A share of 0 is a proposal, too.
+    """
     by_shard = [_shares_of_shard(given, voters) for voters in given.opinions]
     shares = {site: [of_shard.get(site, []) for of_shard in by_shard] for site in chosen}
     return shares if any(own for of_site in shares.values() for own in of_site) else {}
 
 
 def _shares_of_shard(given: Evidence, voters: Sequence[Opinions]) -> dict[str, list[int]]:
-    """By site: what the ranks of a shard propose, without what sites that withdrew do to it.
+    """Return by site the shares that a shard's ranks propose, corrected for withdrawn sites.
 
-    Ranks see all payloads; only here it is known who lets his count. A site that has withdrawn
-    sends its residual, which is small, and the others would be cut down to that. A site that most
-    ranks say nothing of has no part in it: a few could make it up.
+    A rank cannot know which sites have withdrawn. A withdrawn site sends its residual, which is
+    small, and the proposals would shrink the others to its norm. So the shares are scaled among
+    the remaining sites. A site without proposals of most ranks is not used for the scale, because a
+    few ranks could have invented it.
     """
     sites = dict.fromkeys(site for said in voters for site in said)
     shares = {site: _shares(site, voters) for site in sites}
@@ -272,18 +286,18 @@ def _shares_of_shard(given: Evidence, voters: Sequence[Opinions]) -> dict[str, l
 
 
 def _among_themselves(shares: Sequence[int]) -> list[int]:
-    """The same shares if the median site has all of its own, and nobody more than that.
+    """Scale shares so that the median site counts in full, and limit them to full shares.
 
-    A share goes with the reciprocal of a norm (or, for `rfa`, of a distance), so that the upper
-    median here belongs to the lower median there. If it is 0 the shares do not tell any more who
-    sent how much, and stay.
+    A share is proportional to the reciprocal of a norm (or, for `rfa`, of a distance). So the upper
+    median of shares belongs to the lower median of norms. If this median is 0, the shares no longer
+    tell the norms apart, and are returned unchanged.
     """
     middle = median_high(shares)
     return [min(WHOLE, share * WHOLE // middle) if middle else share for share in shares]
 
 
 def _shares(site: str, voters: Sequence[Opinions]) -> list[int]:
-    """Number by number, the lower median of what the ranks of a shard propose."""
+    """Return the element-wise lower median of the shares that ranks propose for a site."""
     proposed = [each.shares for each in _about(site, voters) if each.shares]
     lengths = Counter(len(each) for each in proposed)
     if not lengths:

@@ -1,9 +1,9 @@
-"""Who is set aside when ranks differ about what a site has sent. Pure functions.
+"""Which site is excluded when ranks disagree about a site's contribution. Pure functions.
 
-A rank that does not hold a contribution, or holds other bytes, says so with its vote. A lie and a
-real loss look the same to the coordinator. So the majority decides: what most sites hold counts,
-and a site that does not hold it is set aside. An average without that site's vote is possible;
-an average without the contribution would give every member a veto.
+A rank that does not hold a contribution, or holds other bytes, says so with its vote. The
+coordinator cannot tell a lie from a real loss. So the majority decides: a contribution that most
+sites hold counts, and a site that does not hold it is excluded. Leaving out the contribution
+instead would give every site a veto.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dilocox.coordinator.server.exchange_votes import Exchange, RankKey
 
 @dataclass(frozen=True)
 class Dispute:
-    """A `reporter` does not hold what `sender` says that it has sent."""
+    """The site `reporter` does not hold the contribution that `sender` says it has sent."""
 
     reporter: str
     sender: str
     settled: bool
-    """Most sites hold it, by shard and by digest: then the reporter is at fault, or was slighted by
-    the sender. The contribution counts either way."""
+    """True if most sites hold the same bytes of a shard, so that the contribution counts. Either
+    the reporter is at fault, or the sender sent it other bytes or none."""
 
 
 def disputes(exchange: Exchange, voters: Sequence[RankKey]) -> list[Dispute]:
-    """All disputes about contributions that could count; every one of `voters` has voted.
+    """Return all disputes about contributions that could count. All `voters` must have voted.
 
-    A majority is more than half of the sites that vote, the sender among them. So two sites have
-    none, and three outvote one.
+    A majority is more than half of the voting sites, including the sender. So of two sites neither
+    has a majority, and of three sites two outvote one.
     """
     found: dict[tuple[str, str], bool] = {}
     for sender in dict.fromkeys(site for site, _, _ in voters):
@@ -49,10 +49,10 @@ def disputes(exchange: Exchange, voters: Sequence[RankKey]) -> list[Dispute]:
 
 
 def odd_one(found: Iterable[Dispute]) -> tuple[str, list[str]] | None:
-    """(site to set aside, senders whose contributions it does not hold); None if there is none.
+    """Return the site to exclude and the senders whose contributions it lacks, or None.
 
-    One at a time, since one site can be at the bottom of all: of the reporters against whom most
-    sites are, the one with a part in most disputes; of equals, the one named last.
+    Only one site is excluded at a time, because one site can cause all disputes. It is the reporter
+    of a settled dispute that takes part in most disputes; of equal reporters, the last one.
     """
     found = list(found)
     parts = Counter(name for each in found for name in (each.reporter, each.sender))
@@ -64,7 +64,7 @@ def odd_one(found: Iterable[Dispute]) -> tuple[str, list[str]] | None:
 
 
 def holds(exchange: Exchange, voter: RankKey, sender: RankKey) -> bool:
-    """`voter` holds the payload that the rank `sender` says that it has sent, as far as it says."""
+    """Return whether `voter`, by its vote, holds the payload that the rank `sender` voted with."""
     vote, own = exchange.votes[voter], exchange.votes[sender].digest
     if sender[0] not in vote.held:
         return False

@@ -1,9 +1,9 @@
-"""Lines for people about what sites say of each other's contributions. Pure functions.
+"""Messages for people about sites that deny holding another site's contribution. Pure functions.
 
-Where no majority settles a dispute, a contribution is left out on the word of a few: with two
-sites, of one. The coordinator cannot tell who is right. So it names who said what, and people can
-look at the two sites' logs. A site could say such a thing in every exchange: a line comes with the
-first, second, fourth and eighth time, and so on.
+If no majority settles a dispute, a few sites can exclude a contribution: with two sites, one can.
+The coordinator cannot tell which site is right. So its messages name the sites and their claims,
+and people can read both sites' logs. Because a site could deny in every exchange, a message is
+written only for the first, second, fourth, eighth time and so on.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ NO_MAJORITY = (
     "two sites have no majority: either can deny that it holds the other's contribution, which "
     "then does not count, and give a wrong state to the other when it enters; denials are told"
 )
-"""The line with which a run of two sites starts."""
+"""Message at the start of a run with two sites."""
 _CHECKPOINT = ""
-"""In the place of the other site: what is not there is a part of a checkpoint."""
+"""Stands in a key of the counts for the other site, if a part of a checkpoint is missing."""
 _SMALL = ""
-"""Key of the number of sets that are smaller than half of their round's sites."""
+"""Key of the count of contribution sets with fewer than half of their round's sites."""
 
 
 def of_decided(
     counts: dict[str, int], exchange: Exchange, voters: Sequence[RankKey], members: Sequence[str]
 ) -> list[str]:
-    """The lines about an exchange that has just been decided, its votes still there.
+    """Return the messages about an exchange that has just been decided.
 
-    `counts`: how often what happened, to be kept and changed; `members`: sites of the round's plan.
+    The exchange must still hold its votes. `counts` holds how often each event happened; it is
+    changed, and the caller keeps it. `members` are the sites of the round's plan.
     """
     assert exchange.decision is not None
     counted, lines = exchange.decision, []
@@ -68,8 +69,10 @@ def of_decided(
 
 
 def of_lacking(counts: dict[str, int], reporter: str, senders: Sequence[str]) -> list[str]:
-    """The lines about a site that does not hold what most hold of `senders`. What comes of that is
-    told anyway."""
+    """Return the messages about a site without contributions of `senders` that most sites hold.
+
+    The first time gives no message, because the consequence has a message of its own.
+    """
     again: dict[int, list[str]] = {}
     for sender in senders:
         again.setdefault(_again(counts, reporter, sender), []).append(sender)
@@ -81,8 +84,10 @@ def of_lacking(counts: dict[str, int], reporter: str, senders: Sequence[str]) ->
 
 
 def of_unwritten(counts: dict[str, int], tick: int, sites: Sequence[str]) -> list[str]:
-    """The lines about `sites` that have not written their parts of the checkpoint at `tick`, while
-    others write the next one. One site keeps all from going on from there."""
+    """Return the messages about `sites` without their parts of the checkpoint at `tick`.
+
+    Call it when other sites write the next checkpoint. One missing part makes a checkpoint useless.
+    """
     return [
         f"checkpoint at slot {tick}: {site} has not written its part, and without it the run "
         "cannot go on from there"
@@ -102,7 +107,7 @@ def _is_told(times: int) -> bool:
 
 
 def _alone(reporters: Sequence[str], times: int) -> str:
-    """What a site means that says so again and again, and is the only one."""
+    """Return an addition to the message if one site alone denies repeatedly, else an empty text."""
     if len(reporters) > 1 or times < 2:
         return ""
     return (

@@ -1,7 +1,7 @@
-"""Whether a site enters with the state that most sites hold: the requests that say so.
+"""Requests by which an entering site checks that its donor's state is that of most sites.
 
-A donor's digest of what it sends is its own word. While a site enters, all active sites tell the
-digests of their pieces, and the entering site takes over a piece if most of them hold the same.
+A donor's digest of its pieces is only its own claim. So while a site enters, all active sites
+report digests of their pieces. The entering site accepts a piece if most of them hold the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from dilocox.coordinator.server.site_state import SiteState
 
 
 def key_of(rank: m.RankId, piece: em.PieceDigest) -> str:
-    """Names one version of one piece, the same at all sites."""
+    """Return the name of one version of one piece, which is the same at all sites."""
     return f"{rank.stage}/{rank.shard}/{piece.piece}/{piece.landed}/{piece.codec}"
 
 
 def is_same(said: Mapping[str, str], sites: int, digest: str) -> bool | None:
-    """`digest` is what most of so many sites hold, by what they have `said`; None: more sites have
-    to say it. Where all have and no majority holds the same, nothing is."""
+    """Return whether `digest` is the one that more than half of `sites` sites report.
+
+    `said` holds the reported digests by site. None: more reports are needed. False if all sites
+    have reported and no digest has a majority.
+    """
     counts = Counter(said.values()).most_common(1)
     if counts and 2 * counts[0][1] > sites:
         return counts[0][0] == digest
@@ -34,21 +37,25 @@ def is_same(said: Mapping[str, str], sites: int, digest: str) -> bool | None:
 
 
 def never_settled(said: Mapping[str, str], silent: int, sites: int) -> bool:
-    """No digest of a version can become that of most of so many sites: beside those that have
-    `said` one only `silent` sites have not come to the version yet."""
+    """Return whether no digest of a version can get a majority of `sites` sites any more.
+
+    `said` holds the reported digests by site; only `silent` further sites can still report one.
+    """
     most = max(Counter(said.values()).values(), default=0)
     return 2 * (most + silent) <= sites
 
 
 class Entries:
-    """Digests of pieces told by active sites, and asked for by entering ones."""
+    """Handles the reports of active sites and the questions of entering ones."""
 
     def __init__(self, run: RunLog, budgets: Budgets) -> None:
         self._run, self._budgets = run, budgets
 
     def show(self, request: em.ShowPiecesRequest) -> m.Done:
-        """A rank of an active site tells what it holds. What it has told of a version counts once,
-        and only while a site enters. Raises `Refused`."""
+        """Record the digests that a rank of an active site reports while a site enters.
+
+        The first report of a version counts. Raises `Refused` if the site's budget is used up.
+        """
         run, rank = self._run, request.rank
         state = run.state
         if (
@@ -68,8 +75,11 @@ class Entries:
         return m.Done()
 
     def check(self, request: em.CheckPiecesRequest) -> em.CheckPiecesReply:
-        """Whether an entering rank may take over what its donor has given. A donor whose state is
-        not that of most sites gives this site nothing more. Raises `Refused`."""
+        """Return which pieces from its donor an entering rank may accept.
+
+        If a piece differs from that of most sites, the site gets another donor. Raises `Refused` if
+        the site is not entering.
+        """
         run, rank = self._run, request.rank
         state, site = run.state, run.state.sites[request.rank.site]
         if site.role != "entering":
@@ -82,7 +92,7 @@ class Entries:
             key = key_of(rank, piece)
             told = state.shown.get(key, {})
             said = {name: digest for name, digest in told.items() if name in active}
-            # At the start there is nobody to compare with: all take theta_0 from the founder.
+            # At the start no other state exists: all sites take theta_0 from the founder.
             alike = is_same(said, len(active), piece.sha256) if state.running else True
             if alike is not None:
                 (same if alike else different).append(piece.piece)
@@ -99,7 +109,7 @@ class Entries:
         return em.CheckPiecesReply(same=same, different=different, donor=left)
 
     def _renew(self, site: SiteState, renewals: int) -> None:
-        """Tell an entering site to fetch again, once for all its ranks."""
+        """Tell an entering site to fetch missing pieces again, once for all of its ranks."""
         run = self._run
         if site.renewals == renewals and self._budgets.can_spend(site.name, "renewals"):
             self._budgets.spend(site.name, "renewals")

@@ -1,4 +1,4 @@
-"""Contribution sets: one exchange of one stage, its attempts and its votes, without I/O."""
+"""State of one exchange of one stage: attempts, votes and contribution set. Without I/O."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ RankKey = tuple[str, int, int]
 Member = tuple[str, int]
 """(site, incarnation)."""
 MAX_BROKEN = 4
-"""So many broken attempts of one exchange, and the site with the worst links has to go."""
+"""After this many broken attempts of one exchange, the site with the worst links is dropped."""
 MAX_EXCUSED = 32
-"""So many attempts of one exchange may count against nobody."""
+"""At most this many attempts of one exchange may be excused, so that no site is blamed."""
 UNREACHABLE = "unreachable"
 
 
 @dataclass
 class Vote:
-    """What a rank holds whole, and whether its own contribution may be counted."""
+    """One rank's vote on an exchange."""
 
     held: list[str]
+    """Sites whose whole contribution the rank holds."""
     contributes: bool
+    """Whether the rank's own contribution may count."""
     digest: str | None = None
-    """SHA-256 of its own payload, if it was given."""
+    """SHA-256 of the rank's own payload, if given."""
     opinions: Mapping[str, RankOpinion] = field(default_factory=dict)
     committed: bool = True
-    """Its own payload is the one that it had committed to before any was sent."""
+    """Whether the rank had committed to its payload before any payload was sent."""
     recommitted: bool = False
-    """It had committed to another one before a resume."""
+    """Whether the rank had committed to another payload before a resume."""
 
 
 @dataclass
 class Exchange:
-    """State of one key. `members` are the sites of the epoch that it is pinned to."""
+    """State of the exchange `key`. `members` are the sites of the epoch in which it takes place."""
 
     key: str
     round: int
@@ -48,70 +50,71 @@ class Exchange:
     votes: dict[RankKey, Vote] = field(default_factory=dict)
     done: set[RankKey] = field(default_factory=set)
     fetches: list[Fetch] = field(default_factory=list)
-    """What ranks fetch from each other in this attempt, once all have voted (`payload_fetches`)."""
+    """Payloads that ranks fetch from each other after all have voted (`payload_fetches`)."""
     fetched: set[RankKey] = field(default_factory=set)
-    """Who is through with that, and has voted again."""
+    """Ranks that have ended their fetches and voted again."""
     averaging: list[str] | None = None
-    """`reduce`: the set that this attempt averages over."""
+    """`reduce` only: the sites over which this attempt averages. None: not decided yet."""
     decision: list[str] | None = None
-    """The contribution set, once and for all."""
+    """The final contribution set. None: not decided yet."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     shares: dict[str, list[list[int]]] = field(default_factory=dict)
-    """What counts of each site by shard, in 65,536ths; empty: all of it."""
+    """Shares that count, by site and shard, in 65,536ths; empty: all payloads count in full."""
     usual_before: int | None = None
-    """The gate's running mean before it was decided."""
+    """The gate's running mean of gains before the decision, in millionths."""
     digests: frozenset[str] = frozenset()
-    """SHA-256 of the payloads that came, once it is decided."""
+    """SHA-256 of the payloads named in votes; empty before the decision."""
     broken: dict[int, dict[RankKey, list[str]]] = field(default_factory=dict)
-    """By attempt: who could not complete it, and whose links that rank names."""
+    """By attempt: ranks that could not complete it, and the sites whose links they report."""
     excused: set[int] = field(default_factory=set)
-    """Attempts that count against nobody: who was named is held up in an earlier exchange."""
+    """Broken attempts without blame: an earlier exchange holds up the reported sites."""
 
     @property
     def place(self) -> str:
-        """Stage and fragment, as the end of its key has them."""
+        """`STAGE/FRAGMENT`, the end of the key."""
         return "/".join(self.key.split("/")[-2:])
 
     def note(
         self, verdicts: Mapping[str, Mapping[str, Any]], shares: Mapping[str, list[list[int]]]
     ) -> None:
-        """Keep what was decided about the contributions, each verdict as JSON."""
+        """Store verdicts (as JSON, by site) and shares of the decision."""
         self.verdicts = {site: Verdict.model_validate(said) for site, said in verdicts.items()}
         self.shares = {site: [list(own) for own in by_shard] for site, by_shard in shares.items()}
         self.digests = frozenset(vote.digest for vote in self.votes.values() if vote.digest)
 
     def repin(self, epoch: int, members: list[Member]) -> None:
-        """A new attempt in another epoch: all votes are void."""
+        """Begin a new attempt in another epoch; all votes become void."""
         self.epoch, self.members = epoch, list(members)
         self.attempt += 1
         self.votes, self.done, self.averaging = {}, set(), None
         self.fetches, self.fetched = [], set()
 
     def waiting_for(self, voters: Sequence[RankKey]) -> list[RankKey]:
-        """Voters without a vote in the present phase."""
+        """Return the voters without a vote in the current phase."""
         if self.averaging is not None:
             return [voter for voter in voters if voter not in self.done]
         again = self.fetching - self.fetched
         return [voter for voter in voters if voter not in self.votes or voter in again]
 
     def phase_to_count(self, voter: RankKey, phase: str) -> str | None:
-        """The phase that a vote in `phase` counts in; none if it changes nothing."""
+        """Return the phase in which a vote in `phase` counts, or None if it changes nothing."""
         if phase == "fetched" and voter not in self.votes:
-            return "held"  # its first vote was lost with the machine's power
+            return "held"  # The first vote was lost when the coordinator's machine crashed.
         if phase == "fetched":
             return phase if voter in self.fetching - self.fetched else None
         return None if voter in (self.votes if phase == "held" else self.done) else phase
 
     @property
     def fetching(self) -> set[RankKey]:
-        """Ranks that fetch in this attempt, or are fetched from."""
+        """Ranks that fetch payloads in this attempt, or send them."""
         names = ((name, each.shard) for each in self.fetches for name in (each.site, each.holder))
         return {(name, self.stage, shard) for name, shard in names}
 
     def contribution_set(self, voters: Sequence[RankKey], order: Sequence[str]) -> list[str]:
-        """Sites that every voter holds whole and all of whose own ranks let count, in `order`.
+        """Return the sites whose contribution every voter holds whole, in `order`.
 
-        A voter that does not hold what most hold is no voter any more (`disputes`).
+        A site is left out if one of its own ranks does not contribute. A voter without a
+        contribution that most hold has been excluded before (`disputes`).
         """
         sites = {site for site, _, _ in voters}
         for voter in voters:
@@ -124,15 +127,18 @@ class Exchange:
     def site_to_drop(
         self, sites: Sequence[str], disputes: Mapping[str, Collection[str]]
     ) -> tuple[str, str] | None:
-        """A site that the voting `sites` (run file order) cannot reach, or one of them; and why.
+        """Return the site to drop because of broken links, and the reason; None if there is none.
 
-        `disputes`: by site, with whom it has lately had a broken link, whoever of the two said so.
-        One that only receives goes first: it is missed by nobody, and what it says counts against
-        itself. Two attempts are enough. Of those that vote, one that all others, two or more, name
-        in two attempts goes at once. After `MAX_BROKEN` broken attempts one has to go: the one that
-        has disputes with most others. So nobody puts out several others, whether it reports them
-        or makes them report it. Of equals the one that names others and is named by none of these
-        goes, since its word is all there is, and else the last in the run file.
+        `sites` are the voting sites in run file order. `disputes` holds, by site, the sites with
+        which it lately had a broken link, reported by either side. The rules, in order:
+
+        - A receiving site is dropped after two attempts in which it reported a broken link or was
+          named: no site needs it, and its own reports count against itself.
+        - A voting site is dropped if all others, at least two, name it in two attempts.
+        - After `MAX_BROKEN` broken attempts, the voting site with disputes with most others is
+          dropped. So one site cannot drive out several, by its own reports or by theirs.
+        - Of equal sites, one that names others but is named by none is dropped, because only its
+          own reports speak for it. Otherwise the last in the run file is dropped.
         """
         receiving = [name for name, _ in self.members if name not in sites]
         unreached: Counter[str] = Counter()
@@ -162,14 +168,14 @@ class Exchange:
 
     @property
     def exhausted(self) -> bool:
-        """Broken too often."""
+        """Whether `MAX_BROKEN` attempts were broken, excused ones not counted."""
         return len(self.broken.keys() - self.excused) >= MAX_BROKEN
 
 
 def _at_fault(
     pairs: set[tuple[str, str]], sites: Sequence[str], disputes: Mapping[str, Collection[str]]
 ) -> tuple[str, str]:
-    """Which of `sites` goes, and why, where (reporter, named) are `pairs`."""
+    """Return which of `sites` to drop, and why. `pairs` are (reporter, named site)."""
     partners = {
         site: {other for pair in pairs if site in pair for other in pair if other != site}
         for site in sites

@@ -1,4 +1,4 @@
-"""What events about the state of an entering site change, and the feed of messages for people."""
+"""Effects of events about the state of entering sites, and the feed of messages for people."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.state_fields import Facts
 
 FEED = 1000
-"""So many messages of the feed are kept."""
+"""Number of latest messages that the feed keeps."""
 
 
 def version_of(key: str) -> tuple[str, int]:
-    """("STAGE/SHARD/PIECE", round that landed on it last) of a key of `Facts.shown`."""
+    """Return "STAGE/SHARD/PIECE" and the round that landed last, from a key of `Facts.shown`."""
     stage, shard, piece, landed, _ = key.split("/", 4)
     return f"{stage}/{shard}/{piece}", int(landed)
 
 
 class GivenState(Facts):
-    """Facts, with the digests that sites tell of what they hold (`entry_requests`)."""
+    """State with the events about digests that sites report of their pieces (`entry_requests`)."""
 
     def _say(self, event: e.Event, kind: str, text: str) -> None:
         self.sequence += 1
@@ -49,8 +49,11 @@ class GivenState(Facts):
         self._say(event, "join", f"{text} from {site.donor}")
 
     def _forget_shown(self, kept: int = 0) -> None:
-        """All of it if no site enters any more, else what is older by more than `kept` rounds than
-        the entry that began first: however long a state travels, its digests stay."""
+        """Drop digests that no entering site needs; if no site enters, drop all.
+
+        Digests older than the first entry by more than `kept` rounds are dropped. So digests stay
+        as long as a site fetches, however long that takes.
+        """
         entering = self.with_role("entering")
         if not entering:
             self.shown, self.newest = {}, {}

@@ -1,4 +1,7 @@
-"""Who writes down, for strangers, what the coordinator hears and decides: its side of it."""
+"""The coordinator's interface to the run's record, the log with which strangers verify a run.
+
+`RecordSink` is the interface of the record's writer. `RecordHook` calls the writer, if any.
+"""
 
 from __future__ import annotations
 
@@ -27,52 +30,63 @@ from dilocox.coordinator.server.state import CoordinatorState
 
 @dataclass(frozen=True)
 class Decision:
-    """A contribution set that was decided."""
+    """A final contribution set."""
 
     key: ExchangeKey
     attempt: int
     set: Sequence[str]
-    """Sites that count, run file order."""
+    """Sites whose contributions count, in run file order."""
     owners: Sequence[str]
-    """Sites that contributed to the attempt, run file order: the owners of chunks in `reduce`."""
+    """Sites that contributed to the attempt, in run file order: owners of chunks in `reduce`."""
     plan: RoundPlan
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     shares: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
-    """What counts of each site by shard, in 65,536ths; empty: all of it."""
+    """Shares that count, by site and shard, in 65,536ths; empty: all payloads count in full."""
 
 
 class RecordSink(Protocol):
-    """Signs and keeps what it is told. No call may raise but with what it says here, and with
-    `TrainingError` where its disk is full or fails: then it has kept nothing, and is told again.
+    """Writer of the run's record: signs and stores what the coordinator tells it.
+
+    A method raises only the errors that its docstring names, and `TrainingError` if the disk is
+    full or fails. After a `TrainingError` nothing was stored, and the coordinator calls again.
     """
 
     @property
     def run(self) -> str:
-        """The run's id, which every statement names."""
+        """Id of the run, which every statement names."""
 
     @property
     def resumes(self) -> int:
-        """How many resumes it has kept."""
+        """Number of resumes that are stored."""
 
     @property
     def manifest(self) -> str:
-        """The log's first entry: what sites that join have to agree to."""
+        """First entry of the log, to which joining sites have to agree."""
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
-        """A site is let in with this key. Raises `Refused` for a site without a usable one."""
+        """Store that a site joins with its key. Raises `Refused` if it has no usable key."""
 
     def standing(self, site: str, change: StandingChange) -> None:
-        """The operator bans a name, lets it in again, or lets it have another key."""
+        """Store the operator's change of a name: a ban, its end, or permission for another key."""
 
     def committed(self, rank: RankId, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
-        """A rank says what it will contribute, before any payload is sent; whether that is news.
+        """Store a rank's commitment to a contribution, which it makes before payloads are sent.
 
-        `bound`: the payload follows from the contribution alone, and has to be named. Raises
-        `Refused` unless the site's key has signed it, and for another than it has said before.
+        Args:
+            rank: The rank that commits.
+            key: The exchange.
+            statement: The commitment, signed with the site's key.
+            bound: The payload follows from the contribution alone, so the commitment must name it.
+
+        Returns:
+            True if the rank had not committed before.
+
+        Raises:
+            Refused: The signature or the statement is wrong, or differs from an earlier commitment.
         """
 
     def commitments(self, key: ExchangeKey) -> Collection[tuple[str, int]]:
-        """(site, shard) of all that have committed to a contribution to an open exchange."""
+        """Return (site, shard) of all ranks that have committed to an open exchange."""
 
     def contribution(
         self,
@@ -84,92 +98,112 @@ class RecordSink(Protocol):
         *,
         in_time: bool = True,
     ) -> bool:
-        """A rank votes with a payload of this SHA-256, and signs it; whether it is the one that it
-        had committed to.
+        """Store a rank's signed statement of the payload with which it votes.
 
-        Unless it is `in_time`, or if the rank has committed to nothing, it is none, and not kept.
-        Raises `Refused` unless the statement says just that and the site's key has signed it.
+        Args:
+            rank: The rank that votes.
+            key: The exchange.
+            attempt: The attempt of the exchange.
+            digest: SHA-256 of the payload.
+            statement: The statement, signed with the site's key.
+            in_time: False if the vote came before all commitments, which no honest rank does.
+
+        Returns:
+            True if the rank had committed to this payload. If the vote is not in time, or the rank
+            has not committed, the result is False and nothing is stored.
+
+        Raises:
+            Refused: The statement says something else, or the signature is wrong.
         """
 
     def recommitted(self, rank: RankId, key: ExchangeKey, plan: RoundPlan) -> bool:
-        """Whether a rank has committed to another contribution than before a resume, to an
-        exchange of this plan that the run repeats as it was."""
+        """Return whether a rank's commitment differs from the one that it made before a resume.
+
+        `key` is an exchange of `plan` that the run repeats unchanged after the resume.
+        """
 
     def contributions(self, key: ExchangeKey, attempt: int) -> Mapping[tuple[str, int], str]:
-        """SHA-256 of the payloads of an attempt that are kept, by (site, shard)."""
+        """Return the SHA-256 of the stored payloads of an attempt, by (site, shard)."""
 
     def checkpoint(self, rank: RankId, statement: str) -> None:
-        """A rank says what model state it holds. Raises `Refused` as `contribution` does."""
+        """Store a rank's signed statement of its model state. Raises `Refused` if it is wrong."""
 
     def verdict(self, by: str, statement: str) -> str | None:
-        """An auditor's verdict is handed in `by` a site (empty: by the operator); one line on it
-        if it is news that people have to know.
+        """Store an auditor's verdict, submitted by the site `by` (empty: the operator).
 
-        Raises `Refused` unless the statement says just that and its auditor has signed it.
+        Returns one line for people if they have to know of the verdict, else None. Raises
+        `Refused` if the statement is not such a verdict, or its auditor has not signed it.
         """
 
     def planned(self, plan: RoundPlan) -> None:
-        """A round's plan is made. Raises nothing: see `settle`."""
+        """Note a round's plan. Raises nothing: errors are raised by `settle`."""
 
     def decided(self, decision: Decision) -> None:
-        """A contribution set is final. Raises nothing: see `settle`."""
+        """Note a final contribution set. Raises nothing: errors are raised by `settle`."""
 
     def resumed(self, round_: int, tick: int) -> None:
-        """The run goes back to `tick`, in `round_`. Raises nothing: see `settle`."""
+        """Note that the run resumes at `tick`, in `round_`. Errors are raised by `settle`."""
 
     def sync(self) -> None:
-        """Return when all that was said so far will survive a power cut. Raises `TrainingError`."""
+        """Return when everything stored so far survives a power cut. Raises `TrainingError`."""
 
     def settle(self) -> None:
-        """Return when sites may hear of all that was decided: it is kept, as far as it has to be.
-        Raises `TrainingError`."""
+        """Return when all decisions are stored as far as they must be before sites hear of them.
+
+        Raises `TrainingError` if they cannot be stored.
+        """
 
     def tend(self) -> None:
-        """Try again what has failed. Raises nothing."""
+        """Retry writes that have failed. Raises nothing."""
 
     def cover(self) -> None:
-        """A round begins: what was said so far is complete."""
+        """Note that a round begins: all statements up to here are complete."""
 
 
 class RecordHook:
-    """Tells a notary, if there is one, what it has to know."""
+    """Passes events and requests to the record's writer; without a writer it does nothing."""
 
     def __init__(self, notary: RecordSink | None) -> None:
         self._notary = notary
         self.run = "" if notary is None else notary.run
-        """The run's id in its record; empty if nothing is recorded."""
+        """Id of the run in its record; empty if the run is not recorded."""
         self.manifest = "" if notary is None else notary.manifest
-        """The first entry of the record's log, whole; likewise."""
+        """First entry of the record's log; empty if the run is not recorded."""
         self._barred: dict[str, set[RankKey]] = {}
-        """Who has voted on an exchange without a commitment: payloads may have been sent since."""
+        """Ranks that have voted on an exchange without a commitment. They may not commit any more,
+        because other ranks may have sent payloads since."""
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
-        """Before the site is let in. Raises `Refused`."""
+        """Record an enrolment before it takes effect. Raises `Refused`."""
         if self._notary is not None:
             self._notary.enrolled(request, incarnation)
 
     def standing(self, site: str, change: StandingChange) -> None:
-        """Before the operator's word counts."""
+        """Record the operator's change of a name before it takes effect."""
         if self._notary is not None:
             self._notary.standing(site, change)
 
     def committing(
         self, state: CoordinatorState, exchange: Exchange, request: BeginRequest
     ) -> bool:
-        """Before a rank may send anything; whether that is news to others. Raises `Refused`."""
+        """Record a rank's commitment, before it may send anything.
+
+        Returns True if the commitment is new, so that waiting ranks should be told. Raises
+        `Refused` if it is wrong.
+        """
         if self._notary is None or request.commitment is None or exchange.decision is not None:
             return False
         rank, plan = request.rank, state.plans[exchange.round]
         if (rank.site, rank.stage, rank.shard) not in state.voters(exchange):
-            return False  # it comes too late, or only receives
+            return False  # The rank comes too late, or only receives.
         if (rank.site, rank.stage, rank.shard) in self._barred.get(request.key, ()):
-            return False  # in no attempt any more: it may have seen the others' payloads
+            return False  # Not in any later attempt: it may have seen the others' payloads.
         key = ExchangeKey.parse(request.key)
         bound = names_payload(plan.exchange, plan.codec)
         return self._notary.committed(rank, key, request.commitment, bound=bound)
 
     def is_there(self, request: BeginRequest) -> bool:
-        """The rank keeps nobody waiting any more. Who does not commit is as good as absent."""
+        """Return whether the rank counts as present: in a recorded run, only with a commitment."""
         recorded = self._notary is not None and ExchangeKey.parse(request.key).kind == "outer"
         return request.commitment is not None or not recorded
 
@@ -180,9 +214,10 @@ class RecordHook:
         request: BeginRequest,
         present: Collection[tuple[str, int]],
     ) -> list[RankKey]:
-        """Whom the rank has to wait for before it sends or expects anything.
+        """Return the ranks for which the asking rank has to wait before it sends or receives.
 
-        `present`: (site, shard) of those that are there; where they commit, that is what counts.
+        `present` holds (site, shard) of ranks that have begun the exchange. In a recorded run the
+        commitments count instead.
         """
         if exchange.decision is not None or request.rank.site not in dict(exchange.members):
             return []
@@ -194,8 +229,10 @@ class RecordHook:
     def _lacking(
         self, exchange: Exchange, voters: Sequence[RankKey], there: Collection[tuple[str, int]]
     ) -> list[RankKey]:
-        """Voters that are waited for before payloads are sent. Who has voted without a commitment
-        has nothing that could count."""
+        """Return the voters that are still missing before payloads may be sent.
+
+        A rank that has voted without a commitment is not waited for: its payload cannot count.
+        """
         barred = self._barred.get(exchange.key, ())
         return [
             voter
@@ -205,12 +242,12 @@ class RecordHook:
         ]
 
     def voting(self, state: CoordinatorState, exchange: Exchange, request: VoteRequest) -> bool:
-        """Before the vote is counted; whether its payload is the one that was committed to.
+        """Record a vote before it counts. Returns whether its rank had committed to its payload.
 
-        Raises `Refused` for a payload that is to count and is not signed.
+        Raises `Refused` if a payload that should count is not signed.
         """
         key, rank = ExchangeKey.parse(request.key), request.rank
-        # Once its set is fixed an exchange's payloads are, too.
+        # Later phases of a vote cannot change the payload, so only "held" is recorded.
         if self._notary is None or key.kind != "outer" or request.phase != "held":
             return True
         voter, digest = (rank.site, rank.stage, rank.shard), request.digests.get(rank.site)
@@ -230,8 +267,7 @@ class RecordHook:
     def recommitted(
         self, state: CoordinatorState, exchange: Exchange, request: VoteRequest
     ) -> bool:
-        """Whether a vote is for a contribution that its rank has committed to after a resume, and
-        not before it."""
+        """Return whether a vote's rank committed, before a resume, to another contribution."""
         key = ExchangeKey.parse(request.key)
         if self._notary is None or key.kind != "outer" or request.phase != "held":
             return False
@@ -244,24 +280,26 @@ class RecordHook:
         voter: RankKey,
         there: Collection[tuple[str, int]],
     ) -> bool:
-        """No honest rank votes before all have committed: it has to have their payloads. What such
-        a vote says in the log would make the others' commitments look late."""
+        """Return whether all other voters have committed.
+
+        An honest rank votes only then, because it needs their payloads. An earlier vote in the log
+        would make the others' commitments look late.
+        """
         others = [each for each in state.voters(exchange) if each != voter]
         return not self._lacking(exchange, others, there)
 
     def state(self, request: StateRequest) -> Done:
-        """A rank has signed what model state it holds. Raises `Refused`."""
+        """Record a rank's signed statement of its model state. Raises `Refused`."""
         if self._notary is not None:
             self._notary.checkpoint(request.rank, request.statement)
         return Done()
 
     def verdict(self, by: str, statement: str) -> str | None:
-        """Keep an auditor's verdict; what the run's messages say of it, if they do. Raises
-        `Refused`."""
+        """Record an auditor's verdict. Returns a line for people, or None. Raises `Refused`."""
         return None if self._notary is None else self._notary.verdict(by, statement)
 
     def happened(self, state: CoordinatorState, event: e.Event) -> None:
-        """An event was logged and applied."""
+        """Record an event that was logged and applied."""
         if self._notary is None:
             return
         if isinstance(event, e.Decided):
@@ -277,27 +315,30 @@ class RecordHook:
             self._notary.cover()
 
     def deciding(self, event: e.Event) -> None:
-        """Before an event is logged. The event log may keep a decision through a power cut, wanted
-        or not: then what it was made from must be there, too. Once for all votes, not for each.
+        """Sync the record before a decision is logged. Raises `TrainingError`.
 
-        Raises `TrainingError`.
+        A logged decision may survive a power cut, so the statements behind it must survive, too.
+        One sync per decision serves all votes.
         """
         if self._notary is not None and isinstance(event, e.Decided):
             self._notary.sync()
 
     def settle(self) -> None:
-        """Before anybody is told what was decided. Raises `TrainingError`."""
+        """Wait, before sites hear of decisions, until these are stored. Raises `TrainingError`."""
         if self._notary is not None:
             self._notary.settle()
 
     def tend(self) -> None:
-        """Try again what a disk has kept from being recorded."""
+        """Retry what could not be recorded, for example because the disk was full."""
         if self._notary is not None:
             self._notary.tend()
 
     def reopened(self, state: CoordinatorState) -> None:
-        """After a restart: what was logged last may not have been told, and of what was said the
-        end may be lost, if it was the machine that died."""
+        """Bring record and state into agreement after a restart.
+
+        The record may lack the last logged events. If the machine crashed, the last statements may
+        be lost, too.
+        """
         if self._notary is not None:
             if self._notary.resumes < state.resumes:
                 self._notary.resumed(state.first_round, state.first_tick)
@@ -308,7 +349,7 @@ class RecordHook:
             self._check_votes(exchange)
 
     def _check_votes(self, exchange: Exchange) -> None:
-        """Of an exchange that is open: votes whose signed payload is lost are waited for again."""
+        """Drop votes of an open exchange whose signed statement is lost: ranks vote again."""
         key = ExchangeKey.parse(exchange.key)
         undecided = exchange.decision is None and exchange.averaging is None
         if self._notary is None or key.kind != "outer" or not undecided:

@@ -1,8 +1,8 @@
 """Which payloads ranks fetch from each other after their votes. Pure functions.
 
-A payload that did not reach one rank is at the others. So the rank fetches the payload from a rank
-that holds it, before anybody is set aside for not holding it, and votes again. Only where all
-payloads go to all ranks (`gather`): of `reduce` nobody but the sender has a rank's chunk.
+If a payload did not reach one rank, other ranks hold it. So this rank fetches the payload from
+one of them and votes again, before a site is excluded because it lacks the payload. This works only
+in `gather`, where all payloads go to all ranks. In `reduce` only the sender has a rank's chunk.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from dilocox.coordinator.server.exchange_votes import Exchange, RankKey
 
 
 def wanted(exchange: Exchange, voters: Sequence[RankKey], time: float) -> e.Fetching | None:
-    """The event with which ranks fetch what most hold and they do not; none if there is nothing to
-    fetch, or this attempt has fetched before. Every one of `voters` has voted."""
+    """Return the event that tells ranks to fetch payloads that most hold and they lack.
+
+    None if there is nothing to fetch, or if this attempt has fetched before. All `voters` must have
+    voted. `time` stamps the event.
+    """
     if exchange.fetches:
         return None
     fetches = _fetches(exchange, voters)
@@ -60,9 +63,12 @@ def _holder(
     beside: Sequence[RankKey],
     serves: Mapping[RankKey, int],
 ) -> RankKey | None:
-    """Whom `reporter` fetches from: one that says that it has these bytes, the sender last, and of
-    the others one that serves fewest. Another one in another attempt, so that nobody who reports
-    every link as broken has a single other site to report."""
+    """Return the rank from which `reporter` fetches, or None.
+
+    The rank names the same bytes as the sender, is not the sender itself, and serves fewest other
+    fetches. It changes with the attempt, so that a reporter that calls every link broken has to
+    accuse several sites.
+    """
     there = [
         voter
         for voter in beside
@@ -75,14 +81,14 @@ def _holder(
 
 
 def _has(exchange: Exchange, voter: RankKey, sender: RankKey) -> bool:
-    """`voter` names the very bytes that `sender` names."""
+    """Return whether `voter` names the same payload digest as `sender`."""
     opinion = exchange.votes[voter].opinions.get(sender[0])
     own = exchange.votes[sender].digest
     return holds(exchange, voter, sender) and opinion is not None and opinion.digest == own
 
 
 def line(fetches: Collection[Fetch], key: str) -> str:
-    """What people are told of it."""
+    """Return the message for people about these fetches of exchange `key`."""
     by_site: dict[str, list[str]] = {}
     for each in fetches:
         text = f"from {each.holder} what {each.sender} sent"

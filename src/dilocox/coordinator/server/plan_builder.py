@@ -1,4 +1,4 @@
-"""The plan of a round, as a pure function of the run file, what was chosen, members and ledger."""
+"""The plan of a round: a pure function of run file, controller's choice, members and ledger."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dilocox.coordinator.protocol.step_share import FULL, carried, steps_taken
 from dilocox.coordinator.server.ledger import Ledger, Range
 
 FLUSH_CODEC = "int8"
-"""docs/algorithm.md §2: what is pending at the end of training goes through the 8-bit codec.
+"""Codec of the flush (docs/algorithm.md §2): pending contributions are sent in 8 bits.
 
-Sparse codecs are kept: their residual is what many rounds have withheld, and much of it is out of
-date. Sent whole, it was measured to undo training, and costs more bytes than hundreds of rounds
-(docs/notes/quality.md)."""
+Sparse codecs stay in use for the flush. Their residual holds what many rounds have withheld, and
+much of it is out of date. Sending all of it undid training in a measurement, and costs more bytes
+than hundreds of rounds (docs/notes/quality.md)."""
 
 
 def space_of(config: RunConfig, site: str) -> str:
-    """Where a site's sequence numbers come from: `shared`, or a space of its own."""
+    """Return the space of a site's sequence numbers: `shared`, or one of its own."""
     return f"site/{site}" if config.sites[site].data is not None else "shared"
 
 
@@ -41,11 +41,20 @@ def make_plan(
     before: RoundPlan | None = None,
     ends_early: str = "",
 ) -> RoundPlan:
-    """Plan of round `round_` for `members` (run file order), with what was chosen for it.
+    """Return the plan of round `round_`; the flush if no steps are left or the run ends early.
 
-    `paces` by member, none if all take the same steps; `before`: the plan of the round before, for
-    what it has left of a step. It is cut short to the steps that are left; the flush when there are
-    none, or when the run `ends_early`, for that reason.
+    Args:
+        config: The run file.
+        round_: Number of the round.
+        first_tick: Slots before the round.
+        first_step: Inner steps of the typical site before the round.
+        members: Sites of the round, in run file order.
+        ledger: Token ranges so far; it is not changed.
+        choice: Settings that the controller chose; shortened to the steps that are left.
+        estimate: The estimate behind the choice, for the plan.
+        paces: Pace by member; None: all take the same steps.
+        before: Plan of the round before, for carried parts of a step and the residual decay.
+        ends_early: Why the run ends early; empty if it does not.
     """
     left = config.total_steps - first_step
     flush = left <= 0 or bool(ends_early)
@@ -85,7 +94,7 @@ def make_plan(
     decay = 1.0 if whole else choice.residual_decay
 
     def due(every: int) -> bool:
-        # Rounds of the run file's length: those that are chosen may be a single step long.
+        # Intervals count rounds of the run file's length, since chosen ones may be one step long.
         interval = every * outer.inner_steps
         return every > 0 and (first_step + steps) // interval > first_step // interval
 
@@ -116,12 +125,11 @@ def make_plan(
 
 
 def _of_the_flush(config: RunConfig, choice: Choice, before: RoundPlan | None) -> Choice:
-    """What the flush goes by: codec and rates of the round that it follows, whose pseudo-gradients
-    and residuals it sends.
+    """Return the settings of the flush: codec and outer rates of the round before it.
 
-    With overlap `none` and all boundaries at the round's end nothing was trained since the last
-    landing. An outer step by what was withheld is all there is to take then: momentum would only
-    go on in the old direction.
+    The flush sends this round's pseudo-gradients and residuals. With overlap `none` and all
+    boundaries at the round's end, nothing was trained since the last landing. The flush then takes
+    an outer step with the residuals only, without momentum, which would go on in the old direction.
     """
     if before is not None:
         choice = replace(
@@ -139,13 +147,13 @@ def _of_the_flush(config: RunConfig, choice: Choice, before: RoundPlan | None) -
 
 
 def _of_what_was_withheld(before: RoundPlan | None, codec: str, decay: float) -> float:
-    """What of its residual a site adds to what it sends: `decay`, but where a sparse codec is
-    followed by one that sends all there is.
+    """Return the share of the residual that a site adds to its contribution: usually `decay`.
 
-    Then, as in the flush, most of what is withheld is out of date. A residual of which a share of
-    beta stays from round to round has 1 - beta of it from its last round: so much goes (from 2.24,
-    the loss of a small model at two sites went to 2.82 with all of it, to 2.38 with this). With a
-    beta of 1, which only a run file or a method sets, nothing may ever be lost: all of it goes.
+    When a round switches from a sparse codec to a dense one, most of the residual is out of date,
+    as in the flush. If a share beta of the residual stays from round to round, 1 - beta of it comes
+    from the last round, so 1 - beta is sent. (From 2.24, the loss of a small model at two sites
+    went to 2.82 with the whole residual, to 2.38 with this share.) A beta of 1, which only a run
+    file or a method sets, means that nothing may be lost: then `decay` is returned.
     """
     if before is None or parse_spec(before.codec).kind not in SPARSE:
         return decay
@@ -155,7 +163,7 @@ def _of_what_was_withheld(before: RoundPlan | None, codec: str, decay: float) ->
 
 
 def _left(before: RoundPlan | None, site: str) -> int:
-    """Thousandths of a step of `site` that the round before has left."""
+    """Return the thousandths of a step that `site` carries over from the round before."""
     if before is None or site not in before.members:
         return 0
     member = before.members[site]

@@ -1,4 +1,4 @@
-"""Asks the controller: from a state to what is chosen for a round."""
+"""Asks the controller for a round's settings, from the measurements in the coordinator's state."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from dilocox.errors import TrainingError
 def decided(
     state: CoordinatorState, round_: int, members: Sequence[str]
 ) -> tuple[dict[str, int], Choice, LinkEstimate | None]:
-    """How fast `members` go in `round_`, as paces (`dilocox.coordinator.controller.pace`); what is
-    chosen for it; and the estimate that it was chosen by."""
+    """Return the paces of `members` in `round_`, the controller's choice, and its estimate.
+
+    `dilocox.coordinator.controller.pace` explains paces. The estimate is None if nothing was
+    measured or declared.
+    """
     plan, before = state.plans.get(round_ - 1), None
     if plan is not None:
         known = None if plan.estimate is None else Estimate(**plan.estimate.model_dump())
@@ -41,11 +44,12 @@ def decided(
 
 
 def sizes_to_log(known: Menu | None, given: Menu | None) -> dict[str, list[list[int]]] | None:
-    """Sizes of payloads, in bytes by codec, stage and piece, that a coordinator which adapts to
-    the link has to log beyond those that its log has: when a run begins, and when it goes on with a
-    version whose controller knows more codecs. None if there are none.
+    """Return the payload sizes to log for a run with `control.adapt = "link"`, or None.
 
-    `given`: of all codecs that the controller may choose. Raises `TrainingError` if both are None.
+    Sizes are in bytes by codec, stage and piece. They are logged when a run begins, and again when
+    it continues with a version whose controller knows more codecs. `known` are the logged sizes,
+    `given` those of all codecs that the controller may choose. Raises `TrainingError` if both are
+    None.
     """
     if known is None and given is None:
         raise TrainingError(
@@ -54,7 +58,7 @@ def sizes_to_log(known: Menu | None, given: Menu | None) -> dict[str, list[list[
         )
     if given is None or (known is not None and given.keys() <= known.keys()):
         return None
-    # The plan in force may have a codec that is no more on the menu.
+    # The current plan may use a codec that the controller no longer offers, so its size stays.
     return {name: [list(row) for row in rows] for name, rows in {**(known or {}), **given}.items()}
 
 
@@ -73,13 +77,14 @@ def _measured(state: CoordinatorState) -> Measurements:
 
 
 def _codec(state: CoordinatorState, round_: int) -> str:
-    """Of a round's plan, as the controller calls it; empty if that is no more remembered."""
+    """Return the codec of a round's plan, as the controller names it; empty if it is unknown."""
     plan = state.plans.get(round_)
     return "" if plan is None else sent_with_moments(plan.codec, moments=False)
 
 
 def _ranks(state: CoordinatorState, round_: int) -> list[int]:
-    """Effective ranks of the rounds that may be looked at, oldest first."""
+    """Return the effective ranks, in thousandths, of the rounds that the plan of `round_` may use,
+    oldest first."""
     found = []
     for number in sorted(state.measured):
         sites = [

@@ -1,4 +1,4 @@
-"""What callers are shown of a state: pure functions from state to reply."""
+"""Replies to requests, as pure functions of the coordinator's state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dilocox.coordinator.server.state import CoordinatorState
 
 
 def epoch(state: CoordinatorState) -> m.Epoch:
-    """The present membership epoch. Sites that have finished are shown as active."""
+    """Return the current membership epoch. Sites that have finished are shown as active."""
     members: list[Any] = []
     for site, incarnation in state.members:
         role = "entering" if state.sites[site].role == "entering" else "active"
@@ -22,7 +22,7 @@ def epoch(state: CoordinatorState) -> m.Epoch:
 
 
 def beat_reply(state: CoordinatorState, site: str) -> m.BeatReply:
-    """What a rank of `site` must know all the time."""
+    """Return the reply to a beat of a rank of `site`."""
     own = state.sites[site]
     entering = [
         m.Entering(site=name, incarnation=state.sites[name].incarnation,
@@ -49,7 +49,7 @@ def beat_reply(state: CoordinatorState, site: str) -> m.BeatReply:
 def begin_reply(
     state: CoordinatorState, exchange: Exchange, awaited: Sequence[RankKey] = ()
 ) -> m.BeginReply:
-    """Attempt and group of an exchange, and whose commitments are missing."""
+    """Return attempt and group of an exchange. `awaited`: ranks that are still missing."""
     members: list[Any] = []
     for site, incarnation in exchange.members:
         same = state.sites[site].incarnation == incarnation
@@ -67,12 +67,12 @@ def begin_reply(
 
 
 def vote_reply(state: CoordinatorState, exchange: Exchange, request: m.VoteRequest) -> m.VoteReply:
-    """What is decided for a voter or observer in `request.attempt`."""
+    """Return the decision for the voter or observer of `request`."""
     chosen: list[str] = []
     waiting: list[str] = []
     voter = (request.rank.site, request.rank.stage, request.rank.shard)
     if request.rank.site not in dict(exchange.members):
-        decision = "repeat"  # it was overtaken, and will be told so when it begins again
+        decision = "repeat"  # The site was overtaken; it learns so when it begins again.
     elif exchange.decision is not None:
         decision, chosen = "commit", exchange.decision
     elif request.attempt < exchange.attempt:
@@ -108,9 +108,9 @@ def report_verdicts(
     event: e.Decided,
     report: Callable[[str, int, str, dict[str, Any]], None],
 ) -> None:
-    """Say what was decided about every site's contribution to an exchange, once it is final.
+    """Report the verdict about every site's contribution to an exchange, if the set is final.
 
-    `report` gets (site, round, "admission", exchange and verdict).
+    `report` is called with site, round, "admission", and a dict of exchange key and verdict.
     """
     exchange = state.exchanges[event.key]
     if exchange.decision is None:
@@ -121,12 +121,12 @@ def report_verdicts(
 
 
 def rank_text(rank: RankKey) -> str:
-    """`SITE stage I shard J`."""
+    """Return the text `SITE stage I shard J`."""
     return f"{rank[0]} stage {rank[1]} shard {rank[2]}"
 
 
 def checkpoints(state: CoordinatorState) -> m.Checkpoints:
-    """All checkpoints of this course of the run."""
+    """Return all checkpoints, without those after a checkpoint from which the run was resumed."""
     return m.Checkpoints(
         checkpoints=[
             m.Checkpoint(
@@ -144,12 +144,12 @@ def checkpoints(state: CoordinatorState) -> m.Checkpoints:
 
 
 def ledger(state: CoordinatorState) -> m.Ledger:
-    """The ledger of token ranges."""
+    """Return the ledger of token ranges."""
     return m.Ledger.model_validate(state.ledger.to_json())
 
 
 def status(state: CoordinatorState, since: int) -> m.Status:
-    """The run in one picture."""
+    """Return an overview of the run, with messages of the feed after number `since`."""
     sites = [
         {
             "site": site.name,
