@@ -1,7 +1,6 @@
-"""When sites were there for an exchange. Pure: time enters as an argument.
+"""When ranks arrived at an exchange, for metrics and stragglers. Pure: time is an argument.
 
-It is not in the log: it says who waited for whom, and a coordinator that starts again begins to
-count anew.
+The times are not logged. A coordinator that restarts begins without them.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ from dilocox.coordinator.server.exchange_votes import RankKey
 
 
 class Arrivals:
-    """First request of every rank for every exchange that is remembered."""
+    """Time of every rank's first request for each recent exchange."""
 
     def __init__(self) -> None:
         self._times: dict[str, dict[tuple[str, int], float]] = {}
         self._looked: float | None = None
 
     def note(self, key: str, site: str, shard: int, now: float) -> bool:
-        """A rank asks for the members of exchange `key`; only the first time counts. True then."""
+        """Note that a rank asks for the group of exchange `key`. Returns True the first time."""
         times = self._times.setdefault(key, {})
         news = (site, shard) not in times
         times.setdefault((site, shard), now)
         return news
 
     def present(self, key: str) -> Collection[tuple[str, int]]:
-        """(site, shard) of those that are there for an exchange."""
+        """Return (site, shard) of the ranks that have arrived at an exchange."""
         return self._times.get(key, {}).keys()
 
     def keep(self, keys: Collection[str]) -> None:
@@ -34,8 +33,11 @@ class Arrivals:
         self._times = {key: times for key, times in self._times.items() if key in keys}
 
     def look(self, now: float, limit: float) -> None:
-        """To be called often. Time in which the caller itself was held up, for more than `limit`
-        seconds, counts against nobody: who was late has asked meanwhile."""
+        """Correct all times for a pause of the coordinator. Call it often.
+
+        If more than `limit` seconds have passed since the last call, the coordinator itself was
+        held up, and the pause does not count as any site's delay.
+        """
         if self._looked is not None and now - self._looked > limit:
             for times in self._times.values():
                 for rank in times:
@@ -43,19 +45,22 @@ class Arrivals:
         self._looked = now
 
     def forget(self, site: str) -> None:
-        """What was heard of a site does not count any more."""
+        """Drop the times of a site."""
         for times in self._times.values():
             for rank in [rank for rank in times if rank[0] == site]:
                 del times[rank]
 
     def late(self, key: str) -> dict[str, float]:
-        """Seconds after the first site at which each was there, with the last of its shards."""
+        """Return, by site, the seconds by which its last shard came after the first site."""
         sites = self._sites(key)
         first = min(sites.values(), default=0.0)
         return {site: moment - first for site, moment in sites.items()}
 
     def awaited(self, key: str, voters: Sequence[RankKey]) -> tuple[float, list[str]] | None:
-        """(since when, which sites) the others of `voters` wait for; none if nobody waits."""
+        """Return the sites for which the other `voters` wait, and since when; None if none waits.
+
+        The moment is the latest arrival of a rank whose site is complete.
+        """
         times = self._times.get(key, {})
         absent = {site for site, _, shard in voters if (site, shard) not in times}
         present = [times[site, shard] for site, _, shard in voters if site not in absent]

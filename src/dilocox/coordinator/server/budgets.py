@@ -1,8 +1,8 @@
-"""What one member may ask of the coordinator, so that none takes it from the others.
+"""Limits on the requests of each site, so that one site cannot overload the coordinator.
 
-Every site has budgets of its own, in proportion to its ranks: requests and bytes by time, events
-between two plans, keys of the store. They are far beyond what ranks need. Who exceeds one is
-refused; beats are never counted.
+Every site has budgets in proportion to its ranks: requests and bytes per second, events between two
+plans, and keys of the key-value store. Budgets are far larger than ranks need. A request beyond a
+budget is refused; heartbeats are not counted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.refusals import Caller, Refused
 
 REQUESTS, REQUEST_BURST = 100.0, 2000.0
-"""Requests of a rank per second, and at once."""
+"""Requests per second and largest burst, for each rank of a site."""
 BYTES, BYTE_BURST = float(1 << 20), float(32 << 20)
-"""Bytes of their bodies per second, and at once."""
+"""Bytes of request bodies per second and largest burst, for each rank of a site."""
 ENROLMENTS, ENROLMENT_BURST = 0.5, 100.0
-"""Enrolments of a site per second, and at once: each is in the event log and in the record."""
+"""Enrolments per second and largest burst of a site; each one is in event log and record."""
 KEYS, KEY_BYTES = 256, 1 << 20
-"""Keys of the store for each rank of a site, and bytes of their values."""
+"""Keys in the key-value store and bytes of their values, for each rank of a site."""
 EVENTS = {
     "warnings": 32,
     "signed states": 32,
@@ -31,30 +31,30 @@ EVENTS = {
     "renewals": 2,
     "verdicts": 32,
 }
-"""By what is counted: so many for each rank of a site from one plan to the next."""
+"""Events by kind that each rank of a site may cause between two plans."""
 _NEW_ROUND = (e.Planned, e.Started, e.Entered, e.Overtaken, e.Resumed)
-"""Events after which sites have more to say."""
+"""Events that reset the budgets of `EVENTS`."""
 
 
 class Budgets:
-    """What sites have spent. Raises `Refused` with the kind `busy` or `quota`."""
+    """Budgets that sites have used. Raises `Refused` of kind `busy` or `quota` beyond a budget."""
 
     def __init__(self, ranks: int, now: Callable[[], float] = time.monotonic) -> None:
-        """`ranks` of every site; `now`: a monotonic clock."""
+        """`ranks`: number of ranks of every site. `now`: monotonic clock, in seconds."""
         self._ranks, self._now = ranks, now
         self._spent: Counter[tuple[str, str]] = Counter()
         self._left: dict[str, tuple[float, float, float]] = {}
-        """By site: requests, bytes, and when that was."""
+        """By site: requests left, bytes left, and the moment of this count."""
         self._enrolments: dict[str, tuple[float, float]] = {}
-        """By site: enrolments, and when that was."""
+        """By site: enrolments left, and the moment of this count."""
 
     def happened(self, event: e.Event) -> None:
-        """An event was logged."""
+        """Note an event that was logged."""
         if isinstance(event, _NEW_ROUND):
             self._spent.clear()
 
     def charge(self, caller: Caller, size: int = 0) -> None:
-        """A site asks for something with a body of `size` bytes."""
+        """Charge a request with a body of `size` bytes. Raises `Refused` (`busy`)."""
         if caller.operator:
             return
         site, now = caller.site, self._now()
@@ -75,7 +75,7 @@ class Budgets:
             )
 
     def enrol(self, site: str) -> None:
-        """A site is to be let in."""
+        """Charge an enrolment of a site. Raises `Refused` (`busy`)."""
         now = self._now()
         left, then = self._enrolments.get(site, (ENROLMENT_BURST, now))
         left = min(ENROLMENT_BURST, left + max(0.0, now - then) * ENROLMENTS)
@@ -84,11 +84,14 @@ class Budgets:
             raise Refused("busy", f"site {site}: joins again and again; wait, and join less often")
 
     def can_spend(self, site: str, what: str) -> bool:
-        """`spend` would not refuse it."""
+        """Return whether `spend` would accept."""
         return self._spent[site, what] < EVENTS[what] * self._ranks
 
     def spend(self, site: str, what: str) -> None:
-        """A site adds to what is kept for ever; `what` is a key of `EVENTS`."""
+        """Charge an event that is stored permanently; `what` is a key of `EVENTS`.
+
+        Raises `Refused` (`quota`).
+        """
         if not self.can_spend(site, what):
             limit = EVENTS[what] * self._ranks
             raise Refused(
@@ -98,8 +101,10 @@ class Budgets:
         self._spent[site, what] += 1
 
     def key(self, site: str, key: str, others: int, size: int) -> None:
-        """A site sets a key beside `others` of its own; all their values together have `size`
-        bytes."""
+        """Check that a site may set a key. Raises `Refused` (`quota`).
+
+        `others` is the number of its other keys, `size` the bytes of all its values with this one.
+        """
         keys, bytes_ = KEYS * self._ranks, KEY_BYTES * self._ranks
         if others >= keys or size > bytes_:
             raise Refused(

@@ -1,4 +1,4 @@
-"""How sites go and runs end: the requests of `Coordinator` that say so."""
+"""The coordinator's requests by which sites leave and runs end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from dilocox.coordinator.server.stranded import while_waiting
 
 
 class Departures:
-    """Leaving, retiring, finishing, stopping and failing. Raises `Refused` with one line."""
+    """Handles requests to leave, retire, depart, stop, fail and finish.
+
+    A request that is not allowed raises `Refused` with one line.
+    """
 
     def __init__(self, run: RunLog, liveness: Liveness) -> None:
         self._run, self._liveness = run, liveness
 
     def leave(self, request: m.LeaveRequest) -> m.Done:
-        """A site goes at once; what it was to train on is given out again."""
+        """Let a site leave at once; its open token ranges are issued again."""
         run = self._run
         site = run.state.sites[request.rank.site]
         if site.role != "finished" and not run.state.over:
@@ -27,10 +30,10 @@ class Departures:
         return m.Done()
 
     def retire(self, request: m.RetireRequest, caller: Caller) -> m.RetireReply:
-        """A site goes when it is through with the rounds that are planned for it.
+        """Let a site leave after the rounds that are planned for it.
 
-        The operator may say so of any site, a site of itself. The only active site cannot go
-        without the run: then the run stops, with a checkpoint.
+        The operator may ask this of any site, a site only of itself. If the only active site is to
+        leave, the run stops with a checkpoint instead.
         """
         run, state, name = self._run, self._run.state, request.site
         if not caller.operator and caller.site != name:
@@ -52,7 +55,7 @@ class Departures:
                 text=f"site {name} is the only active one: the run stops with a checkpoint"
             )
         if state.waits_for_sites:
-            # What it owes the others is decided only when more sites are there.
+            # Its open exchanges are decided only when more sites come, so it cannot finish them.
             reason = f"{request.reason}, while the run waits for sites"
             run.append(e.SiteLost(run.wall(), name, site.incarnation, reason, False))
             return m.RetireReply(text=f"site {name} is out of the run, which waits for sites")
@@ -64,7 +67,7 @@ class Departures:
         )
 
     def depart(self, request: m.DepartRequest) -> m.Done:
-        """A rank of a leaving site owes the run nothing any more."""
+        """Record that a rank of a leaving site has finished all of its exchanges."""
         run, rank = self._run, request.rank
         site = run.state.sites[rank.site]
         if site.leave_round is None:
@@ -75,11 +78,10 @@ class Departures:
         return m.Done()
 
     def stop(self, request: m.StopRequest, caller: Caller | None = None) -> m.StopReply:
-        """End the run at the highest slot that anyone may have been allowed to reach. A site that
-        asks for it is named.
+        """Stop the run at the end of the lease, the highest slot that a rank may already reach.
 
-        A run that waits for sites ends where it is: no exchange is decided, so no site can get to a
-        slot end where all could write a checkpoint.
+        The event names a site that asks for the stop. A run that waits for sites ends at once: no
+        exchange is decided, so the sites cannot reach a common slot end for a checkpoint.
         """
         run, state = self._run, self._run.state
         site = "" if caller is None or caller.operator else caller.site
@@ -94,7 +96,7 @@ class Departures:
         return m.StopReply(stop_tick=state.lease if state.stop_tick is None else state.stop_tick)
 
     def fail(self, request: m.FailRequest) -> m.Done:
-        """The run cannot go on."""
+        """End the run as failed."""
         run = self._run
         if not run.state.over:
             reason = f"{request.rank}: {request.reason}"
@@ -102,7 +104,7 @@ class Departures:
         return m.Done()
 
     def finish(self, request: m.FinishRequest) -> m.Done:
-        """A rank is done."""
+        """Record that a rank is done. A site that is not active yet leaves the run."""
         run, rank = self._run, request.rank
         site = run.state.sites[rank.site]
         if site.role == "active" and (rank.stage, rank.shard) not in site.finished:

@@ -1,4 +1,4 @@
-"""The coordinator's HTTPS server: certificates, bounds, long polls; no decisions."""
+"""The coordinator's HTTPS server: certificates, limits, routes and long polls; no decisions."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ _STATUS = {
     "over": 409, "ended": 410, "stopped": 410, "busy": BUSY, "quota": 403,
 }  # fmt: skip
 _LOOK = 0.02
-"""Seconds between two looks at the open connections."""
+"""Seconds between two checks of the open connections."""
 STRANGER_BODY_SECONDS = 15.0
+"""Time limit for the body of a request without a client certificate."""
 MEMBER_BODY_SECONDS = 60.0
-"""A member's link may be slow, and a body has a megabyte at the most."""
+"""Time limit for a member's body of up to a mebibyte: the member's link may be slow."""
 _log = logging.getLogger(__name__)
 _DOOR: web.AppKey[Callable[[web.Request], None]] = web.AppKey("door")
 Model = TypeVar("Model", bound=Message)
@@ -44,19 +45,19 @@ Asked = TypeVar("Asked", m.BeginRequest, m.VoteRequest)
 
 
 class Waiters:
-    """Requests that wait for something to change, by topic."""
+    """Requests that wait for a change, by topic."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
 
     def wake(self, topic: str) -> None:
-        """Let everyone look again who waits for `topic`."""
+        """Make all requests that wait for `topic` check again."""
         for future in self._waiting.get(topic, ()):
             if not future.done():
                 future.set_result(None)
 
     def wake_all(self) -> None:
-        """Let everyone look again."""
+        """Make all waiting requests check again."""
         for topic in self._waiting:
             self.wake(topic)
 
@@ -67,7 +68,10 @@ class Waiters:
         look: Callable[[], Answer],
         enough: Callable[[Answer], bool],
     ) -> Answer:
-        """`look()` until the answer is `enough` or `seconds` are over; the last answer."""
+        """Call `look` after every change of `topics` until its answer is `enough`.
+
+        Returns the last answer, at the latest after `seconds`.
+        """
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         answer = look()
@@ -99,12 +103,15 @@ class CoordinatorServer:
         """Set when the run has ended."""
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port. Raises `TrainingError` in one line if that cannot be."""
+        """Listen on `host` and `port`. Returns the port; 0 takes a free one.
+
+        Raises `TrainingError` if the server cannot listen there.
+        """
         self.coordinator.on_change = self._changed
         app = web.Application(client_max_size=m.MAX_BODY, middlewares=[_refusals])
         app.add_routes(self._routes())
         app[_DOOR] = self._asked
-        # What no rank compresses need not be unpacked for anybody.
+        # No rank compresses requests, so the server does not decompress any.
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -135,7 +142,7 @@ class CoordinatorServer:
         return bound
 
     async def stop(self) -> None:
-        """Answer who waits, and close."""
+        """Answer all waiting requests and close the server."""
         if self._watch is not None:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -147,7 +154,7 @@ class CoordinatorServer:
             await self._runner.cleanup()
 
     async def hung_up(self, limit: float) -> None:
-        """Return when no member's connection is open, after `limit` seconds at the latest."""
+        """Wait until no member's connection is open, at most `limit` seconds."""
         loop = asyncio.get_running_loop()
         end = loop.time() + limit
         while self._door is not None and self._door.members() and loop.time() < end:
@@ -265,8 +272,10 @@ class CoordinatorServer:
         again: Callable[[Asked], Answer],
         enough: Callable[[Answer], bool],
     ) -> Answer:
-        """The reply about an exchange, `first` or looked at again, that is enough or the latest
-        within the request's wait."""
+        """Return a reply about an exchange that is `enough`, or the latest one.
+
+        `first` is the first reply. Within the request's wait, `again` makes further replies.
+        """
         if enough(first):
             return first
 
@@ -345,7 +354,7 @@ async def _answer(
     except web.HTTPException as error:
         refusal = m.Refusal(error=f"{request.path[:200]}: {error.reason}", kind="malformed")
     except TrainingError as error:
-        # The log cannot be written: nothing has happened, and the caller tries again.
+        # The log cannot be written: nothing has changed, and the caller retries.
         return _not_now(error)
     except OSError as error:
         if not is_passing(error):
@@ -373,7 +382,7 @@ async def _read(request: web.Request, model: type[Model]) -> Model:
     except TimeoutError:
         raise Refused("malformed", f"{request.path}: no whole body within {limit:g} s") from None
     except ConnectionResetError:
-        # The caller died in the middle of its request; what is answered reaches nobody.
+        # The caller died in the middle of its request, so the answer reaches no caller.
         raise Refused("malformed", f"{request.path}: cut short") from None
     try:
         return model.model_validate_json(body)
@@ -384,7 +393,7 @@ async def _read(request: web.Request, model: type[Model]) -> Model:
 
 
 def _certificate(request: web.Request) -> Any:
-    """What the caller's certificate says; nothing for a stranger."""
+    """Return the caller's certificate as `ssl` gives it; None or empty without a certificate."""
     transport = request.transport
     return transport.get_extra_info("peercert") if transport is not None else None
 
@@ -424,6 +433,6 @@ def _context(coordinator: Coordinator) -> ssl.SSLContext:
     certificate: Path = coordinator.authority.certificate_path
     context.load_cert_chain(certificate)
     context.load_verify_locations(cadata=coordinator.authority.pem)
-    # Optional, since a site that enrols has none yet; `_caller` demands it everywhere else.
+    # Optional, because an enrolling site has none yet; `_caller` demands one everywhere else.
     context.verify_mode = ssl.CERT_OPTIONAL
     return context

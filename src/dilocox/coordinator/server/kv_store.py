@@ -1,4 +1,4 @@
-"""Key-value store for the rendezvous of process groups."""
+"""Key-value store through which ranks find each other to form process groups (rendezvous)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from dilocox.coordinator.server.state import CoordinatorState
 
 MAX_KEYS = 65536
 MAX_SUMS = 256
-"""Results of additions that are remembered for every site: only the latest is asked for again."""
+"""Number of results of additions kept per site; a retry asks only for the latest one."""
 
 
 class Store:
-    """Keys `epoch/ID/...` in memory, dropped when nobody needs the epoch any more; keys
-    `site/NAME/...` and `run/...` in the state, through `record` (key, value or none, site).
+    """Key-value store of one run.
 
-    A key that ends with the name of a site is that site's. Any other is its site's that has set it
-    first: no other changes it."""
+    Keys `epoch/ID/...` are in memory, and are dropped when no exchange needs the epoch any more.
+    Keys `site/NAME/...` and `run/...` are in the state; `record` logs (key, value or None, site).
+    A key that ends with the name of a site belongs to this site. Any other key belongs to the site
+    that set it first. Only the owner changes a key."""
 
     def __init__(
         self,
@@ -31,18 +32,18 @@ class Store:
         self._state, self._record, self._budgets = state, record, budgets
         self._values: dict[str, str] = {}
         self._owned: dict[str, dict[str, int]] = {}
-        """Of `_values`: the sizes of those that each site has set."""
+        """By site: sizes of the values that it set in `_values`, by key."""
         self._sums: dict[str, dict[tuple[str, str], int]] = {}
         """By site: results of additions by (key, nonce), so that a retry adds nothing."""
 
     def set(self, request: m.StoreSetRequest, caller: Caller) -> m.Done:
-        """Set a key."""
+        """Set a key. Raises `Refused` if the caller may not set it, or the store is full."""
         self._check(request.key, caller, write=True)
         self._put(request.key, request.value, caller)
         return m.Done()
 
     def get(self, request: m.StoreGetRequest, caller: Caller) -> m.StoreGetReply:
-        """Values of the keys that are there."""
+        """Return the values of the keys that exist, and the names of those that do not."""
         values = {}
         for key in request.keys:
             self._check(key, caller, write=False)
@@ -53,7 +54,7 @@ class Store:
         return m.StoreGetReply(values=values, missing=missing)
 
     def add(self, request: m.StoreAddRequest, caller: Caller) -> m.StoreAddReply:
-        """Add to a decimal number, once per nonce."""
+        """Add to the decimal number of a key, once per nonce. Raises `Refused` as `set` does."""
         self._check(request.key, caller, write=True)
         nonce, sums = (request.key, request.nonce), self._sums.setdefault(caller.site, {})
         if nonce not in sums:
@@ -69,7 +70,7 @@ class Store:
         return m.StoreAddReply(value=sums[nonce])
 
     def delete(self, request: m.StoreDeleteRequest, caller: Caller) -> m.StoreDeleteReply:
-        """Remove a key."""
+        """Delete a key. Raises `Refused` if the caller may not change it."""
         self._check(request.key, caller, write=True)
         deleted = self._find(request.key) is not None
         if self._values.pop(request.key, None) is None and deleted:
@@ -80,7 +81,7 @@ class Store:
         return m.StoreDeleteReply(deleted=deleted)
 
     def check(self, request: m.StoreCheckRequest) -> m.StoreCheckReply:
-        """Are all keys there?"""
+        """Return whether all keys exist."""
         present = all(self._find(key) is not None for key in request.keys)
         return m.StoreCheckReply(present=present)
 
@@ -94,7 +95,7 @@ class Store:
         self._forget_sums()
 
     def _forget_sums(self) -> None:
-        """A sum goes with its key."""
+        """Drop the results of additions whose key no longer exists."""
         self._sums = {
             site: {at: total for at, total in sums.items() if self._find(at[0]) is not None}
             for site, sums in self._sums.items()
@@ -121,7 +122,7 @@ class Store:
         self._record(key, value, caller.site)
 
     def _own(self, site: str) -> dict[str, int]:
-        """Sizes of a site's values, by key."""
+        """Return the sizes of a site's values, by key."""
         lasting = [key for key, owner in self._state.owners.items() if owner == site]
         return self._owned.get(site, {}) | {key: len(self._state.store[key]) for key in lasting}
 

@@ -1,4 +1,4 @@
-"""The ledger of token ranges: each sequence number is given out once, unless it was given back."""
+"""The ledger of token ranges: each sequence number is issued once, and again only if returned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Range = tuple[int, int]
 
 @dataclass(slots=True)
 class Entry:
-    """One range that one site was given for one round."""
+    """A range of sequence numbers, issued to one site for one round."""
 
     site: str
     incarnation: int
@@ -21,19 +21,20 @@ class Entry:
     start: int
     count: int
     state: str = "issued"
-    """issued, committed or returned."""
+    """One of issued, committed (the site has trained on it) and returned."""
 
 
 @dataclass
 class Ledger:
-    """Who has which numbers. `next`: first number never issued, per space; `pool`: returned and
-    not yet issued again, per space, sorted and merged."""
+    """All ranges that were issued. `next` holds the first number never issued, by space. `pool`
+    holds the returned ranges that wait to be issued again, by space, sorted and merged."""
 
     entries: list[Entry] = field(default_factory=list)
     next: dict[str, int] = field(default_factory=dict)
     pool: dict[str, list[Range]] = field(default_factory=dict)
     until: int | None = None
-    """Later rounds are not recorded: for a ledger as it was at a checkpoint."""
+    """Ranges of rounds after this one are not recorded, for the ledger of a checkpoint. None: all
+    rounds are recorded."""
     _open: dict[tuple[str, int], list[Entry]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -44,8 +45,11 @@ class Ledger:
                 self._open.setdefault((entry.site, entry.incarnation), []).append(entry)
 
     def allocate(self, space: str, needed: int, offset: int, spare: list[Range]) -> list[Range]:
-        """Ranges of `needed` numbers, out of `spare` (which is shortened) and then the counter
-        advanced by `offset`. Changes nothing else."""
+        """Propose ranges with `needed` numbers of `space`; `issue` records them.
+
+        Numbers come first from `spare`, which is shortened, then from `next` plus `offset`. The
+        ledger itself is not changed.
+        """
         ranges: list[Range] = []
         while needed and spare:
             start, count = spare.pop(0)
@@ -61,7 +65,7 @@ class Ledger:
     def issue(
         self, site: str, incarnation: int, round_: int, space: str, ranges: list[Range]
     ) -> None:
-        """Record ranges that `allocate` proposed. Raises ValueError if one is not free."""
+        """Record ranges that `allocate` proposed. Raises `ValueError` if a range is not free."""
         if self.until is not None and round_ > self.until:
             return
         for start, count in ranges:
@@ -74,7 +78,7 @@ class Ledger:
             self._open.setdefault((site, incarnation), []).append(entry)
 
     def commit(self, site: str, incarnation: int, round_: int) -> None:
-        """The round's ranges of a site are trained on."""
+        """Mark the ranges of a site's round as committed: the site has trained on them."""
         left = []
         for entry in self._open.get((site, incarnation), []):
             if entry.round == round_:
@@ -84,21 +88,21 @@ class Ledger:
         self._open[site, incarnation] = left
 
     def give_back(self, site: str, incarnation: int) -> None:
-        """All ranges that a site has not committed go back."""
+        """Return all ranges that a site has not committed to the pool."""
         for entry in self._open.pop((site, incarnation), []):
             entry.state = "returned"
             self._put(entry.space, entry.start, entry.count)
 
     def give_back_range(self, space: str, start: int, count: int) -> None:
-        """Numbers that nobody has trained on are to be given out again."""
+        """Put numbers into the pool on which no site has trained."""
         self._put(space, start, count)
 
     def note_committed(self, site: str, space: str, ranges: list[Range]) -> None:
-        """Numbers that were trained on before this run, under the name `site`."""
+        """Record ranges that were trained on before this run, under the name `site`."""
         self.entries += [Entry(site, 0, 0, space, *each, "committed") for each in ranges]
 
     def adopt(self, site: str, incarnation: int) -> None:
-        """A site that resumed goes on with the ranges of its earlier incarnation."""
+        """Give a site that resumed the open ranges of its earlier incarnations."""
         entries = [
             entry for key in list(self._open) if key[0] == site for entry in self._open.pop(key)
         ]
@@ -108,11 +112,11 @@ class Ledger:
 
     @property
     def holders(self) -> list[tuple[str, int]]:
-        """(site, incarnation) of those with ranges that are neither committed nor returned."""
+        """(site, incarnation) of all holders of ranges that are neither committed nor returned."""
         return [key for key, entries in self._open.items() if entries]
 
     def settle(self, round_: int, sites: list[str]) -> None:
-        """A checkpoint of `sites` within `round_` contains what they did in earlier rounds."""
+        """Commit the ranges of `sites` for rounds before `round_`, which they have finished."""
         for site, incarnation in self.holders:
             if site in sites:
                 for earlier in {entry.round for entry in self._open[site, incarnation]}:
@@ -120,11 +124,13 @@ class Ledger:
                         self.commit(site, incarnation, earlier)
 
     def reopen(self, round_: int, sites: Collection[str]) -> None:
-        """The run goes on from a checkpoint within `round_`, its last recorded one, that `sites`
-        have: what was trained on in that round since then is to be trained on again, and what was
-        given back of `sites` is theirs again, if they come back."""
+        """Reopen ranges for a resume from a checkpoint of `sites` in `round_`, the last round.
+
+        Ranges committed since the checkpoint become issued again, because they are trained on
+        again. So do ranges that `sites` returned, in case these sites come back.
+        """
         for entry in self.entries:
-            # Incarnation 0: of the run before this one.
+            # Entries with incarnation 0 are those of the run before this one.
             if entry.round < round_ or entry.state == "issued" or not entry.incarnation:
                 continue
             if entry.state == "returned":
@@ -135,7 +141,7 @@ class Ledger:
             self._open.setdefault((entry.site, entry.incarnation), []).append(entry)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it. Inverse: `from_json`."""
+        """Return the ledger as JSON values; `from_json` is the inverse."""
         return {
             "entries": [asdict(entry) for entry in self.entries],
             "next": dict(self.next),
@@ -144,7 +150,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], until: int | None = None) -> Ledger:
-        """Inverse of `to_json`."""
+        """Return the ledger that `to_json` returned as `data`, with the given `until`."""
         return cls(
             [Entry(**entry) for entry in data["entries"]],
             dict(data["next"]),

@@ -1,4 +1,4 @@
-"""The ledger of token ranges, checked: was a sequence trained on twice, or is one lost?"""
+"""Checks the ledger of token ranges for sequences that were trained on twice, or are lost."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dilocox.coordinator.server.ledger import Ledger, Range
 
 @dataclass(frozen=True)
 class Audit:
-    """Numbers of sequences, over all spaces."""
+    """Result of `audit`: counts of sequences over all spaces."""
 
     committed: int
-    """Trained on by a site that finished its round."""
+    """Sequences on which a site has trained in a round that it finished."""
     doubled: int
-    """Of these, counted once too often: must be 0."""
+    """Repetitions among the committed sequences: must be 0."""
     unsettled: int
-    """Given out for a round that has not been finished, as at a stop."""
+    """Sequences issued for a round that was not finished, for example because of a stop."""
     waiting: int
-    """Given back by a site that left or died, and not given out again before the end."""
+    """Sequences that a site returned when it left or died, and that were not issued again."""
     missing: int
-    """Below the highest number given out, and in none of the above: must be 0."""
+    """Sequences below the highest issued one that are in no other count: must be 0."""
 
     @property
     def problem(self) -> str:
-        """One line on what must not be; nothing if all is well."""
+        """One line about a fault in the ledger; empty if there is none."""
         if not self.doubled and not self.missing:
             return ""
         return (
@@ -35,7 +35,7 @@ class Audit:
 
 
 def audit(ledger: Ledger) -> Audit:
-    """Check a ledger. Pure."""
+    """Check a ledger and return the counts. Pure."""
     by_state: dict[str, dict[str, list[Range]]] = {"committed": {}, "issued": {}, "returned": {}}
     for entry in ledger.entries:
         ranges = by_state[entry.state].setdefault(entry.space, [])
@@ -54,7 +54,7 @@ def audit(ledger: Ledger) -> Audit:
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """The same numbers in ranges that do not touch, sorted."""
+    """Return the union of ranges as sorted ranges that do not touch."""
     merged: list[Range] = []
     for start, count in sorted(ranges):
         if merged and start <= merged[-1][0] + merged[-1][1]:

@@ -1,4 +1,4 @@
-"""Runs a coordinator in this process until its run is over."""
+"""Runs a coordinator in this process until its run has ended."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from dilocox.utils.storage import ROOM_PAUSE
 
 _log = logging.getLogger(__name__)
 LINGER = 2.0
-"""Seconds that a coordinator stays, at most, when all ranks have said that they are done: less,
-once they have hung up."""
+"""Longest time in seconds that the server stays up after all ranks have reported that they are
+done. It ends earlier once all ranks have closed their connections."""
 
 
 def serve(
@@ -53,18 +53,27 @@ def serve(
     on_ledger: Callable[[Ledger], None] | None = None,
     ready_file: str | Path | None = None,
 ) -> m.Status:
-    """Serve the run of `config` with its log and keys in `folder` until it is over; how it ended.
+    """Serve the run of `config` until it has ended, and return its final status.
 
-    On a folder with a log it goes on where that ends; with `resume` it goes back to the latest
-    complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
-    `payloads`, `earlier`: see `Coordinator`. `on_report` gets (site, round, kind, metrics); the
-    server waits for it, so it must return soon. `on_message` gets a line when sites come and go,
-    `on_plan` every plan when it is made, `on_resumed` the round that is resumed in, `on_ledger` the
-    ledger when the run is over. `notary` writes the run's record.
-    When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
-    or SIGTERM stops the run at a slot end, a second one, 2 s later or more, ends the server at
-    once. Blocks; raises
-    `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
+    If `folder` holds a log, the run continues where the log ends. The first SIGINT or SIGTERM
+    stops the run at a slot end; a second one, at least 2 s later, ends the server at once.
+
+    Args:
+        config: The run file.
+        folder: Folder of the event log and the keys.
+        host, port: Address to listen on; by default that of `[network]`.
+        wait_for, payloads, earlier: As for `Coordinator`.
+        resume: True: resume from the latest complete checkpoint. A number: from that tick.
+        on_report: Gets (site, round, kind, metrics). The server waits, so it must return soon.
+        on_message: Gets a line for people, for example when a site joins or leaves.
+        on_plan: Gets every plan when it is made.
+        on_resumed: Gets the round of the checkpoint of a resume.
+        notary: Writer of the run's record.
+        on_ready: Gets the server's endpoint when the server listens.
+        on_ledger: Gets the ledger when the run has ended.
+        ready_file: File for the endpoint as JSON (mode 0600), written when the server listens.
+
+    Raises `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
     """
     raise_open_files()
     coordinator = Coordinator(
@@ -91,7 +100,7 @@ def serve(
         elif coordinator.state.sequence:
             _go_on(coordinator, on_message)
         if ready_file is not None:
-            # One from an earlier start would be read as this one's.
+            # A file from an earlier start would be taken for this server's endpoint.
             Path(ready_file).unlink(missing_ok=True)
         where = (host or config.network.host, config.network.port if port is None else port)
 
@@ -118,7 +127,7 @@ def serve(
 
 
 def _go_on(coordinator: Coordinator, on_message: Callable[[str], None] | None) -> None:
-    """Hand on what the process before may have logged and no more; say where the run stands."""
+    """Hand on reports that the previous process may only have logged; show the run's position."""
     state = coordinator.state
     coordinator.reports.again()
     if on_message is not None:
@@ -131,9 +140,9 @@ def _go_on(coordinator: Coordinator, on_message: Callable[[str], None] | None) -
 
 
 def reachable_name(host: str) -> str:
-    """`host`, or for a wildcard address this machine's own on the way out.
+    """Return `host`, or for a wildcard address this machine's address on its default route.
 
-    Nothing is sent: connecting a datagram socket only looks up the route.
+    No packet is sent: connecting a datagram socket only looks up the route.
     """
     probes = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}  # noqa: S104
     if host not in probes:
@@ -174,7 +183,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            # Ignored where a parent decides what a terminal's Ctrl-C means.
+            # If a parent process handles the terminal's Ctrl-C, it has set the signal to ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, interrupted)
     try:
@@ -184,8 +193,8 @@ async def _serve(
         for end in ends:
             end.cancel()
         if not quit_now.is_set():
-            # Ranks learn the end by their next call. Where all have said that they are done, and
-            # nobody was about to enter, they hang up and nobody calls any more.
+            # Ranks learn of the end by their next call, so the server stays for a while. If all
+            # ranks are done and no site was entering, it stays only until they have disconnected.
             state = coordinator.state
             if state.phase != "failed" and not state.with_role("enrolled", "entering", "active"):
                 await server.hung_up(LINGER)

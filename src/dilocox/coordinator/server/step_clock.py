@@ -1,13 +1,13 @@
-"""What the coordinator's own clock says of how long the inner steps of a site take.
+"""Bounds on the time of a site's inner steps, from the coordinator's own clock.
 
-A site says itself how long its steps take, and how many steps the others take follows from that.
+A site reports how long its steps take, and the number of steps of the other sites depends on that.
 The coordinator sees when a site arrives at its exchanges. Between two arrivals the site has taken
-the steps of its plan, and has waited for nothing but what the coordinator knows: plans, leases and
-decisions. Time that none of these explain went into steps. Pure: time enters as an argument.
+the steps of its plan, and has waited only for plans, leases and decisions, which the coordinator
+knows. All other time went into steps. Pure: time is an argument.
 
-A claim is replaced only where the clock contradicts it. Latency, decoding and accounts take time at
-every site: as much as the other sites of the round need is allowed twice, and one beat besides. In
-rounds that are as short as beats it is a quarter of what the site took.
+A claim is replaced only if the clock contradicts it. Latency, decoding and reports take time at
+every site. So a site may need twice the median time that the other sites need for this, plus one
+beat. In rounds as short as a beat, a quarter of the site's time replaces the beat.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from dilocox.coordinator.server.exchange_votes import RankKey
 from dilocox.coordinator.server.state import CoordinatorState
 
 USUAL = 2.0
-"""Seconds beside steps that a site may need in a round, in those of the others' median."""
+"""Time beside steps that a site may need in a round, as a multiple of the other sites' median."""
 SHORT = 0.25
-"""Instead of a beat, as a share of the time that a site took, where that is less."""
+"""Share of the site's time that replaces the allowance of one beat if it is less."""
 NEAR = 1.25
-"""A claim that is off by less than this factor stays."""
+"""A claim that is wrong by less than this factor is kept."""
 KEPT = 6
-"""Times of so many rounds are kept."""
+"""Number of rounds whose times are kept."""
 _US = 1_000_000
 
 Evidence = tuple[float, int]
-"""(moment, steps): a site took so many steps from a moment on, and nothing held it up after."""
+"""(moment in seconds, steps): from this moment on the site took this number of steps without any
+further wait."""
 _Key = TypeVar("_Key")
 Moments = dict[tuple[str, int], float]
-"""By site and round, in seconds."""
+"""Moments in seconds, by site and round."""
 
 
 class StepClock:
-    """Moments of all sites: when they heard of a round, came to its exchanges, and were through."""
+    """Times at which sites got plans, arrived at exchanges and finished rounds."""
 
     def __init__(self, beat: float) -> None:
-        """`beat`: seconds between two beats of a rank."""
+        """`beat`: seconds between two heartbeats of a rank."""
         self._beat = beat
         self._told: Moments = {}
         self._done: Moments = {}
@@ -55,19 +56,22 @@ class StepClock:
         self._judged = -1
 
     def told(self, site: str, round_: int, now: float) -> None:
-        """A site is answered with the plan of a round; the first time counts."""
+        """Note that a site got the plan of a round; the first time counts."""
         self._told.setdefault((site, round_), now)
 
     def done(self, site: str, round_: int, now: float) -> None:
-        """A rank of a site is through with a round; the last one counts."""
+        """Note that a rank of a site finished a round; the last rank counts."""
         self._done[site, round_] = now
 
     def arrived(self, key: str, rank: RankKey, now: float) -> None:
-        """A rank begins an exchange; the first time counts."""
+        """Note that a rank begins an exchange; the first time counts."""
         self._arrived.setdefault(key, {}).setdefault(rank, now)
 
     def happened(self, state: CoordinatorState, event: e.Event, now: float) -> None:
-        """An event was applied. While sites come and go no step is timed: donors serve them."""
+        """Note an event that was applied.
+
+        No steps are timed while sites enter or leave, because donors then spend time on them.
+        """
         if isinstance(event, e.Decided) and event.decision == "commit":
             self._decided.setdefault(event.key, now)
         elif isinstance(event, e.Leased):
@@ -88,8 +92,11 @@ class StepClock:
         self._decided = {key: at for key, at in self._decided.items() if key in state.exchanges}
 
     def look(self, now: float, limit: float) -> None:
-        """To be called often. Time in which the caller itself was held up, for more than `limit`
-        seconds, is taken out."""
+        """Correct all times for a pause of the coordinator. Call it often.
+
+        If more than `limit` seconds have passed since the last call, the coordinator itself was
+        held up, and the pause counts for no site.
+        """
         if self._looked is not None and now - self._looked > limit:
             by = now - self._looked
 
@@ -103,9 +110,9 @@ class StepClock:
         self._looked = now
 
     def findings(self, state: CoordinatorState, before: int, time: float) -> list[e.Clocked]:
-        """Claims about steps of rounds before `before`, not judged yet, that the clock contradicts.
+        """Return corrections of step times that the clock contradicts.
 
-        `time` stamps the events.
+        Rounds before `before` are checked, each once. `time` stamps the events.
         """
         found = []
         for round_ in [r for r in sorted(state.measured) if self._judged < r < before]:
@@ -118,7 +125,7 @@ class StepClock:
     def _bounded(
         self, state: CoordinatorState, round_: int, claims: Mapping[str, int]
     ) -> dict[str, int]:
-        """Step times in microseconds by site, of those whose claim cannot be."""
+        """Return corrected step times, in microseconds, of the sites with impossible claims."""
         plan = state.plans.get(round_)
         if plan is None or plan.kind != "train":
             return {}
@@ -155,8 +162,10 @@ class StepClock:
     def _evidence(
         self, state: CoordinatorState, plan: RoundPlan, site: str
     ) -> tuple[float, list[Evidence]] | None:
-        """When a site came to its last exchange of a round, and what may have held it up before;
-        None where nothing can be said."""
+        """Return when a site arrived at its last exchange of a round, and the evidence before.
+
+        None if the times are not known.
+        """
         stages, member = state.config.site.stages, plan.members[site]
         length = plan.inner_steps // plan.slots
         last = ExchangeKey.outer(plan.round, stages - 1, plan.fragments - 1)
@@ -179,18 +188,21 @@ class StepClock:
         granted = 0
         for tick, when in self._leases:
             if granted in ticks:
-                # A rank hears of its lease with its next beat.
+                # A rank gets its lease with its next beat.
                 found.append((when + self._beat, steps_after(granted)))
             granted = tick
         found += [(when, 0) for when in self._before(site, last.text, end)]
-        # What was decided, or granted, after the site had come has held it up nowhere.
+        # Decisions and leases after the site's arrival cannot have held it up.
         return end, [(when, steps) for when, steps in found if when <= end]
 
     def _start(
         self, state: CoordinatorState, plan: RoundPlan, site: str
     ) -> tuple[float, int] | None:
-        """(moment, tick) from which on a site did nothing but train: its last exchange of the round
-        before, or, after a pause for a checkpoint or an evaluation, its first one of the round."""
+        """Return the (moment, tick) from which on a site only trained, or None.
+
+        It is the arrival at the last exchange of the round before. After a pause for a checkpoint
+        or an evaluation it is the arrival at the first exchange of the round.
+        """
         stages, before = state.config.site.stages, state.plans.get(plan.round - 1)
         if before is None or site not in before.members:
             return None
@@ -206,8 +218,10 @@ class StepClock:
         return [when for rank, when in self._arrived.get(key, {}).items() if rank[0] == site]
 
     def _before(self, site: str, key: str, end: float) -> Iterable[float]:
-        """Decisions that a rank waits for before it begins an exchange: only `AT_ONCE` of its own
-        are under way."""
+        """Return the times of decisions for which a rank must wait before it begins an exchange.
+
+        A rank has at most `AT_ONCE` exchanges in flight.
+        """
         place = ExchangeKey.parse(key).stage
         earlier = sorted(
             (min(times), other)
@@ -220,7 +234,7 @@ class StepClock:
 
 
 def _landings(state: CoordinatorState, plan: RoundPlan) -> Iterable[tuple[str, int, int]]:
-    """(key, tick of its boundary, tick of its landing) of exchanges that may land in a round."""
+    """Yield (key, tick of boundary, tick of landing) of exchanges that may land in a round."""
     stages = state.config.site.stages
     for each in (state.plans.get(plan.round - 1), plan):
         if each is None or each.kind != "train":
@@ -234,13 +248,15 @@ def _landings(state: CoordinatorState, plan: RoundPlan) -> Iterable[tuple[str, i
 
 
 def expected(evidence: Sequence[Evidence], step_us: int) -> float:
-    """When a site whose steps take `step_us` comes to an exchange, in seconds."""
+    """Return the moment, in seconds, at which a site with steps of `step_us` arrives."""
     return max(when + steps * step_us / _US for when, steps in evidence)
 
 
 def least_step(evidence: Sequence[Evidence], end: float) -> int:
-    """The shortest step time in microseconds with which a site comes as late as at `end`; 0 where
-    nothing bounds it, as where a slow site takes no step after the moments that are known."""
+    """Return the shortest step time, in microseconds, with which a site arrives as late as `end`.
+
+    0 if the evidence gives no bound, for example if a slow site took no step after it.
+    """
     if any(when >= end for when, steps in evidence if not steps):
         return 0
     return round(max(0.0, min(((end - when) / n for when, n in evidence if n), default=0.0)) * _US)

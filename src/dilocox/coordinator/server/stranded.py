@@ -1,4 +1,4 @@
-"""A run that is to stop and cannot reach its stop, because a site that it needs is gone."""
+"""Ends a run that cannot reach its planned stop, because a site that it needs is lost."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from dilocox.coordinator.server.state import REMEMBERED, CoordinatorState
 
 
 def ended(state: CoordinatorState, time: float) -> e.Ended | None:
-    """The event that ends a run whose stop waits for a site that is gone; None for other runs.
+    """Return the event that ends a run whose stop waits for a lost site; None for other runs.
 
-    With fewer sites than `outer.min_sites` nothing is decided. Where the others still need a
-    decision, or a plan, before the slot at which all write a checkpoint, they would wait for ever.
-    Where they need none, they write it.
+    With fewer sites than `outer.min_sites`, exchanges are not decided and rounds are not planned.
+    If the remaining sites need a decision or a plan before the slot of their last checkpoint, they
+    would wait forever. If they need none, they write the checkpoint.
     """
     if state.phase != "stopping" or not state.with_role("active"):
         return None
     if len(state.with_role("entering", "active")) >= state.config.outer.min_sites:
         return None
     if any(not state.turned_back(name) for name in state.with_role("finished")):
-        return None  # it has reached the stop, so all that is needed for that is decided
+        return None  # A site has reached the stop, so all decisions before the stop are made.
     if not _waits(state):
         return None
     return e.Ended(time, "stopped", while_waiting(state, state.reason))
 
 
 def while_waiting(state: CoordinatorState, reason: str) -> str:
-    """`reason` of an end without a checkpoint of that moment, with the one to go back to."""
+    """Return `reason`, with a note that the run waited for sites and with its latest checkpoint."""
     newest = max((at for at, own in state.checkpoints.items() if own.sites), default=None)
     back = "there is no checkpoint" if newest is None else f"checkpoint at slot {newest}"
     return f"{reason}, while the run waited for sites ({back})"
 
 
 def _waits(state: CoordinatorState) -> bool:
-    """Whether an active site needs a plan, or a decision, before the stop."""
+    """Return whether an active site needs a plan or a decision before the stop."""
     stop = state.stop_tick or 0
     last = state.plans.get(state.next_round - 1)
     if last is None or (last.kind == "train" and last.first_tick + last.slots < stop):
@@ -54,8 +54,10 @@ def _waits(state: CoordinatorState) -> bool:
 
 
 def _landings(state: CoordinatorState, plan: RoundPlan) -> Iterator[tuple[str, int]]:
-    """Every exchange of a round, and the tick at which it lands at the latest: at the next boundary
-    of what it holds, where that comes before the delay is over."""
+    """Yield every exchange of a round, with the latest tick at which it lands.
+
+    It lands after the plan's delay, or earlier at the next boundary of the same layers.
+    """
     stages, after = state.config.site.stages, state.plans.get(plan.round + 1)
     for stage in range(stages):
         if plan.kind == "flush":
@@ -68,7 +70,7 @@ def _landings(state: CoordinatorState, plan: RoundPlan) -> Iterator[tuple[str, i
         for fragment, slot in enumerate(begins):
             tick = plan.first_tick + slot + plan.delay
             if after is not None:
-                # Another number of fragments divides the model otherwise; a flush lands all.
+                # With another number of fragments, the first boundary counts; a flush lands all.
                 at = 0 if again is None else again[fragment if len(again) == len(begins) else 0]
                 tick = min(tick, after.first_tick + at)
             yield ExchangeKey.outer(plan.round, stage, fragment).text, tick

@@ -1,7 +1,7 @@
 """Join tokens: one per site, derived from a secret that never leaves the coordinator's folder.
 
-A token admits its own site's name alone: token = HMAC-SHA-256(secret, label, site, issue), cut to
-128 bits (RFC 2104). A new issue of a site's token ends the one before.
+A token admits only the name of its own site. Token = HMAC-SHA-256(secret, label, site, issue), cut
+to 128 bits (RFC 2104). A new issue of a site's token makes the earlier one void.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from dilocox.coordinator.identity import write_private
 from dilocox.coordinator.protocol.token_format import JoinToken
 
 FOLDER = "tokens"
-"""In the coordinator's folder: a file for every site, readable by its owner, to be handed out."""
+"""Folder in the coordinator's folder with one token file per site, which the operator hands out.
+Only the owner can read the files."""
 SECRET = "token-secret"  # noqa: S105  (a file's name)
-"""Beside it, readable by its owner: what tokens are derived from, hex. It is nobody's token."""
+"""File in the coordinator's folder with the secret of all tokens, hex; only its owner can read it.
+The secret itself is not a token."""
 SHARED_SECRET, SHARED_TOKEN = "secret", "token"
-"""Of a folder from a dilocox with one token for all sites: its secret, and that token."""
+"""Files of an earlier dilocox with one token for all sites: the secret and the token."""
 _LABEL = b"dilocox join token 1"
 
 
@@ -28,11 +30,10 @@ class SiteTokens:
     """The join tokens of one run."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        """Go on with the secret in `folder`, or make one. `fingerprint`: of the server's
-        certificate, SHA-256, hex.
+        """Read the secret in `folder`, or make one.
 
-        A shared token of an earlier dilocox is known to all of its sites. So nothing is derived
-        from it, and it admits nobody.
+        `fingerprint` is the SHA-256 of the server's certificate, hex. A shared token of an earlier
+        dilocox is known to all of its sites, so no token is derived from it and it admits no site.
         """
         path, shared = folder / SECRET, folder / SHARED_SECRET
         if not path.exists():
@@ -44,23 +45,23 @@ class SiteTokens:
         )
 
     def of(self, site: str, issue: int = 0) -> JoinToken:
-        """The token of `site`. `issue`: how many were made void before."""
+        """Return the token of `site`. `issue` is the number of its tokens that are void."""
         said = b"\0".join((_LABEL, site.encode(), str(issue).encode()))
         mac = hmac.new(self._secret, said, hashlib.sha256)
         return JoinToken(self.fingerprint, mac.hexdigest()[:32])
 
     def holder(self, token: str, issues: Mapping[str, int]) -> str | None:
-        """The site that `token` admits; None for no token of this run that is in force.
+        """Return the site that `token` admits, or None if it is not a valid token of this run.
 
-        `issues`: by name, of all sites.
+        `issues` holds the issue of the valid token by site.
         """
         found = [name for name, issue in issues.items() if _same(token, str(self.of(name, issue)))]
         return found[0] if found else None
 
     def unknown(self, token: str, site: str) -> str:
-        """Why a token without a holder does not admit `site`, in one line.
+        """Return one line that says why an invalid token does not admit `site`.
 
-        To a caller without any token the line tells nothing about the run.
+        The line tells a caller without any token nothing about the run.
         """
         why = "not this run's, or not in force any more"
         if self._shared is not None and _same(token, self._shared):
@@ -68,7 +69,7 @@ class SiteTokens:
         return f"token: {why}; {mend(site)}"
 
     def write(self, issues: Mapping[str, int]) -> None:
-        """Write the files that are handed out: for these sites, and for no others."""
+        """Write the token files of the sites in `issues`, and delete those of all other sites."""
         place = self._folder / FOLDER
         place.mkdir(mode=0o700, exist_ok=True)
         for name, issue in issues.items():
@@ -80,7 +81,7 @@ class SiteTokens:
 
 
 def mend(site: str) -> str:
-    """Where the token of `site` is taken from."""
+    """Return the part of a message that says where to get the token of `site`."""
     return f"copy the file coordinator/tokens/{site} of its run folder"
 
 
