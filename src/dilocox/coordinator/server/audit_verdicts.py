@@ -1,4 +1,4 @@
-"""Verdicts of audits that members hand in for the record."""
+"""Requests that submit verdicts of audits for the record."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dilocox.coordinator.server.tokens import SiteTokens
 
 
 class AuditVerdicts:
-    """Takes verdicts of members: of the operator, of a site, of who holds a site's token.
+    """Takes verdicts from the operator, from sites, and from holders of a site's token.
 
-    Raises `Refused` with one line.
+    A request that is not allowed raises `Refused` with one line.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class AuditVerdicts:
         tokens: SiteTokens,
         tell: Callable[[str], None],
     ) -> None:
-        """`tell`: takes a message to the run's operator."""
+        """`tell` shows a message to the run's operator."""
         self._run, self._budgets, self._witness = run, budgets, witness
         self._tokens, self._tell = tokens, tell
 
     def take(self, request: HandInRequest, caller: Caller) -> HandInReply:
-        """One by a certificate."""
+        """Take a verdict from a caller with a certificate."""
         return self._take(request.statement, "" if caller.operator else caller.site)
 
     def take_by_token(self, request: TokenHandInRequest) -> HandInReply:
-        """One by a site's token, which is in force. The site may train meanwhile, or not."""
+        """Take a verdict from a holder of a site's valid token. The site need not be training."""
         holder = self._tokens.holder(request.token, self._run.state.tokens_in_force)
         if holder is None:
             raise Refused("join", "token: not this run's, or not in force any more")
@@ -49,7 +49,7 @@ class AuditVerdicts:
         if not self._witness.run:
             raise Refused("refused", "verdict: this run keeps no record (record.enabled = false)")
         if statement is not None:
-            if by:  # the operator's disk is the operator's matter
+            if by:  # The operator has no budget: it is the operator's own disk.
                 self._budgets.spend(by, "verdicts")
             text = self._witness.verdict(by, statement)
             if text is not None:

@@ -1,4 +1,4 @@
-"""Tasks in the background of a coordinator: what one raises is said, and the task goes on."""
+"""Background tasks of a coordinator: their errors are logged, and a repeated task continues."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _log = logging.getLogger(__name__)
 
 
 async def repeat(call: Callable[[], None], seconds: float, what: str) -> None:
-    """`call()` every so many seconds, for ever. What it raises is logged in one line, once as long
-    as it stays the same; then `call` is tried again. `what` names the task in that line."""
+    """Call `call` every `seconds` forever, also after errors.
+
+    An error is logged in one line, and not again while it stays the same. `what` names the task in
+    this line.
+    """
     trouble = ""
     while True:
         await asyncio.sleep(seconds)
@@ -22,7 +25,7 @@ async def repeat(call: Callable[[], None], seconds: float, what: str) -> None:
             before, trouble = trouble, ""
             if before:
                 _log.warning("coordinator: %s goes on", what)
-        except Exception as error:  # also what nobody has thought of: a dead task is seen by nobody
+        except Exception as error:  # Any error: a task that ended would go unnoticed.
             known = isinstance(error, TrainingError)
             text = str(error) if known else f"internal error in {what}: {error!r}; tried again"
             if text != trouble:
@@ -32,7 +35,7 @@ async def repeat(call: Callable[[], None], seconds: float, what: str) -> None:
 
 
 def say_if_it_dies(task: asyncio.Task[None], what: str) -> None:
-    """Log in one line what ends `task`, unless it was cancelled."""
+    """Log the error that ends `task` in one line, unless the task was cancelled."""
 
     def ended(done: asyncio.Task[None]) -> None:
         error = None if done.cancelled() else done.exception()

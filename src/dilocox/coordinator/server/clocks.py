@@ -1,6 +1,6 @@
-"""The coordinator's own clock: what it has seen of sites, whatever they say of themselves.
+"""The coordinator's own time measurements of sites, which do not depend on the sites' claims.
 
-None of it is in the log. A coordinator that starts again begins to count anew.
+They are not logged. A coordinator that restarts begins without them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dilocox.coordinator.server.vote_times import VoteTimes
 
 
 class Clocks:
-    """When sites were there for exchanges, voted on them, and took their steps."""
+    """Times at which sites arrived at exchanges, voted on them, and took their steps."""
 
     def __init__(self, limits: Timeouts) -> None:
         self._limits = limits
@@ -26,15 +26,17 @@ class Clocks:
         self.steps = StepClock(limits.beat)
 
     def happened(self, state: CoordinatorState, event: e.Event, now: float) -> None:
-        """An event was logged and applied."""
+        """Note an event that was logged and applied."""
         self.steps.happened(state, event, now)
         self.votes.happened(event, now)
 
     def planned(
         self, state: CoordinatorState, plan: e.Planned, record: Callable[[e.Event], None]
     ) -> e.Planned:
-        """`plan`, or another one, after what the clock corrects of the measurements that it was
-        made from is recorded."""
+        """Return `plan`, or a new one if the clock corrects measurements behind it.
+
+        `record` logs the corrections.
+        """
         round_ = int(plan.plan["round"])
         if not state.config.measures:
             return plan
@@ -45,8 +47,10 @@ class Clocks:
         return plan
 
     def overdue(self, state: CoordinatorState, now: float) -> list[Straggler]:
-        """Sites that the others go on without now. To be called often: time in which the caller was
-        held up counts against nobody."""
+        """Return the stragglers, sites without which the others go on now.
+
+        Call it often. Time in which the coordinator itself was held up does not count.
+        """
         held_up = self._limits.heartbeat / 2
         self.arrivals.look(now, held_up)
         self.steps.look(now, held_up)

@@ -1,7 +1,7 @@
-"""The coordinator's door: TCP and TLS, with limits on callers that show no certificate.
+"""The coordinator's TCP and TLS listener, with limits on callers without a certificate.
 
-asyncio's own servers hold a buffer of 256 KiB for every connection from its first moment, and
-without a limit on connections idle ones would use up memory and file descriptors.
+asyncio's own servers hold a buffer of 256 KiB for every connection from its first moment. Without
+a limit, idle connections would use up memory and file descriptors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dilocox.utils.unauthenticated import Strangers
 
 HANDSHAKE_SECONDS = 10.0
 FIRST_REQUEST_SECONDS = 15.0
-"""From a stranger's handshake to the head of its request."""
+"""Time limit in seconds from a stranger's handshake to the head of its request."""
 _GOODBYE_SECONDS = 2.0
 _LOOK = 0.25
 _OUT_OF_FILES_PAUSE = 0.2
@@ -33,14 +33,15 @@ _log = logging.getLogger(__name__)
 
 
 class Door:
-    """Lets callers in to an aiohttp server: members as they come, strangers with limits.
+    """Accepts connections for an aiohttp server, with limits on strangers and members.
 
-    A stranger has no client certificate of this run. It has seconds to its first request, and when
-    there are too many the oldest goes (`Strangers`); so it does of a member that has too many.
+    A stranger is a caller without a client certificate of this run. It has a few seconds until its
+    first request. If there are too many strangers, the oldest connection is closed (`Strangers`).
+    If a site has too many connections, its oldest one is closed (`Members`).
     """
 
     def __init__(self, server: web.Server, context: ssl.SSLContext, ranks: int = 1) -> None:
-        """`ranks` of every site: each may have connections of its own."""
+        """`ranks`: number of ranks of every site, which sets the limit of its connections."""
         self._server, self._context = server, context
         self._members = Members(ranks)
         self._listeners: list[socket.socket] = []
@@ -48,12 +49,15 @@ class Door:
         self._strangers: Strangers[asyncio.Task[None]] = Strangers()
         self._tasks: set[asyncio.Task[None]] = set()
         self._silent: set[Any] = set()
-        """Handlers of strangers that have not asked for anything yet."""
+        """Handlers of connections that have not sent a request yet."""
         self._unnamed: set[Any] = set()
-        """Handlers of strangers that are through the handshake."""
+        """Handlers of strangers that have completed the handshake."""
 
     async def listen(self, host: str, port: int) -> int:
-        """Listen at all addresses of `host`; the port (0 takes a free one). Raises `OSError`."""
+        """Listen on all addresses of `host`. Returns the port; `port` 0 takes a free one.
+
+        Raises `OSError` if an address cannot be used.
+        """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -65,7 +69,7 @@ class Door:
                 )
             except OSError as error:
                 if error.errno == errno.EADDRNOTAVAIL and self._listeners:
-                    continue  # a name for an address that this machine has not
+                    continue  # The name also stands for an address that this machine lacks.
                 raise
             listener.setblocking(False)
             self._listeners.append(listener)
@@ -77,15 +81,18 @@ class Door:
         return int(self._listeners[0].getsockname()[1]) if self._listeners else 0
 
     def asked(self, handler: Any) -> None:
-        """A caller's request has begun (`web.Request.protocol`): the request has limits now."""
+        """Note that a request has begun on the connection of `handler` (`web.Request.protocol`).
+
+        From now on the limits of the request apply.
+        """
         self._silent.discard(handler)
 
     def members(self) -> int:
-        """Open connections of callers that are no strangers."""
+        """Return the number of open connections of callers with a certificate."""
         return sum(handler not in self._unnamed for handler in self._server.connections)
 
     async def close(self) -> None:
-        """Let nobody in any more, and close strangers' connections."""
+        """Stop listening, and close strangers' connections."""
         tasks = [*self._accepting, *self._tasks]
         for task in tasks:
             task.cancel()
@@ -99,7 +106,7 @@ class Door:
         while True:
             try:
                 connection, where = await loop.sock_accept(listener)
-            except Exception as error:  # a door that stays shut after one failure is seen by nobody
+            except Exception as error:  # One failure must not stop the listener unnoticed.
                 reason = getattr(error, "strerror", None) or repr(error)
                 _log.warning("coordinator: a connection could not be taken (%s)", reason)
                 await asyncio.sleep(_OUT_OF_FILES_PAUSE)
@@ -112,11 +119,14 @@ class Door:
             oldest = self._strangers.add(task, str(where[0]), loop.time())
             if oldest is not None:
                 oldest.cancel()
-            # Everybody else has a turn, too: a flood fills the queue as fast as it is emptied.
+            # Let other tasks run: a flood fills the queue as fast as it is emptied.
             await asyncio.sleep(0)
 
     async def _let_in(self, connection: socket.socket) -> None:
-        """Make TLS on `connection`; while it is a stranger's, this stays. Cancelled, it closes."""
+        """Do the TLS handshake on `connection`, and watch the connection while it is a stranger's.
+
+        If this task is cancelled, the connection is closed.
+        """
         loop = asyncio.get_running_loop()
         handler = self._server()
         self._silent.add(handler)
@@ -141,7 +151,7 @@ class Door:
             finally:
                 if handler.transport is not None:
                     transport.abort()
-        except OSError as error:  # among them those of TLS
+        except OSError as error:  # This includes errors of TLS.
             _log.debug("coordinator: a caller went (%s)", error)
         finally:
             self._silent.discard(handler)
@@ -149,19 +159,19 @@ class Door:
 
 
 def raise_open_files() -> None:
-    """Allow this process as many open files as the system lets it: each connection is one."""
+    """Raise this process's limit of open files to the hard limit, since connections are files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        # Some systems name a hard limit and refuse it.
+        # Some systems report a hard limit that they do not grant.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class OneLineLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger for aiohttp's server: what a caller did wrong is one line, without a traceback."""
+    """Logger for aiohttp's server that logs a malformed request in one line, without traceback."""
 
     def exception(self, msg: object, *args: object, **options: Any) -> None:
-        """Log a caller's malformed request in one line, other errors as they are."""
+        """Log a malformed request in one line, and other errors with their traceback."""
         error = options.get("exc_info")
         if isinstance(error, HttpProcessingError):
             said = plain(str(error))[:200]

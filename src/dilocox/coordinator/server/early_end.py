@@ -1,7 +1,7 @@
 """When a run ends before its planned steps are done: by `evaluation.patience`, or by a callback.
 
-An early end is a flush in place of the next round that has no plan yet. What sites report of the
-held-out loss is their own word, so each site has a series of its own, and a majority decides.
+A run ends early by a flush in place of the next round that has no plan yet. Held-out losses are
+claims of the sites, so each site has its own series, and a majority of the sites decides.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dilocox.coordinator.server.held_out import HeldOut
 from dilocox.coordinator.server.state_fields import Facts
 
 KINDS = ("first_evaluation", "evaluation", "peer_evaluation")
-"""Reports of a held-out loss; `peer_evaluation`: by a site that is not the first of the plan."""
+"""Kinds of reports with a held-out loss. A `peer_evaluation` is that of a site which is not the
+first of the plan."""
 
 
 def note(state: Facts, event: e.Reported) -> None:
-    """Take up what a report says of the held-out loss, if it says anything of it."""
+    """Note the held-out loss of a report, if it has one, and a request to end the run."""
     if event.kind not in KINDS:
         return
     known = state.held_out.setdefault(event.site, HeldOut())
@@ -30,7 +31,10 @@ def note(state: Facts, event: e.Reported) -> None:
 
 
 def _may_ask(state: Facts, event: e.Reported) -> bool:
-    """A callback speaks at the site that the plan lets evaluate, and for that evaluation alone."""
+    """Return whether the report's site may ask to end the run.
+
+    Only the first site of a plan with an evaluation may, or in round 0 for the first evaluation.
+    """
     plan = state.plans.get(event.round)
     if plan is None or next(iter(plan.members), None) != event.site:
         return False
@@ -38,7 +42,7 @@ def _may_ask(state: Facts, event: e.Reported) -> bool:
 
 
 def due(state: Facts, time: float) -> e.EndingEarly | None:
-    """The event that ends the run early, if it has to end."""
+    """Return the event that ends the run early, or None."""
     if state.ends_early or state.flush_planned or state.phase != "running":
         return None
     active = state.with_role("active")
@@ -60,7 +64,7 @@ def due(state: Facts, time: float) -> e.EndingEarly | None:
 
 
 def to_log(state: Facts) -> dict[str, dict[str, Any]]:
-    """What is known of held-out losses, by site, for the log."""
+    """Return the held-out losses by site, as JSON values for the log."""
     return {name: asdict(known) for name, known in state.held_out.items()}
 
 

@@ -1,4 +1,4 @@
-"""Who may join: every reason why a site is refused, with its mend."""
+"""Checks of an enrolment: every reason to refuse a site, with the remedy in the message."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from dilocox.version import __version__
 
 
 def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolRequest) -> None:
-    """Raise `Refused` unless the request is one of a site of this run. Nothing about the run is
-    told to a caller without a token."""
+    """Raise `Refused` unless a site of this run may join with this request.
+
+    A caller without a valid token learns nothing about the run.
+    """
     site = request.site
     holder = tokens.holder(request.token, state.token_issues)
     if holder is None:
@@ -67,8 +69,8 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
     if request.data_digest is None or state.data_digest is None:
         return
     if request.data_digest != state.data_digest:
-        # Sites with text of their own have the shared files too: tokenizer and held-out text are
-        # those of all sites.
+        # Sites with their own text have the shared files, too, because tokenizer and held-out text
+        # are the same for all sites.
         private = state.config.sites[site].data is not None
         which = f"its shared token files (data.folder, not sites.{site}.data)"
         raise Refused(
@@ -79,7 +81,7 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
 
 
 def _comparable(name: str, version: str) -> str:
-    """What of a version has to be equal: torch without +cpu or +cu126, python major.minor."""
+    """Return the part of a version that must be equal: torch without "+cpu", python major.minor."""
     if name == "python":
         return ".".join(version.split(".")[:2])
     return version.split("+")[0] if name == "torch" else version

@@ -1,4 +1,4 @@
-"""What one site has reported of the held-out loss."""
+"""Held-out losses that one site has reported."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 @dataclass
 class HeldOut:
-    """The lowest held-out loss that a site has reported, and what came after it."""
+    """Lowest held-out loss that a site has reported, and the evaluations since then."""
 
     best: float | None = None
+    """Lowest loss. None: no finite loss was reported yet."""
     stale: int = 0
-    """Evaluations since the lowest loss."""
+    """Number of evaluations since the lowest loss."""
     asks: bool = False
-    """Its callback wants the run to end."""
+    """True if the site's callback asks to end the run."""
 
     def take(self, loss: object) -> None:
-        """Take up the next evaluation. What is no finite number is no improvement."""
+        """Count the next evaluation. A loss that is not a finite float is no improvement."""
         value = loss if isinstance(loss, float) else math.nan
         if math.isfinite(value) and (self.best is None or value < self.best):
             self.best, self.stale = value, 0

@@ -1,6 +1,6 @@
-"""What the operator says of a name of the run file: banned, let in again, free to take a new key.
+"""Requests of the operator about a site's name: ban it, lift the ban, or release it from its key.
 
-All of it is in the event log, so that it outlasts restarts and resumes.
+The changes are in the event log, so they outlast restarts and resumes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from dilocox.coordinator.server.run_log import RunLog
 
 
 class Standings:
-    """The operator's word on names. Raises `Refused` with one line."""
+    """Handles the operator's requests about names.
+
+    A request that is not allowed raises `Refused` with one line.
+    """
 
     def __init__(self, run: RunLog, witness: RecordHook, hand_out: Callable[[], object]) -> None:
-        """`hand_out`: writes the join tokens that are in force. Raises `OSError`."""
+        """`hand_out` writes the files of the valid join tokens; it may raise `OSError`."""
         self._run, self._witness, self._hand_out = run, witness, hand_out
 
     def change(self, request: m.StandingRequest, caller: Caller) -> m.RetireReply:
-        """Do what the operator asks for, and say what has become of the name."""
+        """Make the requested change. The reply says in one line what it means for the site."""
         state, name = self._run.state, request.site
         if not caller.operator:
             raise Refused("refused", f"site {name}: only the operator may do that")
@@ -70,7 +73,7 @@ class Standings:
         return f"site {name} may join with another key, once; the record will show that it did"
 
     def _write_tokens(self) -> str:
-        """Write the tokens that are in force; what went wrong with that, else nothing."""
+        """Write the files of the valid tokens. Returns a note if it failed, else an empty text."""
         try:
             self._hand_out()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Lines for people about how fast sites go. Pure."""
+"""Messages for people about changes of the sites' paces. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dilocox.coordinator.protocol.step_share import FULL
 
 
 def changes(plan: RoundPlan, before: RoundPlan | None) -> list[str]:
-    """Of whom `plan` expects half or twice what the plan `before` did, or twice what is typical."""
+    """Return a message for each site with a large change of pace since the plan `before`.
+
+    A change is large if the pace more than doubles or halves, or reaches twice the typical pace.
+    """
     known = {} if before is None else before.members
     lines = []
     for name, member in plan.members.items():

@@ -1,4 +1,4 @@
-"""Who calls, and how a call is refused."""
+"""Callers of the coordinator, and refusals of their requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ RefusalKind = Literal[
     "malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended", "stopped", "busy",
     "quota",
 ]  # fmt: skip
-"""`busy`: try again; `quota`: not before something changes."""
+"""Kinds of refusals. `busy`: the caller may retry. `quota`: only after the next plan."""
 
 
 class Refused(Exception):  # noqa: N818  (an answer, not an error of the coordinator)
-    """A call that is answered with `Refusal`."""
+    """Raised for a request that is answered with a `Refusal`."""
 
     def __init__(self, kind: RefusalKind, text: str) -> None:
         super().__init__(text)
@@ -23,18 +23,18 @@ class Refused(Exception):  # noqa: N818  (an answer, not an error of the coordin
 
 
 def ended(phase: str, reason: str) -> Refused:
-    """The refusal of what needs a run that goes on."""
+    """Return the refusal of a request that needs a running run, for a run that has ended."""
     return Refused("stopped" if phase == "stopped" else "ended", f"run {phase}: {reason}")
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Whom a client certificate names."""
+    """The site that a client certificate names."""
 
     site: str
     incarnation: int
 
     @property
     def operator(self) -> bool:
-        """The coordinator's own tools."""
+        """Whether the caller is the operator, who uses the coordinator's own tools."""
         return self.incarnation == 0 and self.site == OPERATOR

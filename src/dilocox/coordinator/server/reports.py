@@ -1,4 +1,4 @@
-"""What sites report of a round, on its way to the run's metrics."""
+"""Reports of sites about a round, on their way to the run's metrics."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from dilocox.coordinator.server.run_log import RunLog
 from dilocox.errors import DifferentAnchorsError, TrainingError
 
 Report = Callable[[str, int, str, dict[str, Any]], None]
-"""(site, round, kind, metrics)."""
+"""Callback with (site, round, kind, metrics)."""
 MAX_REPORT = 16 << 10
-"""Bytes of a report, beside what it may say of each site."""
+"""Largest report in bytes, beside an allowance for each site of the run."""
 LATEST = 8
-"""A report may be about so many rounds before the next one to be planned."""
+"""A report may be about a round at most this far before the next round to be planned."""
 _log = logging.getLogger(__name__)
 
 
 class Reports:
-    """Takes reports, and hands them to `on_report`."""
+    """Takes the sites' reports and hands them to `on_report`."""
 
     def __init__(self, run: RunLog, budgets: Budgets, on_report: Report | None) -> None:
         self._run, self._budgets, self._on_report = run, budgets, on_report
 
     def take(self, request: m.ReportRequest) -> m.Done:
-        """Metrics of a round; the same round and kind twice counts once. Raises `Refused` for a
-        round that nobody can be in."""
+        """Take metrics of a round; a second report of the same round and kind is ignored.
+
+        Raises `Refused` if no site can be in the round yet, if the report is too large, or if the
+        site has sent too many warnings.
+        """
         run = self._run
         if request.round > run.state.next_round + 1:
             raise Refused(
@@ -49,9 +52,9 @@ class Reports:
             )
         site = run.state.sites[request.rank.site]
         if request.kind != "warning" and request.round < run.state.next_round - LATEST:
-            return m.Done()  # a site that was left behind: nobody waits for it any more
+            return m.Done()  # The site was left behind, so nothing waits for its report.
         latest = site.metrics.get(request.kind)
-        # Warnings of one round may be about several things.
+        # A round may have several warnings with different texts.
         told = request.kind == "warning" and request.metrics.get("text")
         another = bool(told) and latest is not None and latest.get("text") != told
         if latest is None or request.round > latest["round"] or another:
@@ -64,7 +67,7 @@ class Reports:
         return m.Done()
 
     def tell(self, listener: Callable[[Any], None] | None, about: Any) -> None:
-        """Call `listener`, if any. What it raises never takes the control plane down."""
+        """Call `listener` with `about`, if there is one. An error of it is only logged."""
         try:
             if listener is not None:
                 listener(about)
@@ -72,14 +75,14 @@ class Reports:
             _log.error("coordinator: its metrics did not take a message or plan (%r)", error)
 
     def again(self) -> None:
-        """Hand on what the process before may have logged and no more."""
+        """Hand on the latest reports again, which the previous process may only have logged."""
         for site in self._run.state.sites.values():
             for kind, metrics in list(site.metrics.items()):
                 if kind != "warning":
                     self.hand_on(site.name, metrics["round"], kind, dict(metrics))
 
     def hand_on(self, site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
-        """Tell `on_report`. What it raises ends the run at most, never the control plane."""
+        """Call `on_report`. Its errors may end the run, but never the coordinator's process."""
         run = self._run
         if self._on_report is None:
             return
@@ -90,7 +93,7 @@ class Reports:
                 if name in run.state.live:
                     self._without(name, round_, str(error))
         except TrainingError as error:
-            # Sites that hold different anchors do not train one model any more.
+            # Sites with different anchors no longer train the same model.
             if not run.state.over:
                 run.append(e.Ended(run.wall(), "failed", str(error)))
         except Exception:
@@ -98,8 +101,11 @@ class Reports:
             _log.exception("metrics of %s round %d not written", site, round_)
 
     def _without(self, name: str, round_: int, reason: str) -> None:
-        """A site goes that holds another anchor than most. In its first round it holds what its
-        donor has given it; which of the two is at fault nobody can tell, so both are named."""
+        """Declare a site lost whose anchor differs from that of most sites.
+
+        In its first round a site holds the state of its donor. Site and donor are then both named,
+        because either may be at fault.
+        """
         run, site = self._run, self._run.state.sites[name]
         donor = site.entered_from if round_ <= site.active_from else None
         text = reason if donor is None else f"{reason}; it entered with the state of {donor}"

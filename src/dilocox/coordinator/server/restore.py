@@ -1,4 +1,4 @@
-"""The state of a run from its event log: from the newest snapshot that serves, and what follows."""
+"""Restores the state of a run: the newest usable snapshot, and the events of the log after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def restored(config: RunConfig, events: EventLog) -> CoordinatorState:
-    """What the events add up to. Raises `TrainingError` for what cannot be read."""
+    """Return the state after all events. Raises `TrainingError` if an event cannot be read."""
     number, state = start_of(config, events, events.last, lambda state: True)
     for event in events.events(number):
         state.apply(event)
@@ -25,8 +25,11 @@ def restored(config: RunConfig, events: EventLog) -> CoordinatorState:
 def start_of(
     config: RunConfig, events: EventLog, until: int, serves: Callable[[CoordinatorState], bool]
 ) -> tuple[int, CoordinatorState]:
-    """Number of the last event in the newest snapshot up to event `until` that `serves`, and its
-    state; else 0 and the state of a run that begins."""
+    """Return the state from which to replay, and the number of the last event in it.
+
+    It is the newest snapshot up to event `until` for which `serves` is true. Without one, the
+    result is 0 and the state of a new run.
+    """
     for number, data in events.snapshots(snapshots.code(), until):
         try:
             state = snapshots.unpacked(config, data)
@@ -39,15 +42,17 @@ def start_of(
 
 
 class Snapshots:
-    """Takes snapshots as the event log grows."""
+    """Stores a snapshot of the state every `snapshots.EVENTS` events."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._next = events.last + snapshots.EVENTS
 
     def take(self, state: CoordinatorState) -> None:
-        """Keep `state`, which the log adds up to, if it is time. A disk that is full keeps that
-        from happening for a while, and nothing else."""
+        """Store a snapshot of `state`, the state after the last event, if one is due.
+
+        An error, such as a full disk, is logged; the next snapshot is tried when it is due.
+        """
         if self._events.last < self._next:
             return
         self._next = self._events.last + snapshots.EVENTS
@@ -55,5 +60,5 @@ class Snapshots:
             self._events.add_snapshot(snapshots.code(), snapshots.packed(state), snapshots.KEPT)
         except TrainingError as error:
             log.warning("%s", error)
-        except Exception as error:  # a shortcut must not end what it is to shorten
+        except Exception as error:  # A snapshot only saves time, so it must not end the run.
             log.error("%s: no snapshot was made (%r)", self._events.path, error)

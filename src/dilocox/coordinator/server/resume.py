@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what of the log is in force again."""
+"""Resuming from a checkpoint: which parts of the logged state are restored."""
 
 from __future__ import annotations
 
@@ -22,12 +22,21 @@ def resume_point(
     time: float,
     tick: int | None = None,
 ) -> e.Resumed:
-    """The event that rolls the run of `log` back to the checkpoint at `tick` (none: the latest).
+    """Return the event that resumes the run from a checkpoint.
 
-    `state`: what the log adds up to. Plans of rounds up to the checkpoint's are kept as recorded;
-    later ones are superseded, and the
-    ledger is as it was when the checkpoint was complete, without them, and with the ranges of the
-    recorded plans in the hands of those who have the checkpoint. Raises `CheckpointError`.
+    Plans up to the checkpoint's round are restored; later ones no longer count. The ledger is
+    restored as it was when the checkpoint was complete, without later plans. The ranges of the
+    restored plans belong to the sites that have the checkpoint.
+
+    Args:
+        config: The run file.
+        log: The event log.
+        state: State after all events of the log.
+        time: Unix seconds, to stamp the event.
+        tick: Tick of the checkpoint; None: the latest complete one.
+
+    Raises:
+        CheckpointError: There is no such complete checkpoint.
     """
     complete = [at for at, item in state.checkpoints.items() if item.sites is not None]
     if tick is None and complete:
@@ -40,14 +49,14 @@ def resume_point(
             "choose one of these, or start anew in another folder"
         )
     end, checkpoint = log.last_kept(tick), state.checkpoints[tick]
-    # Ledgers do not forget: what is begun from must have planned none of the later rounds.
+    # A ledger keeps all ranges, so the snapshot to start from must not have planned later rounds.
     number, rolled = start_of(
         config, log, end, lambda before: before.next_round <= checkpoint.round + 1
     )
     rolled.ledger.until = checkpoint.round
     for event in log.events(number, end):
         rolled.apply(event)
-    # A site may have written its part, and died before all others had: it goes on, too.
+    # A site that wrote its part and died before all others had can resume, too.
     whole = [
         site
         for site in rolled.sites
@@ -55,7 +64,7 @@ def resume_point(
     ]
     rolled.ledger.settle(checkpoint.round, whole)
     rolled.ledger.reopen(checkpoint.round, whole)
-    # Exchanges reach back a round or two; older plans are only of interest to who reads the log.
+    # Exchanges in flight reach back a round or two, so older plans are not needed.
     recent = range(checkpoint.round - REMEMBERED, checkpoint.round + 1)
     plans = [rolled.plans[round_] for round_ in recent if round_ in rolled.plans]
     return e.Resumed(
@@ -78,8 +87,10 @@ def resume_point(
 
 
 def usual_at(state: CoordinatorState, tick: int) -> dict[str, int | None]:
-    """The gate's running means without the exchanges that had not landed by the slot end `tick`:
-    those are judged again."""
+    """Return the gate's running means at the slot end `tick`.
+
+    Exchanges that had not landed by then are left out, because they are judged again.
+    """
     usual = dict(state.usual)
     decided = [each for each in state.exchanges.values() if each.decision is not None]
     landed = set()
@@ -87,13 +98,13 @@ def usual_at(state: CoordinatorState, tick: int) -> dict[str, int | None]:
         key, plan = ExchangeKey.parse(exchange.key), state.plans[exchange.round]
         if key.kind != "outer" or exchange.place in landed:
             continue
-        boundary = math.inf  # the flush comes after every checkpoint
+        boundary = math.inf  # The flush comes after every checkpoint.
         if plan.kind == "train":
             slots = boundary_slots(key.stage, state.config.site.stages, plan.fragments, plan.slots)
             boundary = plan.first_tick + slots[key.fragment]
         if boundary + plan.delay > tick:
             usual[exchange.place] = exchange.usual_before
         if boundary <= tick:
-            # Those before it landed when it began, or sooner.
+            # Earlier exchanges of this place had landed when this one began.
             landed.add(exchange.place)
     return usual

@@ -1,7 +1,7 @@
-"""The state of a run as a text, so that a restart need not replay the whole event log.
+"""Snapshots of a run's state, so that a restart need not replay the whole event log.
 
-A snapshot holds what the events up to a number add up to. It is a shortcut and nothing else: one
-that is damaged, or that other code has made, is passed over, and the events are replayed.
+A snapshot holds the state after the events up to a number. It only saves time: a snapshot that is
+damaged, or made by other code, is not used, and the events are replayed instead.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dilocox.coordinator.server.state import CoordinatorState
 from dilocox.utils.typed_json import decode, encode, fields_of
 
 EVENTS = 20_000
-"""From one snapshot to the next: replaying so many takes about a second."""
+"""Number of events between two snapshots; replaying them takes about a second."""
 KEPT = 8
-"""Snapshots that stay: an older one serves to go back to a checkpoint."""
+"""Number of snapshots that are kept; older ones serve to resume from a checkpoint."""
 
 
 @functools.cache
 def code() -> str:
-    """SHA-256, hex, of the code that makes states of events: another one may make other states."""
+    """Return the SHA-256, hex, of the code that applies events: other code may differ in states."""
     total = hashlib.sha256()
     server, coordinator = Path(__file__).parent, Path(__file__).parents[1]
     rules = [*(coordinator / "protocol").glob("*.py"), coordinator / "controller" / "pace.py"]
@@ -35,13 +35,13 @@ def code() -> str:
 
 
 def packed(state: CoordinatorState) -> bytes:
-    """`state` without its run file, compressed."""
+    """Return `state` without its run file as compressed JSON."""
     fields = {name: encode(kind, getattr(state, name)) for name, kind in _fields()}
     return zlib.compress(json.dumps(fields, separators=(",", ":")).encode(), 1)
 
 
 def unpacked(config: RunConfig, data: bytes) -> CoordinatorState:
-    """Inverse of `packed`. Raises ValueError, KeyError or TypeError for anything else."""
+    """Inverse of `packed`. Raises `ValueError`, `KeyError` or `TypeError` for other data."""
     try:
         found = json.loads(zlib.decompress(data))
     except zlib.error as error:

@@ -1,9 +1,9 @@
-"""Which sites keep the others waiting for too long. Pure: time enters as an argument.
+"""Which sites keep the others waiting for too long. Pure: time is an argument.
 
-What counts is how long after all others a site is there for an exchange. It may be the grace,
-and as long as a round takes it: so far apart are sites where all take the same number of steps.
-How long a round takes a site is its own word, so the others' bound it. Those who wait are never
-fewer than those waited for: a few that are early do not set the run aside.
+A site may arrive at an exchange later than all others by the grace plus the time that a round takes
+it: sites can be this far apart if all take the same number of steps. The time of a site's round is
+its own claim, so the times of the others bound it. Sites are passed over only if at least as many
+sites wait as are missing, so a few early sites cannot exclude the rest.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dilocox.coordinator.server.state import CoordinatorState
 Straggler = tuple[str, int, str, str]
 """(site, incarnation, donor to enter from, reason in one line)."""
 SLOWEST = 10.0
-"""A site may be late by so many times the others' median round, whatever it says of itself."""
+"""A site may be late by at most this many median rounds of the others, whatever it claims."""
 
 
 def overdue(
     state: CoordinatorState, arrivals: Arrivals, now: float, limits: Timeouts
 ) -> list[Straggler]:
-    """Sites that the others go on without, at most those of one exchange.
+    """Return the sites of one exchange without which the others go on; usually none.
 
-    Nobody where too few sites would be left, where more are waited for than wait, or where a method
-    takes every step together.
+    None are returned if too few sites would be left, if more sites are missing than wait, or if the
+    method exchanges gradients.
     """
     if state.phase != "running" or state.config.exchanges_gradients:
         return []
@@ -38,7 +38,7 @@ def overdue(
             continue
         since, absent = waiting
         waits = dict.fromkeys(site for site, _, _ in voters if site not in absent)
-        # By its own account a site may be in an earlier round still: then it waits for nobody yet.
+        # A site that, by its reports, is still in an earlier round does not wait yet.
         there = [site for site in waits if state.sites[site].rounds_done >= exchange.round]
         if len(absent) > len(there):
             continue
@@ -56,11 +56,11 @@ def overdue(
 
 
 def _allowed(state: CoordinatorState, site: str, round_: int, limits: Timeouts) -> float:
-    """Seconds beyond the grace that the others wait for a site at an exchange of `round_`.
+    """Return how long, beyond the grace, the others wait for a site at an exchange of `round_`.
 
-    A round as it takes the site, for every round that it has still to train until it is there. A
-    site that says nothing of that has the others' median. Its first round may take longer: what it
-    runs is compiled in it.
+    The result is in seconds: the site's time per round for every round that it still has to train.
+    A site without measurements gets the median of the others. Its first round may take longer,
+    because code is compiled in it.
     """
     own = state.sites[site]
     active = state.with_role("active")
@@ -76,7 +76,7 @@ def _allowed(state: CoordinatorState, site: str, round_: int, limits: Timeouts) 
 
 
 def _round_seconds(state: CoordinatorState, site: str) -> float | None:
-    """What the latest round took a site that has said so, as it says; None if that is not known."""
+    """Return the seconds of a site's latest measured round, by its own claim; None: not known."""
     rounds = [round_ for round_, found in state.measured.items() if site in found]
     if not rounds:
         return None

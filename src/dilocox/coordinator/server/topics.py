@@ -1,4 +1,4 @@
-"""What callers of the coordinator wait for, by the events that may have changed it."""
+"""Topics for which requests wait, by the kind of event after which they should be checked again."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Who lets an exchange hang by never voting on it. Pure: time enters as an argument.
+"""Which sites hold up an exchange because they do not vote. Pure: time is an argument.
 
-All others have voted: they have all payloads, and what they have sent has come through. Who is
-missing may still receive over a slow link, so that it has `FACTOR` times as long as the others
-took, or as it took itself before; and what its own ranks need to notice a peer that hangs. Those
-who wait are never fewer than those waited for.
+When all other sites have voted, all payloads have arrived there. A missing site may still receive
+over a slow link. So it has `FACTOR` times as long as the others took, or as it usually takes, plus
+the time in which its own ranks notice a peer that hangs. Sites are passed over only if at least as
+many sites wait as are missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dilocox.coordinator.server.stragglers import Straggler
 
 FACTOR = 10.0
 REMEMBERED = 16
-"""So many exchanges of a site are looked back at."""
+"""Number of a site's latest exchanges from which its usual time is taken."""
 
 
 class VoteTimes:
@@ -28,14 +28,14 @@ class VoteTimes:
 
     def __init__(self) -> None:
         self._began: dict[str, tuple[int, float]] = {}
-        """By exchange: the attempt, and when all were there for it."""
+        """By exchange: the attempt, and the moment when all ranks had arrived for it."""
         self._voted: dict[str, dict[str, float]] = {}
-        """By exchange and site: the last vote in the present attempt and phase."""
+        """By exchange and site: moment of the last vote in the current attempt."""
         self._took: dict[str, deque[float]] = {}
         self._looked: float | None = None
 
     def happened(self, event: e.Event, now: float) -> None:
-        """An event was applied."""
+        """Note an event that was applied."""
         if isinstance(event, e.Voted):
             self._voted.setdefault(event.key, {})[event.site] = now
             _, began = self._began.setdefault(event.key, (event.attempt, now))
@@ -59,7 +59,7 @@ class VoteTimes:
     def overdue(
         self, state: CoordinatorState, arrivals: Arrivals, now: float, limits: Timeouts
     ) -> list[Straggler]:
-        """Sites that the others go on without, at most those of one exchange."""
+        """Return sites of one exchange without whose votes the others go on; usually none."""
         self._began = {k: each for k, each in self._began.items() if k in state.undecided}
         self._voted = {k: each for k, each in self._voted.items() if k in state.undecided}
         if state.phase != "running" or state.config.exchanges_gradients:
@@ -75,7 +75,7 @@ class VoteTimes:
     def _begin(
         self, state: CoordinatorState, arrivals: Arrivals, exchange: Exchange, now: float
     ) -> None:
-        """Note when all are there for an attempt; earlier votes are void with a new one."""
+        """Note when all ranks have arrived for an attempt; a new attempt voids earlier votes."""
         key = exchange.key
         if self._began.get(key, (0, 0.0))[0] != exchange.attempt:
             self._began.pop(key, None)
