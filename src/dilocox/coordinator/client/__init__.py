@@ -1,1 +1,1 @@
-"""The ranks' side of the control plane: enrolment, calls with retries, heartbeats."""
+"""Client of the coordinator, used by ranks and tools: enrolment, calls with retries, heartbeats."""

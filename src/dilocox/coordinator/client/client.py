@@ -1,4 +1,4 @@
-"""The ranks' side of the control plane: blocking calls over kept-alive, mutually proven TLS."""
+"""Client of the coordinator: blocking calls over persistent, mutually authenticated TLS."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from dilocox.errors import ExchangeError
 
 
 class CoordinatorClient:
-    """Typed calls to the coordinator for one rank (or, with the operator's identity, for tools).
+    """Typed calls to the coordinator for one rank, or for tools with the operator's identity.
 
-    Thread-safe: every thread that waits has a connection of its own. Connection errors are
-    retried with back-off for `timeouts.coordinator` seconds, then `CoordinatorUnreachableError` is
-    raised. Every call may raise `SiteGoneError` (this incarnation was declared gone) and
-    `CoordinatorError` (refused). All calls may be repeated without harm. Make one after a fork,
-    not before.
+    Thread-safe: every waiting thread has its own connection. Connection errors are retried with
+    back-off for `timeouts.coordinator` seconds; then `CoordinatorUnreachableError` is raised.
+    Every call may raise `SiteGoneError` (the coordinator declared this incarnation lost) and
+    `CoordinatorError` (refused). All calls are idempotent. Create a client after a fork, not
+    before.
     """
 
     def __init__(
@@ -42,7 +42,17 @@ class CoordinatorClient:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`url` is `https://HOST:PORT`. `rank` may be none for calls that name no rank."""
+        """Create a client; it connects with the first call.
+
+        Args:
+            url: `https://HOST:PORT` of the coordinator.
+            identity: Proves which site calls.
+            timeouts: Time limits of the run.
+            rank: The rank that calls. May be None if only calls without a rank are made.
+            connections: Largest number of idle connections that are kept.
+            now: Monotonic clock, in seconds.
+            sleep: Waits for a number of seconds.
+        """
         self.url, self.identity, self.timeouts = url, identity, timeouts
         self._rank, self._now = rank, now
         self._transport = Transport(
@@ -56,23 +66,23 @@ class CoordinatorClient:
 
     @property
     def rank(self) -> m.RankId:
-        """The rank that speaks. Raises `CoordinatorError` if the client was made without one."""
+        """The rank that calls. Raises `CoordinatorError` if the client was made without a rank."""
         if self._rank is None:
             raise CoordinatorError("this client was made without a rank: give one to make the call")
         return self._rank
 
     def close(self) -> None:
-        """End waits in other threads (they raise `CoordinatorError`) and drop all connections."""
+        """Close all connections. Waiting calls in other threads raise `CoordinatorError`."""
         self._transport.close()
 
     # --- membership -------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """This rank of an entering site holds the full state."""
+        """Report that this rank of an entering site holds the full state."""
         self._post("ready", m.ReadyRequest(rank=self.rank), m.Done)
 
     def building(self) -> m.BeatReply:
-        """Say that this rank is alive, and not there yet: its model takes long to be built."""
+        """Send a beat of a rank that still builds its model, so it cannot take part yet."""
         request = m.BeatRequest(rank=self.rank, tick=0, round=0, slot=0, building=True)
         limit = self.timeouts.heartbeat / 2
         return self._transport.call("POST", "beat", request, m.BeatReply, limit=limit)
@@ -80,58 +90,63 @@ class CoordinatorClient:
     def beat(
         self, tick: int, round_: int, slot: int, slot_seconds: float | None = None
     ) -> m.BeatReply:
-        """Say that this rank is alive and has finished `tick` slots; learn lease and members.
+        """Send a heartbeat: this rank has finished `tick` slots. Returns lease and members.
 
-        To be called every `timeouts.beat` seconds, and at once when the lease is used up.
+        Call it every `timeouts.beat` seconds, and at once when the lease is used up.
+        `slot_seconds` are the recent seconds per slot; None: not known.
         """
         request = m.BeatRequest(
             rank=self.rank, tick=tick, round=round_, slot=slot, slot_seconds=slot_seconds
         )
-        # A lost packet must not cost the site its life: try again well within the heartbeat.
+        # A lost packet must not make the site count as lost: retry well within the heartbeat.
         limit = self.timeouts.heartbeat / 2
         return self._transport.call("POST", "beat", request, m.BeatReply, limit=limit)
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
-        """Take the whole site out of the run, at once."""
+        """Take the whole site out of the run at once. `failed`: an error is the reason."""
         request = m.LeaveRequest(rank=self.rank, reason=_line(reason), failed=failed)
         self._post("leave", request, m.Done)
 
     def retire(self, site: str, reason: str, *, now: bool = False) -> str:
-        """Have a site finish the rounds that are planned for it and go, or go `now`.
+        """Ask that a site leaves after its planned rounds, or at once if `now` is true.
 
-        One line on what becomes of it. A site may ask for itself, the operator for any.
+        Returns one line about how it will leave. A site may ask this for itself, the operator for
+        any site.
         """
         request = m.RetireRequest(site=site, reason=_line(reason), now=now)
         return self._post("retire", request, m.RetireReply).text
 
     def change_standing(self, site: str, change: m.StandingChange) -> str:
-        """Ban a name, take that back, or free it of its key: one line on what becomes of it. For
-        the operator."""
+        """Ban a site's name, lift the ban, or release the name from its key; for the operator.
+
+        Returns one line about the consequences.
+        """
         request = m.StandingRequest(site=site, change=change)
         return self._post("standing", request, m.RetireReply).text
 
     def depart(self) -> None:
-        """This rank of a leaving site owes the run nothing any more."""
+        """Report that this rank of a leaving site has finished all of its exchanges."""
         self._post("depart", m.DepartRequest(rank=self.rank), m.Done)
 
     def stop(self, reason: str) -> int:
-        """Stop the run at a slot end; the tick of it. Again gives the same tick."""
+        """Stop the run at the end of a slot and return its tick. A repeat returns the same tick."""
         return self._post("stop", m.StopRequest(reason=_line(reason)), m.StopReply).stop_tick
 
     def fail(self, reason: str) -> None:
-        """The run cannot go on: every site is told so."""
+        """End the run as failed, at all sites."""
         self._post("fail", m.FailRequest(rank=self.rank, reason=_line(reason)), m.Done)
 
     def finish(self, *, complete: bool = True) -> None:
-        """This rank is done; `complete` is false when it ended at a stop."""
+        """Report that this rank is done; `complete` is false if it ended at a stop."""
         self._post("finish", m.FinishRequest(rank=self.rank, complete=complete), m.Done)
 
     # --- plans ------------------------------------------------------------------------------
 
     def plan(self, round_: int, *, limit: float | None = None) -> m.RoundPlan:
-        """The plan of a round; waits for it, for as long as the run lasts if `limit` is none.
+        """Wait for the plan of a round and return it.
 
-        Raises `CoordinatorError` after `limit` seconds, naming what was waited for.
+        Raises `CoordinatorError` after `limit` seconds, with the reason for the wait. Without a
+        `limit` it waits as long as the run lasts.
         """
         end = None if limit is None else self._now() + limit
         while True:
@@ -145,19 +160,23 @@ class CoordinatorClient:
                 )
 
     def poll_plan(self, round_: int, wait: float = 0.0) -> m.PlanReply:
-        """The plan of a round if it can be issued within `wait` seconds (up to 20)."""
+        """Ask for the plan of a round, and wait up to `wait` seconds (at most 20) for it.
+
+        The reply says whether there is a plan, and otherwise what it waits for.
+        """
         return self._get(f"plan/{round_}?wait={wait:.3f}", m.PlanReply, wait)
 
     def round_done(self, round_: int, measured: m.Measured | None = None) -> None:
-        """This rank is through with the round: its token ranges are trained on.
+        """Report that this rank has finished the round and trained on its token ranges.
 
-        `measured`: of the whole site, from its leading rank; plans to come depend on it.
+        `measured` holds the measurements of the whole site; only its leading rank gives them. Later
+        plans depend on them.
         """
         request = m.RoundDoneRequest(rank=self.rank, round=round_, measured=measured)
         self._post("round_done", request, m.Done)
 
     def show_pieces(self, pieces: Sequence[em.PieceDigest]) -> None:
-        """While a site enters: what this rank of an active site holds."""
+        """Report the pieces that this rank of an active site holds, while another site enters."""
         for start in range(0, len(pieces), em.MOST):
             part = list(pieces[start : start + em.MOST])
             self._post("pieces/show", em.ShowPiecesRequest(rank=self.rank, pieces=part), m.Done)
@@ -165,8 +184,13 @@ class CoordinatorClient:
     def check_pieces(
         self, entry: m.Entering, pieces: Sequence[em.PieceDigest], all_came: bool
     ) -> em.CheckPiecesReply:
-        """Whether most sites hold what the donor of `entry` has given to this entering rank:
-        `em.MOST` pieces at most. `all_came`: it gives nothing more."""
+        """Ask whether pieces that this entering rank got from its donor equal those of most sites.
+
+        Args:
+            entry: This site's entry; its donor must not be None.
+            pieces: At most `em.MOST` pieces.
+            all_came: True if no piece is still being transferred.
+        """
         assert entry.donor is not None
         request = em.CheckPiecesRequest(
             rank=self.rank, donor=entry.donor, pieces=list(pieces), renewals=entry.renewals,
@@ -179,12 +203,12 @@ class CoordinatorClient:
     def begin(
         self, key: m.ExchangeKey, commitment: str | None = None, *, limit: float | None = None
     ) -> m.BeginReply:
-        """Attempt and group of an exchange, once all who vote are there for it; with a signed
-        `commitment` once all have given theirs.
+        """Begin an exchange, wait for all voting ranks, and return its attempt and group.
 
-        Without a `limit` in seconds it waits for as long as the coordinator answers: who lets the
-        others wait for too long, or dies, votes no more. Raises `ExchangeError` after `limit`,
-        naming the ranks that were waited for.
+        In a recorded run `commitment` is this rank's signed statement, and the call waits until all
+        voting ranks have given theirs. Raises `ExchangeError` after `limit` seconds, with the names
+        of the missing ranks. Without a `limit` it waits as long as the coordinator answers: a rank
+        that is lost or too late is no longer waited for.
         """
         end = math.inf if limit is None else self._now() + limit
         while True:
@@ -200,7 +224,7 @@ class CoordinatorClient:
                 )
 
     def attempt(self, key: m.ExchangeKey) -> int:
-        """The attempt that an exchange is at; waits for nobody."""
+        """Return the current attempt of an exchange, without waiting for other ranks."""
         request = m.BeginRequest(key=key.text, rank=self.rank)
         return self._post("exchange/begin", request, m.BeginReply).attempt
 
@@ -217,11 +241,12 @@ class CoordinatorClient:
         opinions: Mapping[str, RankOpinion] | None = None,
         limit: float | None = None,
     ) -> m.VoteReply:
-        """Vote and wait for the decision: "commit", "average", "fetch" or "repeat".
+        """Vote, wait for the decision ("commit", "average", "fetch" or "repeat") and return it.
 
-        It waits as `begin` does. Raises `ExchangeError` after `limit` seconds, if there is one,
-        naming the ranks that were waited for; time in which all have voted and are fewer than
-        `min_sites` does not count.
+        `VoteRequest` explains the arguments; `statement` is the signed statement of the payload in
+        a recorded run. The call waits as `begin` does. Raises `ExchangeError` after `limit`
+        seconds, with the names of the missing ranks. Time in which all have voted but are fewer
+        than `outer.min_sites` sites does not count.
         """
         fields = {
             "phase": phase,
@@ -241,15 +266,16 @@ class CoordinatorClient:
         phase: VotePhase = "held",
         limit: float | None = None,
     ) -> m.VoteReply:
-        """What `vote` returns, for an entering rank: waits without a vote of its own."""
+        """Wait for the decision and return it as `vote` does, without a vote: for entering ranks."""
         return self._vote(key, attempt, {"phase": phase, "observer": True}, limit)
 
     def report_broken(
         self, key: m.ExchangeKey, attempt: int, failed: Sequence[str] = ()
     ) -> m.VoteReply:
-        """The attempt cannot be completed here; `failed` are sites whose link broke, if known.
+        """Report that this rank cannot complete the attempt.
 
-        The reply is "repeat", or the decision if there was one already.
+        `failed` names the sites whose link broke, if known. Returns "repeat", or an earlier
+        decision.
         """
         return self._vote(key, attempt, {"broken": True, "failed": list(failed)}, None)
 
@@ -266,7 +292,7 @@ class CoordinatorClient:
             if reply.decision != "wait":
                 return reply
             if not reply.waiting_for and not request.observer and limit is not None:
-                # All who are there have voted, and they are fewer than `min_sites`: that may last.
+                # All present sites have voted but are fewer than `min_sites`; this may take long.
                 end = self._now() + limit
             elif self._now() >= end:
                 missing = ", ".join(reply.waiting_for[:8]) or "enough live sites"
@@ -278,53 +304,67 @@ class CoordinatorClient:
     # --- checkpoints, reports, display ------------------------------------------------------
 
     def checkpoint(self, tick: int, round_: int, slot: int, digests: Mapping[str, str]) -> None:
-        """This rank's part of the checkpoint at `tick` is on disk; SHA-256 by file name."""
+        """Report that this rank's part of a checkpoint is on disk.
+
+        `slot` is the number of finished slots of the round; `digests` are SHA-256 by file name.
+        """
         request = m.CheckpointRequest(
             rank=self.rank, tick=tick, round=round_, slot=slot, digests=dict(digests)
         )
         self._post("checkpoint", request, m.Done)
 
     def spoiled(self, tick: int, reason: str) -> None:
-        """This rank's part of the checkpoint at `tick` is damaged: the run goes on from the one
-        before, and the sites have to join again."""
+        """Report that this rank's part of the checkpoint at `tick` is damaged.
+
+        The run then resumes from an earlier checkpoint, and the sites have to join again.
+        """
         request = m.SpoiledRequest(rank=self.rank, tick=tick, reason=_line(reason))
         self._post("spoiled", request, m.Done)
 
     def record_state(self, statement: str) -> None:
-        """What model state this rank holds, signed; for a run that is recorded."""
+        """Submit this rank's signed statement of its model state, in a recorded run."""
         self._post("state", m.StateRequest(rank=self.rank, statement=statement), m.Done)
 
     def hand_in(self, statement: str | None = None) -> am.HandInReply:
-        """Give an auditor's signed statement of a verdict to the run's record; by whom it is."""
+        """Submit an auditor's signed verdict for the record. The reply says in whose name.
+
+        With None nothing is submitted, and only the reply is wanted.
+        """
         return self._post("verdict", am.HandInRequest(statement=statement), am.HandInReply)
 
     def checkpoints(self) -> list[m.Checkpoint]:
-        """All checkpoints of this course of the run, complete or not, by tick."""
+        """Return all checkpoints in order of tick, also incomplete ones.
+
+        Checkpoints after one from which the run was resumed are left out.
+        """
         return self._get("checkpoints", m.Checkpoints).checkpoints
 
     def report(self, round_: int, metrics: Mapping[str, Any], kind: m.ReportKind = "round") -> None:
-        """Metrics (JSON values) of this site's round."""
+        """Report metrics (JSON values) of this site's round."""
         request = m.ReportRequest(rank=self.rank, round=round_, kind=kind, metrics=dict(metrics))
         self._post("report", request, m.Done)
 
     def status(self, since: int = 0, wait: float = 0.0) -> m.Status:
-        """The run in one picture; waits up to `wait` seconds for something after `since`."""
+        """Return the run's status; wait up to `wait` seconds for a change after number `since`."""
         wait = min(wait, self.timeouts.poll)
         return self._get(f"status?since={since}&wait={wait:.3f}", m.Status, wait)
 
     def ledger(self) -> m.Ledger:
-        """Token ranges: who was given which, and what became of them."""
+        """Return the ledger of token ranges."""
         return self._get("ledger", m.Ledger)
 
     # --- key-value store --------------------------------------------------------------------
 
     def kv_set(self, key: str, value: bytes) -> None:
-        """Set a key (see `StoreSetRequest` for names); values up to 64 KiB."""
+        """Set a key to a value of up to 64 KiB. `StoreSetRequest` says which keys are allowed."""
         text = base64.b64encode(value).decode()
         self._post("kv/set", m.StoreSetRequest(key=key, value=text), m.Done)
 
     def kv_get(self, keys: Sequence[str], limit: float) -> dict[str, bytes]:
-        """Values of all keys. Raises `ExchangeError` naming the missing ones after `limit` s."""
+        """Wait until all keys exist and return their values.
+
+        Raises `ExchangeError` after `limit` seconds, with the names of the missing keys.
+        """
         end = self._now() + limit
         while True:
             wait = min(self.timeouts.poll, max(0.0, end - self._now()))
@@ -339,18 +379,18 @@ class CoordinatorClient:
                 )
 
     def kv_add(self, key: str, amount: int) -> int:
-        """Add to a decimal number (absent: 0); the sum."""
+        """Add to the decimal number of a key and return the sum; an absent key counts as 0."""
         request = m.StoreAddRequest(key=key, amount=amount, nonce=secrets.token_hex(8))
         return self._post("kv/add", request, m.StoreAddReply).value
 
     def kv_check(self, keys: Sequence[str]) -> bool:
-        """Are all keys set?"""
+        """Return whether all keys exist."""
         return self._post(
             "kv/check", m.StoreCheckRequest(keys=list(keys)), m.StoreCheckReply
         ).present
 
     def kv_delete(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Delete a key. Returns whether it existed."""
         return self._post("kv/delete", m.StoreDeleteRequest(key=key), m.StoreDeleteReply).deleted
 
     # --- transport --------------------------------------------------------------------------
@@ -363,5 +403,5 @@ class CoordinatorClient:
 
 
 def _line(text: str) -> str:
-    """One line of at most 500 characters, which is what the coordinator accepts."""
+    """Return `text` as one line of at most 500 characters, the coordinator's limit."""
     return " ".join(text.split())[:500]

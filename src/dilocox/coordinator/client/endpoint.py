@@ -1,4 +1,4 @@
-"""Where a run's coordinator listens, as the file says that the coordinator writes."""
+"""Address of a run's coordinator, from the ready file that the coordinator writes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a coordinator listens and how to get in."""
+    """Address of a coordinator, and the secrets with which to join or operate its run."""
 
     url: str
-    """`https://HOST:PORT` under the address that other machines use."""
+    """`https://HOST:PORT`, with the address that other machines use."""
     tokens: dict[str, str]
-    """Join tokens by site: all of them at the coordinator, its own at a site."""
+    """Join tokens by site: those of all sites at the coordinator, only its own at a site."""
     operator: str
-    """File with the `Identity` of the coordinator's own tools (status, stop)."""
+    """Path of the file with the `Identity` of the coordinator's own tools (status, stop)."""
     key_file: Path | None = None
-    """Of a site: where it keeps its key; None for its run folder."""
+    """Path of the site's key file. None: in the site's run folder."""
 
     def of(self, site: str) -> Endpoint:
-        """What one site has to know."""
+        """Return the endpoint with the token of one site only."""
         return replace(self, tokens={site: self.tokens[site]})
 
     def to_json(self) -> dict[str, Any]:
-        """What of it is read by `load`."""
+        """Return the fields that `load` reads, as JSON values."""
         return {"url": self.url, "tokens": self.tokens, "operator": self.operator}
 
     @classmethod
     def load(cls, path: str | Path) -> Endpoint:
-        """Read a ready file that `serve` wrote. The operator's identity may lie beside the file,
-        wherever the folder was moved to or is looked at from."""
+        """Read a ready file that `serve` wrote.
+
+        If the operator's identity lies beside the file, this copy is used, so that a moved or
+        mounted folder works.
+        """
         said = json.loads(Path(path).read_text(encoding="utf-8"))
         beside = Path(path).with_name(Path(said["operator"]).name)
         operator = beside if beside.exists() else said["operator"]
-        # One of an earlier dilocox has the token of all sites, which admits nobody any more.
+        # The file of an earlier dilocox has one token for all sites, which is no longer valid.
         return cls(said["url"], dict(said.get("tokens", {})), str(operator))

@@ -1,4 +1,4 @@
-"""Enrolment of a site: from a join line to an identity."""
+"""Enrolment of a site: it shows its join token and gets an identity. Calls by token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dilocox.version import __version__
 
 
 def installed_versions() -> m.Versions:
-    """Of this process's interpreter, dilocox and torch (read without importing it)."""
+    """Return this process's versions of Python, dilocox and torch, without importing torch."""
     return m.Versions(
         dilocox=__version__,
         torch=importlib.metadata.version("torch"),
@@ -44,12 +44,21 @@ def enrol(
     timeouts: Timeouts,
     record_key: RecordKey | None = None,
 ) -> tuple[Identity, m.EnrolReply]:
-    """Enrol a site, once per start of it: its identity, for all of its ranks, and the run file.
+    """Enrol a site, once for each of its starts.
 
-    The server's certificate is checked against the token before the secret is said. `versions`
-    are those of this process if none. `record_key`: by which the site has joined before, if it has;
-    else it is a new one. An unreachable coordinator is tried for `timeouts.link`
-    seconds. Raises `JoinError`: `RetryLaterError` if it may be different later.
+    The server's certificate is checked against the token before the token is sent. An unreachable
+    coordinator is tried for `timeouts.link` seconds. `EnrolRequest` explains the other arguments.
+
+    Args:
+        url: Address of the coordinator, `https://HOST:PORT` or `HOST:PORT`.
+        versions: Versions at the site; None: those of this process.
+        record_key: The key with which the site joined before; None: a new key.
+
+    Returns:
+        The identity for all ranks of the site, and the coordinator's reply.
+
+    Raises:
+        JoinError: The site may not join. `RetryLaterError`: perhaps later.
     """
     parsed = JoinToken.parse(token)
     key, csr = new_request(site)
@@ -99,18 +108,21 @@ def enrol(
 
 
 def look(url: str, token: str, timeouts: Timeouts) -> m.Status:
-    """The run in one picture, for who holds the join token of one of its sites; nothing changes.
+    """Return the run's status, by the join token of one of its sites, without joining.
 
-    The server's certificate is checked against the token before the secret is said. Raises
-    `JoinError`.
+    The server's certificate is checked against the token before the token is sent. Raises
+    `JoinError` if the token is not valid.
     """
     request = m.LookRequest(token=str(JoinToken.parse(token)))
     return _asked(url, token, timeouts, "look", request, m.Status)
 
 
 def hand_in(url: str, token: str, timeouts: Timeouts, statement: str | None) -> am.HandInReply:
-    """Give an auditor's signed statement of a verdict to the run's record, by the join token of one
-    of its sites; in whose name that is. Raises `JoinError` as `look` does."""
+    """Submit an auditor's signed verdict for the record, by the join token of a site of the run.
+
+    If `statement` is None, nothing is submitted. The reply says in whose name the verdict is.
+    Raises `JoinError` if the token is not valid.
+    """
     request = am.TokenHandInRequest(token=str(JoinToken.parse(token)), statement=statement)
     return _asked(url, token, timeouts, "verdict_by_token", request, am.HandInReply)
 
@@ -118,7 +130,7 @@ def hand_in(url: str, token: str, timeouts: Timeouts, statement: str | None) -> 
 def _asked(
     url: str, token: str, timeouts: Timeouts, name: str, request: Message, reply: type[Reply]
 ) -> Reply:
-    """What the coordinator answers to who holds a token, and has no certificate."""
+    """Make a call with a token and without a certificate. Raises `JoinError` if it is refused."""
     transport = Transport(
         pool_of_stranger(url, JoinToken.parse(token).fingerprint),
         request=timeouts.request,

@@ -1,4 +1,4 @@
-"""What a rank may meet when it talks to the coordinator, beside the errors of every room."""
+"""Errors of calls to the coordinator, in addition to those of `dilocox.errors`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dilocox.errors import TrainingError
 
 
 class CoordinatorError(TrainingError):
-    """The coordinator refused a call: a bug or another run, not to be retried."""
+    """The coordinator refused a call, because of a defect or another run; a retry does not help."""
 
 
 class EpochOverError(CoordinatorError):
-    """A group was to be formed for an epoch that no exchange needs any more: begin again."""
+    """A group was being formed for an epoch that has ended: begin the exchange again."""
 
 
 class CoordinatorUnreachableError(TrainingError):
@@ -18,4 +18,4 @@ class CoordinatorUnreachableError(TrainingError):
 
 
 class SiteGoneError(TrainingError):
-    """The coordinator has declared this incarnation of the site gone: join again to go on."""
+    """The coordinator has declared this incarnation of the site lost: join the run again."""

@@ -1,4 +1,4 @@
-"""One rank's line to the coordinator: beats beside the training, and what they bring back."""
+"""Heartbeats of one rank, in a thread beside training, and the coordinator's replies to them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ log = logging.getLogger(__name__)
 
 
 class Beats(Protocol):
-    """The calls of `CoordinatorClient` that this needs."""
+    """The calls of `CoordinatorClient` that `RankControl` needs."""
 
     def beat(
         self, tick: int, round_: int, slot: int, slot_seconds: float | None = None
     ) -> BeatReply:
-        """Say where this rank is."""
+        """See `CoordinatorClient.beat`."""
 
     def building(self) -> BeatReply:
-        """Say that this rank is alive, but not there yet."""
+        """See `CoordinatorClient.building`."""
 
 
 class RankControl:
-    """Beats from a thread of its own and holds the newest reply.
+    """Sends heartbeats from its own thread and holds the newest reply.
 
-    It beats only while the training loop makes progress (`touch`): a rank whose loop hangs must
-    not look alive. While the run waits for sites no loop makes progress, and all ranks are alive.
+    Beats are sent only while the training loop makes progress (`touch`), because a rank whose loop
+    hangs must not look alive. While the run waits for sites, all ranks count as making progress.
 
-    All waiting methods raise what ended the rank's part in the run: `SiteGone`,
-    `CoordinatorUnreachable`, `RunEndedError` when the run has failed, or `RunStoppedError` when the
-    run has stopped where it stands. If the training loop has
-    not taken notice of it `patience` seconds later, `on_stuck` is called with it in this thread: a
-    loop that waits for a neighbour which is gone would hang for as long as the neighbour may.
+    Waiting methods raise the error that ended the rank's part in the run: `SiteGoneError`,
+    `CoordinatorUnreachableError`, `RunEndedError` if the run has failed, or `RunStoppedError` if it
+    has stopped at once. If the training loop has not seen the error after `patience` seconds,
+    `on_stuck` is called with it in the heartbeat thread. Otherwise a loop that waits for a lost
+    neighbour would hang until its own limit.
 
-    An unexpected exception of this thread ends the rank's part in the run, too. Without beats the
-    coordinator takes the site for dead, whatever the training loop does.
+    An unexpected exception in the heartbeat thread ends the rank's part in the run, too: without
+    beats the coordinator counts the site as lost.
     """
 
     def __init__(
@@ -50,6 +50,15 @@ class RankControl:
         patience: float,
         on_stuck: Callable[[DilocoxError], None],
     ) -> None:
+        """Create the control of a rank; `start` begins the beats.
+
+        Args:
+            beats: The client that sends beats.
+            every: Seconds between two beats.
+            stall: Seconds without progress after which no more beats are sent.
+            patience: Seconds that the training loop has to see an error.
+            on_stuck: Called with the error if the training loop has not seen it by then.
+        """
         self._beats = beats
         self._every = every
         self._stall = stall
@@ -69,9 +78,10 @@ class RankControl:
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
     def start(self, *, building: bool = False) -> None:
-        """Begin to beat; returns after the first reply. The calling thread is the training loop.
+        """Begin to send beats, and return after the first reply.
 
-        With `building` beats say that the model is still being built, until `built`.
+        The calling thread is the training loop. With `building` the beats say that the model is
+        still being built, until `built` is called.
         """
         self._loop = threading.get_ident()
         self._building = building
@@ -82,49 +92,49 @@ class RankControl:
                 self._changed.wait(1.0)
 
     def built(self) -> None:
-        """This rank can take part from now on."""
+        """Note that the model is built, so this rank can take part."""
         self.touch()
         self._building = False
         self.hurry()
 
     def close(self) -> None:
-        """Stop beating; nothing is called any more."""
+        """Stop the beats. `on_stuck` is not called any more."""
         self._closed = True
         self._noticed.set()
         self._hurry.set()
         self._thread.join(timeout=5.0)
 
     def touch(self) -> None:
-        """The training loop makes progress."""
+        """Note that the training loop makes progress."""
         self._touched = time.monotonic()
 
     def at(self, tick: int, round_: int, slot: int, slot_seconds: float | None) -> None:
-        """Slots finished so far, and how long one takes."""
+        """Note the position: slots finished since the start, round, slot, and seconds per slot."""
         self._position = (tick, round_, slot)
         self._slot_seconds = slot_seconds
         self.touch()
 
     @property
     def news(self) -> BeatReply:
-        """The newest reply."""
+        """The newest reply. Raises the error that ended the rank's part in the run, if any."""
         self._raise_if_over()
         assert self._reply is not None
         return self._reply
 
     def epoch(self) -> int:
-        """Id of the newest membership epoch heard of."""
+        """Return the id of the newest known membership epoch."""
         return self.news.epoch.id
 
     def hurry(self) -> None:
-        """Beat now: what the next reply says is being waited for."""
+        """Send the next beat now, because a caller waits for its reply."""
         self._hurry.set()
 
     def may_finish(self, tick: int) -> bool:
-        """Wait until the slot that ends at `tick` may be finished; False if the run stops before.
+        """Wait until the lease allows to finish the slot that ends at `tick`.
 
-        While it may not, the rank beats as fast as it can to hear of a longer lease. It beats early
-        where the next beat that is due would find the lease used up: the answer takes a round trip,
-        which on a link that is full of payloads can be seconds.
+        Returns False if the run stops before that slot. While the lease is too short, beats are
+        sent as fast as possible. A beat is also sent early if the lease would be used up before the
+        next one, because a round trip on a link full of payloads can take seconds.
         """
         while True:
             news = self.news
@@ -140,15 +150,15 @@ class RankControl:
             self.touch()
 
     def _runs_out(self, slots: int) -> bool:
-        """A lease of so many more slots is over before a beat that is due has its answer."""
+        """Return whether `slots` more slots take less time than the interval of two beats."""
         each = self._slot_seconds
         return each is not None and slots * each < self._every
 
     def wait_while_role(self, role: str) -> None:
-        """Wait until this rank's site no longer has `role`, which is asked once a second."""
+        """Wait until this rank's site no longer has `role`, sending a beat at least every second."""
         with self._changed:
             while self.news.role == role:
-                # A reply wakes this wait too: only a second without one asks for the next.
+                # Replies wake this wait, so a beat is requested only after a second without one.
                 if not self._changed.wait(1.0):
                     self._hurry.set()
                 self.touch()
@@ -163,7 +173,7 @@ class RankControl:
         try:
             self._beat_on()
         except Exception as error:
-            if self._closed:  # nobody needs another beat
+            if self._closed:  # No further beat is needed.
                 return
             log.exception("this rank's beats to the coordinator have ended")
             failed = TrainingError(f"beats to the coordinator: {type(error).__name__}: {error}")
@@ -183,7 +193,8 @@ class RankControl:
                     self._end(error)
                     return
                 if reply.waits_for_sites:
-                    # One rank of a site hears of it from its exchange; others wait for that rank.
+                    # The site's exchanging rank hears of this wait by its exchange. The other ranks
+                    # wait for that rank, so their loops make no progress.
                     self.touch()
                 with self._changed:
                     self._reply = reply

@@ -1,4 +1,4 @@
-"""One call to the coordinator with its retries, on kept-alive TLS connections."""
+"""Calls to the coordinator with retries, over persistent TLS connections."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from dilocox.errors import (
 from dilocox.utils.backoff import backoff_delays
 
 BUSY = 429
-"""Status of a refusal that passes."""
+"""HTTP status of a refusal after which the caller may retry (too many requests)."""
 Reply = TypeVar("Reply", bound=Message)
 
 
 class Transport:
-    """Calls with retries. Thread-safe."""
+    """Makes calls over a connection pool, with retries. Thread-safe."""
 
     def __init__(
         self,
@@ -50,14 +50,22 @@ class Transport:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`request`: seconds for one request, its wait at the server not counted; `away`: seconds
-        for which connection errors are retried; `pause`: the longest between two tries."""
+        """Use the connections of `pool`.
+
+        Args:
+            pool: Connections to the coordinator.
+            request: Seconds for one request, its wait at the server not counted.
+            away: Seconds for which connection errors are retried.
+            pause: Longest pause between two attempts, in seconds.
+            now: Monotonic clock, in seconds.
+            sleep: Waits for a number of seconds.
+        """
         self._pool, self._request, self._away, self._pause = pool, request, away, pause
         self._now, self._sleep = now, sleep
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Refuse further calls and retries, and drop idle connections."""
+        """Refuse further calls and retries, and close idle connections."""
         self._closed.set()
         self._pool.close()
 
@@ -70,12 +78,20 @@ class Transport:
         wait: float = 0.0,
         limit: float | None = None,
     ) -> Reply:
-        """`method` `/v1/name` and its reply, which may take `wait` seconds longer than others.
+        """Send a request and return the coordinator's reply.
 
-        `limit`: seconds for one try, instead of the usual ones.
+        Args:
+            method: GET or POST.
+            name: Path of the call after `/v1/`.
+            body: The request; None for GET.
+            reply: Class of the reply.
+            wait: Seconds that the server may hold the request, in addition to the usual time.
+            limit: Seconds for one attempt, instead of the usual limit.
 
-        Raises `SiteGoneError`, `JoinError`, `CoordinatorError` as the server says, and
-        `CoordinatorUnreachableError`.
+        Raises:
+            CoordinatorUnreachableError: No answer within the time for retries.
+            DilocoxError: The error that the refusal means, for example `SiteGoneError`,
+                `JoinError` or `CoordinatorError`.
         """
         content = None if body is None else body.model_dump_json().encode()
         end = self._now() + wait + self._away
@@ -103,8 +119,8 @@ class Transport:
             else:
                 if answer.status < 400:
                     return _parse(reply, answer.data, name)
-                # These come from a server that is closing, or from something in between; or this
-                # site asks too often.
+                # These statuses come from a server that is closing or from a proxy; BUSY means that
+                # this site asks too often.
                 if answer.status not in (BUSY, 502, 503, 504):
                     raise _refusal(answer.status, answer.data, name)
                 cause = CoordinatorError(f"status {answer.status}")
@@ -122,7 +138,7 @@ class Transport:
 
 
 def pool_of_site(url: str, identity: Identity, connections: int) -> urllib3.HTTPSConnectionPool:
-    """Connections that prove `identity` and accept the run's own coordinator only."""
+    """Return connections that prove `identity` and accept only the run's own coordinator."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -136,7 +152,7 @@ def pool_of_site(url: str, identity: Identity, connections: int) -> urllib3.HTTP
         context.load_cert_chain(path)
     finally:
         os.unlink(path)
-    # The pinned certificate stands for the name: a coordinator may be reached under any.
+    # The certificate is pinned, so the host name is not checked: a coordinator may have any.
     return urllib3.HTTPSConnectionPool(
         *host_and_port(url),
         maxsize=connections,
@@ -148,7 +164,7 @@ def pool_of_site(url: str, identity: Identity, connections: int) -> urllib3.HTTP
 
 
 def pool_of_stranger(url: str, fingerprint: str) -> urllib3.HTTPSConnectionPool:
-    """A connection without an identity, to the server whose certificate has `fingerprint`."""
+    """Return a connection without an identity to the server with this certificate fingerprint."""
     return urllib3.HTTPSConnectionPool(
         *host_and_port(url),
         maxsize=1,
@@ -161,7 +177,7 @@ def pool_of_stranger(url: str, fingerprint: str) -> urllib3.HTTPSConnectionPool:
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Of `https://HOST:PORT` or `HOST:PORT`. Raises `JoinError`."""
+    """Return host and port of `https://HOST:PORT` or `HOST:PORT`. Raises `JoinError` otherwise."""
     try:
         parts = urlsplit(url if "//" in url else f"https://{url}")
         port = parts.port

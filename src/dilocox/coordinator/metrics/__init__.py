@@ -1,1 +1,1 @@
-"""Metrics of a run: from the sites' reports to files, trackers and the display."""
+"""Metrics of a run: the sites' reports go to files, experiment trackers and the display."""

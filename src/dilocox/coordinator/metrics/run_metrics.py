@@ -1,4 +1,4 @@
-"""Turns the sites' reports into the run's metrics, its summary and what a display shows."""
+"""Turns the sites' reports into the run's metrics, its summary and records for a display."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ CHOSEN = (
     "inner_steps", "slots", "fragments", "delay", "codec", "learning_rate", "momentum",
     "residual_decay", "residual_view", "keep",
 )  # fmt: skip
-"""What of a plan may change from round to round."""
+"""Fields of a plan that may change from round to round."""
 REMEMBERED = 8
-"""Rounds that a late report can still be added to."""
+"""Number of latest rounds to which a late report can still be added."""
 WRITTEN = 1000
-"""Rounds whose reports are known to be in the file: a site's latest one is handed on again after a
-restart, however long ago it was made."""
+"""Number of rounds for which the reports in the file are known. After a restart a site's latest
+report comes again, however old it is, and must not be written twice."""
 SUMMED = (
     "step", "tokens", "seconds", "wait_share", "payload_bytes", "allreduce_bytes", "loss",
     "anchor_digest", "mfu", "peak_flops", "peak_memory_bytes", "peak_reserved_bytes",
     "allocation_retries",
 )  # fmt: skip
-"""What of a round goes into the summary."""
+"""Fields of a round that the summary needs."""
 
 
 def combine(reports: Mapping[str, Record], members: int = 0) -> Record:
-    """One round of the run from its sites' reports (bytes per run, not per site).
+    """Combine the sites' reports of a round into one record of the run.
 
-    Loss is weighted by tokens; tokens, tokens/s and bytes are sums; the waiting share is the
-    largest of a site; `waited_for` are the seconds that all others together waited for a site.
-    Raises `TrainingError` if all of `members` have reported, sites hold different anchors and no
-    anchor is that of most.
+    The loss is weighted by tokens. Tokens, tokens per second and bytes are sums over the sites, and
+    the wait share is the largest of a site. `waited_for` holds, by site, the seconds that all other
+    sites together waited for it. Raises `TrainingError` if all `members` sites have reported, their
+    anchors differ and no anchor has a majority.
     """
     rows = list(reports.values())
     settled = settled_anchor(reports, members)
@@ -81,8 +81,11 @@ def combine(reports: Mapping[str, Record], members: int = 0) -> Record:
 
 
 def of_devices(rows: Sequence[Record]) -> Record:
-    """What the sites' devices did together, as far as it is known: MFU over the GPUs whose peak is
-    known, the peak memory of the rank that needed most, retries of all allocators."""
+    """Combine the known device metrics of sites.
+
+    MFU is over the GPUs whose peak FLOP/s are known, peak memory is the largest of a rank, and
+    retries are summed over all memory allocators.
+    """
     found: Record = {}
     measured = [row for row in rows if "mfu" in row and row.get("peak_flops")]
     if measured:
@@ -108,22 +111,23 @@ def _waited_for(rows: Sequence[Record]) -> dict[str, float]:
 
 
 class RunMetrics:
-    """Writes `metrics.jsonl` and `summary.json` in the run's folder and tells a display.
+    """Writes `metrics.jsonl` and `summary.json` in the run's folder and informs a display.
 
-    `emit` gets every record that a display may show. A resumed run appends and counts on.
+    For a resumed run it appends to the file and continues the counts in it.
     """
 
     def __init__(self, config: RunConfig, folder: Path, emit: Emit) -> None:
+        """Read the file in `folder`, if there is one. `emit` gets every record, for a display."""
         self._config = config
         self._folder = folder
         self._emit = emit
         self._members: dict[int, int] = {}
-        """Sites of a round's plan, of the latest rounds."""
+        """Number of sites in the plan, by round, for the latest rounds."""
         self._odd: set[tuple[int, str]] = set()
-        """(round, site) of those who hold another anchor than most."""
+        """(round, site) of sites whose anchor differed from that of most sites."""
         self._open: dict[int, dict[str, Record]] = {}
         self._verdicts: dict[int, dict[str, dict[str, int]]] = {}
-        """How often, by round and site, by code and flag."""
+        """Counts of verdict codes and flags, by round and site."""
         self._said: set[tuple[int, str, str]] = set()
         self._closed: dict[int, dict[str, Record]] = {}
         self._rounds: dict[int, Record] = {}
@@ -131,19 +135,19 @@ class RunMetrics:
         self._flush: dict[str, Record] = {}
         self._plan: Record = {}
         self._reason = ""
-        """Of the latest plan, or of keeping it."""
+        """Reason of the latest plan, or the reason to keep it."""
         self._sequences: dict[str, int] = {}
         self._written: dict[int, set[tuple[str, str]]] = {}
-        """(kind, site) of the reports of this course of the run that are in the file, by round."""
+        """(kind, site) of the reports in the file since the latest resume, by round."""
         for record in _read_lines(folder / "metrics.jsonl"):
-            # The file is of an earlier process, perhaps of an earlier version, and a site's word.
+            # An earlier process, perhaps an earlier version, wrote the file from sites' claims.
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                 self._recall(record)
         self._metrics = Metrics(config, folder)
 
     def _recall(self, record: Record) -> None:
-        """Take up a line that was written before this process began."""
-        # What was no number was written as null.
+        """Take over a record that was written before this process began."""
+        # NaN and infinity were written as null.
         record = {
             key: math.nan if value is None and key != "anchor_digest" else value
             for key, value in record.items()
@@ -175,8 +179,10 @@ class RunMetrics:
             self._forget(round_)
 
     def forget_after(self, round_: int) -> None:
-        """The run was resumed at `round_`: what came later on the abandoned course is not
-        counted (it stays in the file)."""
+        """Drop later rounds from the counts, because the run was resumed at `round_`.
+
+        Their records stay in the file.
+        """
         self._forget(round_)
         self._write({"kind": "resumed", "round": round_})
 
@@ -189,11 +195,12 @@ class RunMetrics:
         self._reason = ""
 
     def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
-        """A site's report. One that is in the file already, from before a restart of the
-        coordinator, counts once; one that is not what its kind has is left out.
+        """Take a site's report.
 
-        Raises `DifferentAnchorsError` for sites that hold another anchor than most, and
-        `TrainingError` if no anchor is that of most.
+        A report that is in the file already, from before a restart of the coordinator, is ignored.
+        A report without the fields of its kind is left out, with a message. Raises
+        `DifferentAnchorsError` if a site's anchor differs from that of most sites, and
+        `TrainingError` if no anchor has a majority.
         """
         if kind == "admission":
             self._admission(site, round_, metrics)
@@ -229,7 +236,7 @@ class RunMetrics:
             combine(self._flush, members)
             self._name_the_odd(round_, self._flush, members)
         elif kind == "round":
-            # A report that comes after its round was closed completes it.
+            # A late report is added to its round, even if the round was closed.
             self._open.setdefault(round_, self._closed.pop(round_, {}))[site] = record
             ready = [r for r in sorted(self._open) if r < round_]
             if len(self._open[round_]) >= self._expected(round_, self._open[round_]):
@@ -238,9 +245,9 @@ class RunMetrics:
                 self._close_round(number)
 
     def _name_the_odd(self, round_: int, rows: Mapping[str, Record], members: int) -> None:
-        """Raise `DifferentAnchorsError` if some sites hold another anchor than most."""
+        """Raise `DifferentAnchorsError` if some sites' anchor differs from that of most sites."""
         settled = settled_anchor(rows, members)
-        # Once each: a site that has come again does not go for what it was before.
+        # Once per round and site: a site that has joined again is not blamed for its past anchor.
         odd = [s for s in (settled[1] if settled else []) if (round_, s) not in self._odd]
         self._odd.update((round_, site) for site in odd)
         if odd:
@@ -249,20 +256,22 @@ class RunMetrics:
             )
 
     def _expected(self, round_: int, rows: Mapping[str, Record]) -> int:
-        """Sites that are to report of a round: of its plan, or, as long as the process does not
-        know that, by the word of the site that says most."""
+        """Return the number of sites that should report about a round.
+
+        It is that of the round's plan. If the plan is not known, it is the largest claim of a site.
+        """
         claims = (int(row["members"]) for row in rows.values())
         return self._members.get(round_) or max(claims, default=0)
 
     def _admission(self, site: str, round_: int, verdict: Record) -> None:
-        """What was decided about a contribution: written if it says anything, and said if new."""
+        """Take the verdict about a contribution: write it if it has content, announce it if new."""
         code = verdict["code"]
         said = set(verdict) > {"exchange", "code", "flags"}
         if said or verdict["flags"] or code != "admitted":
             record = {"kind": "admission", "round": round_, "site": site, **verdict}
             self._write(record)
             self._count_verdict(record)
-        # A site that withdraws has said why already.
+        # A site that withdraws has already reported the reason.
         if code not in ("admitted", "withdrawn") and (round_, site, code) not in self._said:
             self._said.add((round_, site, code))
             self.message(f"{site}, round {round_}: its contribution does not count: {code}")
@@ -274,8 +283,11 @@ class RunMetrics:
                 counts[what] = counts.get(what, 0) + 1
 
     def plan(self, plan: Record) -> None:
-        """A plan was made: what was chosen is written down where it differs from the plan before,
-        and where that was kept, why, if anything new was known."""
+        """Take a new plan.
+
+        Its settings are written if they differ from those of the plan before. If they were kept,
+        the reason is written if it is a new one.
+        """
         if "members" in plan:
             self._members[plan["round"]] = len(plan["members"])
         if plan["kind"] == "flush":
@@ -289,23 +301,26 @@ class RunMetrics:
         self._plan, self._reason = chosen, plan["reason"]
 
     def message(self, text: str) -> None:
-        """Something that happened."""
+        """Write a message for people."""
         self._write({"kind": "message", "text": plain(text)})
 
     def happened(self, text: str) -> None:
-        """A site came or went, or the run went on to another phase."""
+        """Write a message about a site that joined or left, or about a new phase of the run."""
         self._write({"kind": "message", "about": "members", "text": plain(text)})
 
     def sequences(self, counts: Mapping[str, int], problem: str) -> None:
-        """What became of the sequences that were given out, by name, for the summary."""
+        """Take counts of sequences from the ledger's audit for the summary.
+
+        `problem` is a line about a fault in the ledger; empty if there is none.
+        """
         self._sequences = {f"sequences_{name}": count for name, count in counts.items()}
         if problem:
             self.message(problem)
 
     def finish(self, phase: str, reason: str) -> Record:
-        """Write `summary.json`; returns its content."""
+        """Write `summary.json` and return its content."""
         for number in sorted(self._open):
-            # The run is over: nobody is to go for an anchor any more.
+            # The run has ended, so different anchors have no consequence any more.
             with contextlib.suppress(TrainingError):
                 self._close_round(number)
         rounds = [self._rounds[number] for number in sorted(self._rounds)]
@@ -358,7 +373,7 @@ class RunMetrics:
         part.replace(self._folder / "summary.json")
 
     def _totals(self) -> dict[str, dict[str, int]]:
-        """Contributions that did not count, and flags, by site: how often in the whole run."""
+        """Return counts of rejection codes and flags in the whole run, by site."""
         totals: dict[str, dict[str, int]] = {}
         for sites in self._verdicts.values():
             for site, counts in sites.items():
@@ -368,7 +383,7 @@ class RunMetrics:
         return totals
 
     def _step_after(self, round_: int) -> int:
-        """Inner steps of a site by the end of `round_`, of which a report is there; -1: none."""
+        """Return the inner steps by the end of `round_`, which has a report; 0 for round -1."""
         if round_ < 0:
             return 0
         if round_ in self._rounds:
@@ -391,7 +406,7 @@ class RunMetrics:
         self._members = {r: n for r, n in self._members.items() if r > number - REMEMBERED}
         self._odd = {each for each in self._odd if each[0] > number - REMEMBERED}
         self._said = {each for each in self._said if each[0] > number - REMEMBERED}
-        if len(self._written) > 2 * WRITTEN:  # not in every round: a restart goes through all
+        if len(self._written) > 2 * WRITTEN:  # Not in every round, to save time at a restart.
             self._written = {r: own for r, own in self._written.items() if r > number - WRITTEN}
 
     def _write(self, record: Record) -> None:
@@ -401,7 +416,7 @@ class RunMetrics:
 
 
 def _over_time(rounds: Sequence[Record]) -> Record:
-    """`of_devices` for a whole run, from its combined rounds: MFU is the mean over the time."""
+    """Return `of_devices` of the whole run from its combined rounds; MFU is averaged over time."""
     found = of_devices([{k: v for k, v in row.items() if k != "mfu"} for row in rounds])
     measured = [row for row in rounds if "mfu" in row]
     spent = sum(row["seconds"] for row in measured)
@@ -411,7 +426,7 @@ def _over_time(rounds: Sequence[Record]) -> Record:
 
 
 def _summed(record: Record) -> Record:
-    """A combined round without what no summary needs: all rounds of a run are kept so."""
+    """Return only the fields of a combined round that the summary needs, to save memory."""
     return {key: record[key] for key in SUMMED if key in record}
 
 
@@ -423,6 +438,6 @@ def _read_lines(path: Path) -> Iterator[Record]:
             try:
                 record = json.loads(line)
             except ValueError:
-                continue  # the last line of a run that was killed while writing it
+                continue  # The run was killed while it wrote this line.
             if isinstance(record, dict):
                 yield record

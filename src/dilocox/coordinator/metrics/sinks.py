@@ -1,6 +1,6 @@
-"""Where round metrics go: JSONL always, TensorBoard, Weights & Biases and Trackio by name.
+"""Writers of round metrics: always JSONL; if configured, TensorBoard, Weights & Biases, Trackio.
 
-The coordinator's process writes them, since it hears from every site. None of this imports torch.
+The coordinator's process writes the metrics, because all sites report to it. Without torch.
 """
 
 from __future__ import annotations
@@ -24,45 +24,46 @@ from dilocox.utils.storage import when_there_is_room
 log = logging.getLogger(__name__)
 
 KEPT = 100_000
-"""Lines that are kept in memory while the disk is full: of more, the latest."""
+"""Largest number of lines kept in memory while the disk is full; the latest lines are kept."""
 _NOT_NUMBERS = ("step", "time", "after_round")
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
 class Sink(Protocol):
-    """A place that numbers are written to."""
+    """Writer of numbers to one experiment tracker."""
 
     def write(self, site: str, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of one site after inner step `step`."""
+        """Write numbers of one site, or of the run if `site` is empty, after inner step `step`."""
 
     def close(self) -> None:
-        """Flush and end."""
+        """Write all buffered numbers and close."""
 
 
 class Metrics:
-    """`metrics.jsonl` in the run folder, and the sinks of `[metrics]`."""
+    """Writes `metrics.jsonl` in the run folder, and to the sinks that `[metrics]` names."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         path = folder / "metrics.jsonl"
         torn = _is_torn(path)
         self._file = AppendFile(path)
         self._kept: deque[bytes] = deque(maxlen=KEPT)
-        """Lines that a full disk has kept from being written."""
+        """Lines that are not written yet, for example because the disk is full."""
         self._full = False
         if torn:
-            # A run was killed while it wrote: what follows must not be lost with that line.
+            # An earlier process was killed while it wrote: end its line, to keep later lines whole.
             self._kept.append(b"\n")
         self._sinks: dict[str, Sink] = {}
         for name in config.metrics.sinks:
             try:
                 self._sinks[name] = _open(name, config, folder)
-            except Exception as error:  # other people's code, over a network
+            except Exception as error:  # Third-party code over a network may raise any error.
                 self._failed(name, error)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One record: `kind` and, for kind "round", site, round and numbers.
+        """Write one record to the file, and records of rounds and evaluations to the sinks.
 
-        A sink that fails is left out from then on, and the record of that says so.
+        `record` has `kind` and, for "round" and "evaluation", site, step and numbers. A sink that
+        fails is not used any more, and a message in the file says so.
         """
         self._line(record)
         if record.get("kind") not in ("round", "evaluation"):
@@ -75,18 +76,18 @@ class Metrics:
             and key not in _NOT_NUMBERS
         }
         site, step = str(record.get("site", "")), int(record.get("step", 0))
-        # The held-out loss is the run's; the site that has measured it may be another one later.
+        # The held-out loss belongs to the run, because another site may measure it later.
         places = [site, ""] if site and record["kind"] == "evaluation" else [site]
         for name, sink in list(self._sinks.items()):
             try:
                 for place in places:
                     sink.write(place, step, values)
-            except Exception as error:  # other people's code, over a network
+            except Exception as error:  # Third-party code over a network may raise any error.
                 del self._sinks[name]
                 self._failed(name, error)
 
     def close(self) -> None:
-        """Close all sinks and the file. A full disk is waited for."""
+        """Close all sinks and the file. If the disk is full, wait for room."""
         for name, sink in self._sinks.items():
             try:
                 sink.close()
@@ -105,7 +106,7 @@ class Metrics:
         self._line({"kind": "message", "text": text})
 
     def _line(self, record: Mapping[str, Any]) -> None:
-        # JSON has no NaN and no infinity: null says that there was no such number.
+        # JSON has no NaN and no infinity, so they are written as null.
         plain = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
@@ -133,7 +134,7 @@ class Metrics:
 
 
 def _is_torn(path: Path) -> bool:
-    """True if the last line of a file has no end."""
+    """Return whether the last line of a file lacks its newline."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -145,7 +146,7 @@ def check_sinks(config: RunConfig) -> None:
     """Raise `ConfigError` if a sink's package is not installed."""
     for name in config.metrics.sinks:
         found = importlib.util.find_spec(_PACKAGES[name])
-        # A folder of that name, such as the one that wandb itself writes, is no package.
+        # A folder of this name, such as the one that wandb writes, is not the package.
         if found is None or found.origin is None:
             raise ConfigError(f"metrics.sinks: {name} is not installed; run: pip install {name}")
 
@@ -178,7 +179,7 @@ class _TensorBoard:
 
 
 class _WandbLike:
-    """Weights & Biases, and Trackio, whose interface is the same."""
+    """Sink for Weights & Biases and for Trackio, which has the same interface."""
 
     def __init__(self, package: str, config: RunConfig) -> None:
         module = importlib.import_module(package)
@@ -190,7 +191,7 @@ class _WandbLike:
 
     def write(self, site: str, step: int, values: Mapping[str, float]) -> None:
         prefix = f"{site}/" if site else ""
-        # `step` itself is a reserved word there, and must not go back as it does between sites.
+        # The trackers reserve `step` and require it to rise, but it falls between reports of sites.
         numbers = {f"{prefix}{key}": value for key, value in values.items()}
         self._run.log({**numbers, "inner_step": step})
 
