@@ -266,7 +266,7 @@ class CoordinatorClient:
         phase: VotePhase = "held",
         limit: float | None = None,
     ) -> m.VoteReply:
-        """Wait for the decision and return it as `vote` does, without a vote: for entering ranks."""
+        """Wait for the decision and return it as `vote` does, for an entering rank (no vote)."""
         return self._vote(key, attempt, {"phase": phase, "observer": True}, limit)
 
     def report_broken(

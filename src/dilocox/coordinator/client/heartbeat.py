@@ -155,7 +155,7 @@ class RankControl:
         return each is not None and slots * each < self._every
 
     def wait_while_role(self, role: str) -> None:
-        """Wait until this rank's site no longer has `role`, sending a beat at least every second."""
+        """Wait until this rank's site no longer has `role`; a beat goes out every second."""
         with self._changed:
             while self.news.role == role:
                 # Replies wake this wait, so a beat is requested only after a second without one.

@@ -1,4 +1,4 @@
-"""What the plan of a round is like, decided from numbers that all sites agree on.
+"""The controller: chooses the settings of a round's plan from logged measurements.
 
-Pure functions without torch, clock or network; the coordinator asks them and logs the answer.
+Pure functions without torch, clock or network. The coordinator calls them and logs the result.
 """

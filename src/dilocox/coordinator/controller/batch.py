@@ -1,6 +1,6 @@
-"""Who takes over the batch of sites that are away, so that all together keep to one global batch.
+"""Shares the batch of absent sites among the members, so that the global batch stays the same.
 
-Pure functions of whole numbers from the run file: every site would compute the same.
+Pure functions of integers from the run file.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from collections.abc import Mapping, Sequence
 
 
 def shared_batches(batches: Mapping[str, int], members: Sequence[str], unit: int) -> dict[str, int]:
-    """Sequences per inner step of each of `members`, together those of all sites of `batches`.
+    """Return the sequences per inner step of each member, whose sum is that of all `batches`.
 
-    `batches`: of every site of the run file, each a multiple of `unit`, the sequences of one
-    micro-batch on all shards. What the sites that are away would take is divided among the members
-    in whole units, in proportion to their own batches; of equal claims the first site's comes
-    first. So every member takes more micro-batches of the same size, never a larger one.
+    Args:
+        batches: Sequences per inner step by site of the run file, each a multiple of `unit`.
+        members: Sites that train.
+        unit: Sequences of one micro-batch on all shards.
+
+    The batch of absent sites is divided among the members in whole units, in proportion to their
+    own batches; of equal remainders the first site's comes first. So members take more
+    micro-batches of the same size, never larger ones.
     """
     own = {site: batches[site] for site in members}
     there = sum(own.values())

@@ -1,4 +1,4 @@
-"""What the controller may choose from, and which of it the link allows."""
+"""Plans from which the controller may choose, with their cost on the link."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
 KEPT = (328, 232, 164, 116, 82, 58, 41, 35, 29, 24, 20, 17, 15, 13, 12, 11, 10, 9, 8, 7, 6, 5)
 BLOCKS = (12, 18, 25, 35, 50, 70, 100, 118, 140, 170, 205, 240, 290, 340, 410, 490, 590, 700, 850,
           1000, 1200, 1500, 1800, 2200, 2600)  # fmt: skip
-"""B of `top1`, which is taken instead of `topk` where the loss table knows that it loses less."""
+"""Block sizes B of `top1`. It replaces `topk` where the loss table says that it loses less."""
 LEAST_ROUNDS = 8
-"""Outer momentum and error feedback need some rounds: so many at least, where possible."""
+"""Least number of rounds of a run, where possible: outer momentum and error feedback need some."""
 SLACK = 5 / 4
-"""A plan in force may take so many times the work that a new one may."""
+"""The current plan may take this many times the work that a new plan may take."""
 APART = 16
-"""Steps vary by chance, at every site in its own way: a landing leaves room for one step in so many
-of a round, so that sites which are a little apart do not wait for each other."""
+"""Step times vary randomly and differently at every site. So the delay leaves one extra slot for
+this many slots of a round, and sites that are slightly apart do not wait for each other."""
 
 TOGETHER = 1 << 26
-"""Values of a fragment made of several pieces, at most. Larger ones would save nothing by fewer
-headers and messages, and what is under way takes 4 bytes of memory per value."""
+"""Largest number of values of a fragment of several pieces. In larger fragments, fewer headers and
+messages save nothing, and an exchange in flight takes 4 bytes of memory per value."""
 
 _WHOLE = 1_000_000
-"""Shares are counted in so many parts."""
+"""Shares are counted in millionths."""
 
 Menu = Mapping[str, Sizes]
-"""By codec: bytes of one site's payload by stage and piece, summed over shards."""
+"""Bytes of one site's payload by codec, stage and piece, summed over shards."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that could be made, with what it costs."""
+    """A possible plan, with its predicted cost."""
 
     inner_steps: int
     slots: int
@@ -47,30 +47,32 @@ class Candidate:
     delay: int
     codec: str
     loss: float
-    """Predicted rise over synchronous training."""
+    """Predicted rise of the loss over synchronous training, as a share of it."""
     traffic: Traffic
     round_us: int
+    """Microseconds of a round."""
     hides: bool
-    """Its exchanges are over in time, beside computation."""
+    """Whether its exchanges end in time behind computation, so that training does not wait."""
     light: bool
-    """What training loses by them beside waiting is small: on processors their own computation, on
-    GPUs boundaries and landings."""
+    """Whether its exchanges take little from training beside waits: on CPUs by their computation,
+    on GPUs by boundaries and landings."""
 
     @property
     def fits(self) -> bool:
-        """All that is asked of a plan."""
+        """Whether the plan is allowed: `hides` and `light`."""
         return self.hides and self.light
 
     @property
     def load(self) -> float:
-        """Time of the exchanges over the round's."""
+        """Time of the exchanges as a share of the round's time."""
         return self.traffic.busy_us / self.round_us
 
 
 def codecs(config: RunConfig) -> list[str]:
-    """Codecs whose payload sizes the controller needs: those it may choose, least lossy first.
+    """Return the codecs from which the controller may choose, the least lossy first.
 
-    The method's or run file's own is one of them if it is pinned, or if its loss is known.
+    The controller needs their payload sizes. The codec of the method or run file is included if it
+    is pinned (then it is the only one), or if its loss is known.
     """
     own = config.compression.codec
     if "codec" in config.control.pinned:
@@ -84,7 +86,10 @@ def codecs(config: RunConfig) -> list[str]:
 
 
 def _largest(top1_up_to: float) -> list[str]:
-    """Codecs that send the largest values, densest first: `top1` of so many of 4,096 and fewer."""
+    """Return the codecs that send the largest values, densest first.
+
+    They are `top1` up to a density of `top1_up_to` values of 4,096, and `topk` above.
+    """
     topk = [f"topk:{kept}" for kept in KEPT]
     top1 = [f"top1:{block}" for block in BLOCKS]
     return [
@@ -94,10 +99,11 @@ def _largest(top1_up_to: float) -> list[str]:
 
 
 def lengths(config: RunConfig, rounds: int, taken: int = 0) -> list[int]:
-    """Numbers of inner steps per round, rising, that leave at least `rounds` rounds if any does.
+    """Return the allowed numbers of inner steps per round, in ascending order.
 
-    A slot keeps its length, so that they are multiples of it. `taken`: inner steps of the run that
-    were made before its handover.
+    With each of them the run has at least `rounds` rounds; if none has, the shortest is returned.
+    They are multiples of a slot's length, which does not change. `taken` is the number of inner
+    steps before a handover.
     """
     outer = config.outer
     if "inner_steps" in config.control.pinned:
@@ -115,10 +121,10 @@ def candidates(
     rounds: int = LEAST_ROUNDS,
     taken: int = 0,
 ) -> list[Candidate]:
-    """Every plan that may be chosen for rounds of `sites` sites, with the delay it needs.
+    """Return every plan that may be chosen for rounds of `sites` sites, with the delay it needs.
 
-    `rounds` and `taken` as for `lengths`. Fewer fragments than there are pieces are of use only
-    where as many as that do not hide, or land late.
+    `lengths` explains `rounds` and `taken`. Fewer fragments than pieces are included only if a
+    fragment for each piece does not hide, or lands late.
     """
     return [
         plan
@@ -131,7 +137,7 @@ def candidates(
 def of_length(
     config: RunConfig, menu: Menu, link: Estimate, sites: int, codec: str, inner_steps: int
 ) -> list[Candidate]:
-    """Those of `candidates` that have this codec and so many inner steps."""
+    """Return the plans of `candidates` with this codec and this number of inner steps."""
     sizes = menu[codec]
     whole, *fewer = fragments_of(config, codec, menu)
     found = [candidate(config, sizes, codec, inner_steps, link, sites, whole)]
@@ -144,11 +150,11 @@ def of_length(
 
 
 def fragments_of(config: RunConfig, codec: str, menu: Menu) -> list[int]:
-    """Numbers of fragments that rounds of `codec` may have, falling.
+    """Return the numbers of fragments that rounds of `codec` may have, in descending order.
 
-    All of the run's pieces apart if the run file says how many, where contributions are judged
-    (what is usual is known by fragment), for low-rank codecs (each piece has a basis), and where a
-    fragment would hold more than `TOGETHER` values. The menu's `none` says how many it holds.
+    Every piece is a fragment of its own if the run file pins the number, if contributions are
+    judged (usual gains are known by fragment), or for low-rank codecs (each piece has a basis). A
+    fragment of several pieces holds at most `TOGETHER` values, by the sizes of `none` in `menu`.
     """
     pieces = config.outer.fragments
     judged = config.admission.gate or config.admission.examines
@@ -165,20 +171,26 @@ def fragments_of(config: RunConfig, codec: str, menu: Menu) -> list[int]:
 
 
 def bytes_us(config: RunConfig, sizes: Sizes, link: Estimate, sites: int, fragments: int) -> int:
-    """Microseconds that the bytes alone take if pieces of `sizes` travel as so many fragments: the
-    least that their exchanges do."""
+    """Return the microseconds that the bytes of a round take on the link, without latency.
+
+    `sizes` are those of the pieces, which travel as `fragments` fragments. The exchanges of a round
+    take at least this long.
+    """
     payload = sum(map(sum, together(sizes, fragments, config.site.shards)))
     count, size = Crowd(sites, config.outer.exchange).swaps(payload)
     return count * size * _WHOLE // link.rate
 
 
 def most_us(config: RunConfig, round_us: int) -> float:
-    """The most that the exchanges of a new plan may take of a round, microseconds."""
+    """Return the longest time, in microseconds, that exchanges of a new plan may take."""
     return config.control.utilisation * round_us
 
 
 def least_loss(config: RunConfig, codec: str, inner_steps: int) -> float:
-    """What plans of this codec and so many inner steps lose at least: landing as soon as can be."""
+    """Return the least predicted loss of plans with this codec and number of inner steps.
+
+    It is the loss with the smallest possible delay.
+    """
     slots = inner_steps * config.outer.slots // config.outer.inner_steps
     delay = min(config.outer.delay, slots) if "delay" in config.control.pinned else 1
     return loss_model.loss_of(
@@ -196,14 +208,14 @@ def candidate(
     fragments: int | None = None,
     in_force: bool = False,
 ) -> Candidate:
-    """One plan: its traffic, the smallest delay that hides it, and its predicted loss.
+    """Return one plan with its traffic, the smallest delay that hides it, and its predicted loss.
 
-    `sizes`: of the run's pieces; `fragments`: that they travel as, without it each by itself.
+    `sizes` are those of the run's pieces, which travel as `fragments` fragments (None: one each).
 
-    A plan that is `in_force` may use up what a new one has to leave free: all of the time, and
-    `SLACK` times the work. So a plan that was only just possible is not given up at once. Its delay
-    stays that of a new one while the round is long enough for it: what is left free, and in long
-    rounds a slot in `APART` more, is what sites may be apart without waiting for each other.
+    A plan that is `in_force` may use all of the time and `SLACK` times the work, of which a new
+    plan has to leave a part free. So a plan that was only just possible is not dropped at once. Its
+    delay is that of a new plan while the round is long enough. The free time, and in long rounds
+    one slot more for every `APART`, is what sites may be apart without waiting for each other.
     """
     outer, control = config.outer, config.control
     slot = outer.inner_steps // outer.slots

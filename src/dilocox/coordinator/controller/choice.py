@@ -1,4 +1,4 @@
-"""What is chosen for a round, and what of it fits into the steps that are left."""
+"""The controller's choice for a round, and how it is shortened to the steps that are left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dilocox.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Choice:
-    """The part of a round's plan that may change from round to round."""
+    """Settings of a round's plan that may change from round to round."""
 
     inner_steps: int
     slots: int
@@ -22,15 +22,16 @@ class Choice:
     residual_view: float
     keep: float
     reason: str
-    """One line with numbers and units."""
+    """Why these settings were chosen, in one line with numbers and units."""
     cut: bool = False
-    """It has fewer steps than were chosen: no more are left."""
+    """True if the round was shortened, because fewer steps are left than were chosen."""
 
     def shortened(self, left: int, overlap: str) -> Choice:
-        """This choice for a round of at most `left` inner steps.
+        """Return this choice for a round of at most `left` inner steps.
 
-        Slots keep their length if whole ones fit, else they become one inner step each (a round
-        of one slot stays one). The delay stays the same time, at most the round.
+        Slots keep their length if `left` is a multiple of it. Otherwise each slot becomes one inner
+        step; a round of one slot keeps one slot. The delay keeps its time, at most the whole round.
+        With the `overlap` rules naive and eager it is the whole round.
         """
         if left >= self.inner_steps or left <= 0:
             return self
@@ -46,7 +47,7 @@ class Choice:
 
 
 def as_the_run_file_says(config: RunConfig, reason: str = "as the run file says") -> Choice:
-    """The fixed plan, and where an adapted one begins."""
+    """Return the settings of the run file, which are also the starting point of adapted plans."""
     outer, compression = config.outer, config.compression
     return Choice(
         inner_steps=outer.inner_steps,

@@ -1,6 +1,6 @@
-"""What is decided of a round from what sites measured: how fast each goes, then the plan.
+"""Decides a round from the sites' measurements: first the sites' paces, then the settings.
 
-Pure: the coordinator and the planner's simulation decide by the same functions.
+Pure: the coordinator and the planner's simulation use the same functions.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dilocox.coordinator.controller.pace import (
 from dilocox.coordinator.protocol.step_share import FULL
 
 LOOK_BACK = 2
-"""The plan of round t may use what was measured up to round t - 2: all sites are through with it,
-while none waits for the others."""
+"""The plan of round t may use measurements up to round t - 2: all sites have finished that round by
+then, so no site waits for others."""
 
 Measurements = Mapping[int, Mapping[str, Sample]]
-"""By round and site. Steps are the site's own, of a slow one longer and fewer than others'."""
+"""Samples by round and site. Steps are the site's own: a slow site has longer and fewer steps."""
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What was decided for the round before."""
+    """Settings of the round before."""
 
     inner_steps: int
     codec: str
@@ -50,12 +50,22 @@ def decide(
     before: Decided | None,
     taken: int = 0,
 ) -> tuple[dict[str, int], Choice, Estimate | None]:
-    """How fast `members` go in `round_`, as paces (`dilocox.coordinator.controller.pace`); what is
-    chosen for it; and the estimate of the link that it was chosen by.
+    """Return paces, settings and link estimate for a round.
 
-    `menu`: payload sizes by codec, if the controller goes by the link; `ranks`: effective ranks of
-    the rounds that may be looked at, in thousandths, oldest first, if it goes by these;
-    `taken`: inner steps of the run that were made before its handover.
+    Args:
+        config: The run file.
+        menu: Payload sizes by codec; needed with `control.adapt = "link"`.
+        round_: Number of the round.
+        members: Sites of the round.
+        measured: Measurements of earlier rounds.
+        ranks: Effective ranks of earlier rounds in thousandths, oldest first; needed with
+            `control.adapt = "effective-rank"`.
+        before: Settings of the round before; None for the first.
+        taken: Inner steps before a handover.
+
+    Returns:
+        Paces by site (`dilocox.coordinator.controller.pace`), the choice, and the estimate behind
+        it. The estimate is None if the controller does not adapt to the link, or knows nothing.
     """
     paces = _paces(config, round_, members, measured, before)
     if config.control.adapt == "off":
@@ -99,7 +109,7 @@ def _paces(
 
 
 def _samples(measured: Measurements, round_: int, paces: Mapping[str, int]) -> list[Sample]:
-    """What members measured in a round, with steps as the typical site has them."""
+    """Return the members' samples of a round, with step times scaled to the typical site."""
     return [
         replace(own, step_us=max(1, own.step_us * paces[site] // FULL))
         for site, own in measured.get(round_, {}).items()

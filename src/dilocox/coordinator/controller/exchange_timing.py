@@ -1,7 +1,7 @@
-"""How long the exchanges of a round keep a link busy, and how late the last of them is.
+"""How long the exchanges of a round keep a link busy, and how late the latest of them ends.
 
 All fragments of all stages share their site's link, in the order of their boundaries
-(`dilocox.coordinator.protocol.schedule`). Whole microseconds and bytes.
+(`dilocox.coordinator.protocol.schedule`). Times are integer microseconds, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from dilocox.coordinator.protocol.fragment_groups import pieces_of
 from dilocox.coordinator.protocol.schedule import AT_ONCE, boundary_slots
 
 Sizes = Sequence[Sequence[int]]
-"""Bytes of one site's payload by stage and piece, summed over shards."""
+"""Bytes of one site's payload by stage and piece (or fragment), summed over shards."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The exchanges of one round at one site."""
+    """Cost of the exchanges of one round at one site."""
 
     payload_bytes: int
-    """What a site sends, and receives, in a round."""
+    """Bytes that a site sends in a round; it receives as many."""
     busy_us: int
-    """Time that its exchanges take: of the link, or of the threads of the busiest stage if that is
-    more."""
+    """Microseconds that the exchanges of a round take on the link, or in the threads of the busiest
+    stage if that is longer."""
     latest_us: int
-    """From a boundary until its exchange is over, at worst; the queue before it included."""
+    """Longest time from a boundary to the end of its exchange, in microseconds, with the wait for
+    earlier exchanges."""
 
 
 def together(sizes: Sizes, fragments: int, shards: int) -> Sizes:
-    """What pieces of `sizes` take that are exchanged as so many fragments: their payloads, with
-    one frame's header for each fragment and shard."""
+    """Return the payload sizes of fragments from the sizes of pieces.
+
+    Each fragment has one frame header per shard, instead of one per piece and shard.
+    """
     pieces = len(sizes[0])
     if fragments == pieces:
         return sizes
@@ -47,14 +50,16 @@ def together(sizes: Sizes, fragments: int, shards: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Crowd:
-    """How payloads travel between `sites` sites: `exchange` is the run file's."""
+    """Number of sites, and the mode in which their payloads travel (`outer.exchange`)."""
 
     sites: int
     exchange: str
 
     def swaps(self, payload: int) -> tuple[int, int]:
-        """(number, bytes each) of the swaps of one exchange of such a payload: in each a site
-        receives from all others at the same time, so that latency passes once."""
+        """Return number and bytes of the swaps of one exchange with payloads of `payload` bytes.
+
+        In a swap a site receives from all others at the same time, so latency counts once.
+        """
         others = self.sites - 1
         if self.exchange == "gather":
             return 1, others * payload
@@ -63,16 +68,17 @@ class Crowd:
 
 def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd,
             latency_us: int) -> Traffic:  # fmt: skip
-    """Exchanges of payloads of `sizes` in rounds of `slots` slots of `slot_us` each.
+    """Simulate the exchanges of a round of `slots` slots of `slot_us` microseconds each.
 
-    `latency_us`: of an exchange, beside what its transfers take: half of it, and of what the
-    estimate has for that, passes before them and half after. Transfers follow one another; beside
-    them, each stage has `AT_ONCE` exchanges under way. Two rounds in a row are followed, since the
-    first exchange of a round may wait for the last of the round before.
+    `sizes` are the payloads by stage and fragment. `latency_us` is the time of an exchange beside
+    its transfers, in addition to the estimate's overhead; half of both passes before the transfers
+    and half after. Transfers follow one another, and each stage has up to `AT_ONCE` exchanges in
+    flight. Two rounds are simulated, because the first exchange of a round may wait for the last
+    one of the round before.
     """
     stages, fragments = len(sizes), len(sizes[0])
     due: list[tuple[int, int, int, int]] = []
-    """(slot, fragment, stage, microseconds of transfer), in the order in which they are carried."""
+    """(slot, fragment, stage, microseconds of transfer), in the order of the transfers."""
     total = 0
     for stage, row in enumerate(sizes):
         slots_of = boundary_slots(stage, stages, fragments, slots)
@@ -84,7 +90,7 @@ def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd
     beside = latency_us + link.overhead_of(fragments)
     link_free = latest = 0
     free = [[0] * AT_ONCE for _ in range(stages)]
-    """When the threads of each stage are free, the next one first."""
+    """Moments at which the threads of each stage are free, the earliest first."""
     for round_ in (0, 1):
         for slot, _, stage, time_us in due:
             begin = (round_ * slots + slot) * slot_us

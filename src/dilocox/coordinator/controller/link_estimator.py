@@ -1,17 +1,17 @@
-"""The slowest site's link and steps, estimated from what sites measured in agreed rounds.
+"""Estimates the link and steps of the slowest site from the sites' measurements.
 
-An estimate stays as it is while measurements agree with it within `BAND`, so that noise changes
-nothing. Beyond it the rate follows at once, upwards by a factor of `RISE` a round at most: a plan
-that is too bold costs waiting, one that is too timid only a round. Times of steps, of work and
-beside the transfers follow what two rounds in a row say, whichever of them says less: a machine
-that was busy elsewhere for a moment, with a checkpoint say, is not slower for that.
+The estimate stays the same while measurements agree with it within `BAND`, so that noise has no
+effect. Beyond the band the rate follows at once, upwards by at most a factor of `RISE` per round: a
+plan that is too bold costs waiting, one that is too timid only a round. Times of steps, work and
+overhead follow only if two rounds in a row agree on the change. A machine that was busy for a
+moment, for example with a checkpoint, is not slower for that.
 
-What a site receives in one swap, of all others at the same time, takes `latency + bytes / rate`.
-The two are told apart when swaps of another size have been measured; until then all of the time
-counts as transfer, which errs to the slow side for larger ones.
+A swap, in which a site receives from all others at the same time, takes `latency + bytes / rate`.
+Latency and rate can be told apart only after swaps of different sizes. Until then all of the time
+counts as transfer, which predicts too long a time for larger swaps.
 
-Codecs compute differently much, so work is known by codec: a plan that was given up for the work of
-its codec is not taken up again because another codec's is less.
+Codecs need different amounts of computation, so work is known by codec. A plan that was dropped for
+the work of its codec is not chosen again because another codec needs less.
 """
 
 from __future__ import annotations
@@ -24,68 +24,74 @@ from dilocox.config.codec_spec import parse_spec
 from dilocox.config.outer import ControlSection
 
 BAND = (5, 4)
-"""A measurement may differ from the estimate by this ratio, up or down: noise of +-10 % passes."""
+"""A measurement agrees with the estimate up to this ratio in either direction: noise of +-10 %
+passes."""
 ROUGH = (3, 2)
-"""The same for work times, which vary more than links do and matter less, and for steps that take
-longer than before. Ones that take less time leave less for an exchange that lands after some."""
+"""`BAND` for work times, which vary more than links and matter less, and for steps that became
+longer. Shorter steps use `BAND`: they leave less time for exchanges, so they matter more."""
 RISE = 4
-"""The estimated rate rises by this factor a round at most."""
+"""The estimated rate rises at most by this factor per round."""
 _SECOND = 1_000_000
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one site measured in one round. Whole numbers: microseconds and bytes."""
+    """Measurements of one site in one round, in integer microseconds and bytes.
+
+    `round_plan.Measured` explains the fields.
+    """
 
     step_us: int
     exchange_bytes: int
     exchange_us: int
     exchanges: int
     overhead_us: int = 0
-    """Per exchange, in which nothing came in."""
+    """Microseconds per exchange in which no payload arrived."""
     work_us: int = 0
     codec: str = ""
-    """In force in that round; empty: not known."""
+    """Codec of the round; empty: not known."""
     fragments: int = 0
-    """In that round; 0: not known."""
+    """Number of fragments of the round; 0: not known."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What plans go by; times in microseconds, `rate` in bytes per second."""
+    """Estimate from which plans are made; times in microseconds, `rate` in bytes per second."""
 
     step_us: int
+    """Microseconds of an inner step."""
     rate: int
+    """Bytes per second that a site receives."""
     latency_us: int
-    """Per swap, beside its bytes."""
+    """Microseconds of a swap in addition to the time of its bytes."""
     payload: int
-    """Bytes of a swap as they were measured last."""
+    """Bytes of a swap in the latest measurement."""
     overhead_us: int = 0
-    """Per exchange, beside its transfers: a power of two, since it is a rough number. In the last
-    round that was measured."""
+    """Microseconds of an exchange in addition to its transfers, in the last measured round. A power
+    of two, because it is a rough number."""
     overheads: Mapping[int, int] = field(default_factory=dict, hash=False)
-    """The same by the number of a round's fragments, of those that were in force."""
+    """`overhead_us` by number of fragments, for the numbers that were used."""
     work_us: int = 0
-    """What training loses by the exchanges of a round beside waiting: the whole model once. In the
-    last round that was measured."""
+    """Microseconds that the exchanges of a round, of the whole model, take from training beside
+    waits; in the last measured round."""
     works: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """The same by codec, of those that were in force."""
+    """`work_us` by codec, for the codecs that were used."""
     lag_us: int = 0
-    """By so much an inner step of the slowest site is longer than one of the fastest: it comes as
-    much early to a landing, or late."""
+    """Microseconds by which an inner step of the slowest site is longer than one of the fastest. A
+    site may come early or late to a landing by this time."""
     least: tuple[int, int] = (0, 0)
-    """The smallest swap known, bytes and microseconds: none that took less is known since."""
+    """Bytes and microseconds of the smallest swap since the link last changed. Zeros: none yet."""
 
     def transfer_us(self, payload: int) -> int:
-        """Microseconds that a swap of so many bytes takes."""
+        """Return the microseconds of a swap of `payload` bytes."""
         return self.latency_us + -(-payload * _SECOND // self.rate)
 
     def overhead_of(self, fragments: int) -> int:
-        """Microseconds per exchange beside its transfers in rounds of so many fragments.
+        """Return the microseconds per exchange, beside its transfers, with this many fragments.
 
-        Of numbers that were not in force nothing is hoped for: that all of it is encoding and
-        decoding, which grow with what a fragment holds if there are fewer, and that none of it is
-        if there are more. So nothing swings between two numbers that look better from each other.
+        For numbers that were not used, the worst case is assumed. With fewer fragments, all of the
+        overhead is encoding and decoding, which grow with a fragment's size. With more fragments,
+        the overhead stays the same. So the controller does not swing between two numbers.
         """
         if not fragments or not self.overheads:
             return self.overhead_us
@@ -97,8 +103,11 @@ class Estimate:
         return self.overheads[max(self.overheads)]
 
     def work_of(self, codec: str) -> int:
-        """Microseconds that training loses by a round's exchanges of `codec`: by those of the one
-        of its kind that keeps most nearly as many values, if there was none, by the last's."""
+        """Return the microseconds that a round's exchanges with `codec` take from training.
+
+        For a codec that was not used, the value is that of the codec of its kind with the nearest
+        density. Without such a codec it is that of the last round.
+        """
         spec = parse_spec(codec)
         alike = [name for name in self.works if parse_spec(name).kind == spec.kind]
         if not alike:
@@ -111,7 +120,7 @@ class Estimate:
 
 
 def declared(control: ControlSection) -> Estimate | None:
-    """The estimate of a run file that leaves nothing to be measured, or none."""
+    """Return the estimate that the run file declares, or None if something has to be measured."""
     if control.link_rate is None or control.step_seconds is None:
         return None
     return Estimate(max(1, round(control.step_seconds * _SECOND)), control.link_rate, 0, 0)
@@ -123,10 +132,13 @@ def estimated(
     control: ControlSection,
     earlier: Iterable[Sample] = (),
 ) -> Estimate | None:
-    """The estimate after one more round, whose `samples` are of all sites that measured it.
+    """Return the estimate after one more round, or None while nothing is known.
 
-    `earlier` are those of the round before it. What `control` declares is not estimated. None
-    while nothing is known.
+    Args:
+        before: The estimate so far.
+        samples: Measurements of all sites in the round.
+        control: The run file's section; values that it declares are not estimated.
+        earlier: Measurements of the round before.
     """
     samples, earlier = list(samples), list(earlier)
     if not samples:
@@ -150,7 +162,7 @@ def estimated(
     if not heard:
         return None if before is None else replace(before, step_us=max(1, step_us))
     overhead, overheads = _overheads(before, beside_us, samples[0].fragments)
-    # The slowest link: least bytes per second.
+    # The slowest link has the fewest bytes per second.
     worst = min(heard, key=lambda sample: sample.exchange_bytes / sample.exchange_us)
     payload = max(1, worst.exchange_bytes // worst.exchanges)
     time_us = max(1, worst.exchange_us // worst.exchanges)
@@ -163,8 +175,11 @@ def estimated(
 
 
 def _times(samples: Sequence[Sample]) -> tuple[int, int, int]:
-    """Of one round: a step and the work at the slowest site, and what an exchange takes beside its
-    transfers at the one that came last to it, which waited for nobody."""
+    """Return step time, work and overhead of one round, in microseconds.
+
+    Step time and work are those of the slowest site. The overhead is that of the site which came
+    last to its exchanges, because this site did not wait for others.
+    """
     return (
         max(sample.step_us for sample in samples),
         max(sample.work_us for sample in samples),
@@ -175,10 +190,10 @@ def _times(samples: Sequence[Sample]) -> tuple[int, int, int]:
 def _work(
     before: Estimate | None, samples: Sequence[Sample], earlier: Sequence[Sample]
 ) -> tuple[int, Mapping[str, int]]:
-    """What the last round's exchanges took from training, and that by codec.
+    """Return the work of the last round's exchanges, and the work by codec.
 
-    What is known of other codecs changes in the same proportion as that of one that was known: it
-    is the machine that has.
+    If the work of a known codec has changed, the cause is the machine. So the values of the other
+    codecs are scaled by the same ratio.
     """
     codec, (_, work_us, _) = samples[0].codec, _times(samples)
     if before is None:
@@ -186,7 +201,7 @@ def _work(
     known = before.work_of(codec) if codec else before.work_us
     again = bool(earlier) and _kind(earlier[0].codec) == _kind(codec)
     if earlier:
-        # What two rounds of a kind say in a row is believed.
+        # A change counts if two rounds in a row, with codecs of the same kind, agree on it.
         work_us = _middle(known, _times(earlier)[1] if again else known, work_us)
     if _agrees(work_us, known, ROUGH):
         work_us = known
@@ -209,10 +224,10 @@ def _middle(*three: int) -> int:
 def _overheads(
     before: Estimate | None, measured: int, fragments: int
 ) -> tuple[int, Mapping[int, int]]:
-    """What passes beside an exchange's transfers, and that by the number of fragments.
+    """Return the overhead of an exchange, and the overhead by number of fragments.
 
-    What is known of other numbers changes in the same proportion as that of one that was known: it
-    is the machine, or the way to the others, that has.
+    If the overhead of a known number has changed, the cause is the machine or the network. So the
+    values of the other numbers are scaled by the same ratio.
     """
     if before is None:
         found = _overhead(0, measured)
@@ -226,7 +241,7 @@ def _overheads(
 
 
 def _overhead(known: int, measured: int) -> int:
-    """The power of two above `measured` with some room; the `known` one while it is near."""
+    """Return a power of two above `measured` with some room, or `known` while that is near."""
     if not measured:
         return 0
     if measured <= known <= 4 * measured and known.bit_count() == 1:
@@ -241,9 +256,12 @@ def _agrees(value: int, known: int, band: tuple[int, int] = BAND) -> bool:
 
 
 def _least(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int]:
-    """The smallest swap known after one of `payload` bytes took `time_us`: this one, if it is
-    smaller, or if it took less, which says that the link has changed since; of sizes within `BAND`
-    the last whose time left it."""
+    """Return `Estimate.least` after a swap of `payload` bytes took `time_us` microseconds.
+
+    The new swap replaces the known one if it is smaller. It also does if it is larger and took
+    less time, which shows that the link has changed. A swap of about the same size (`BAND`)
+    replaces it only if its time differs by more than `BAND`.
+    """
     if before is None or before.least[0] == 0:
         return payload, time_us
     size, known_us = before.least
@@ -253,12 +271,12 @@ def _least(before: Estimate | None, payload: int, time_us: int) -> tuple[int, in
 
 
 def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int, int]:
-    """(rate, latency, payload) after a swap of `payload` bytes took `time_us`."""
+    """Return (rate, latency, payload) after a swap of `payload` bytes took `time_us`."""
     if before is None:
         return payload * _SECOND // time_us, 0, payload
 
     def beside(rate: int) -> int:
-        """What is left of the time for latency if bytes travel at `rate`; below 0: too slow."""
+        """Return the time left for latency if bytes travel at `rate`; negative: rate too low."""
         return time_us - payload * _SECOND // rate
 
     predicted = before.transfer_us(payload)
@@ -269,29 +287,29 @@ def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int
     usual = before.transfer_us(before.payload)
     more, longer = payload - before.payload, time_us - usual
     if not _agrees(payload, before.payload) and more < 0 and _agrees(time_us, usual):
-        # Fewer bytes in the same time: it is not bytes that take it. Were it taken for a slower
+        # Fewer bytes took the same time, so the bytes do not cause it. If this counted as a slower
         # link, the next payload would be smaller still, and so on.
         return before.rate, beside(before.rate), payload
     size, known_us = before.least
     if faster and payload > size > 0 and not _agrees(payload, size) and _agrees(time_us, known_us):
-        # As long as fewer bytes took: likewise. Were it taken for less latency, short rounds that
-        # could not hide would seem to again, be tried and given up, and so on.
+        # More bytes took as long as fewer did, so the bytes do not cause the time. If this counted
+        # as less latency, short rounds would seem to hide, be tried and be dropped, repeatedly.
         return most, max(0, beside(most)), payload
     sizes = sorted((payload, before.payload))
     if sizes[0] > 0 and sizes[1] >= 2 * sizes[0] and faster == (more > 0) and more * longer > 0:
-        # A larger swap that took less than in proportion, or a smaller one that took more: the
-        # two sizes tell latency and rate apart.
+        # A larger swap took less time than in proportion, or a smaller one took more. So the two
+        # sizes tell latency and rate apart.
         rate = max(1, min(most, more * _SECOND // longer))
         return rate, max(0, beside(rate)), payload
     if not faster and 2 * payload >= 3 * before.payload > 0 and longer > 0:
-        # A larger swap that took more than expected: where the two sizes say less latency and a
-        # lower rate, the last measurement was of less latency and was taken for a faster link.
+        # A larger swap took longer than expected. If the two sizes mean less latency and a lower
+        # rate, the last measurement had less latency and was mistaken for a faster link.
         rate = max(1, more * _SECOND // longer)
         if rate < before.rate and 0 <= beside(rate) < before.latency_us:
             return rate, beside(rate), payload
-    # Else the link has changed. What passes beside the bytes may be off by the band, too: where it
-    # is nearly all of the time, a little more of it must not be taken for a much slower link. And
-    # no swap that takes less time than expected makes the link a slower one.
+    # Otherwise the link has changed. The latency may be wrong by the band, too: if it is nearly all
+    # of the time, a little more latency must not count as a much slower link. And a swap that takes
+    # less time than expected must not make the link slower.
     wide, narrow = BAND
     latency = before.latency_us * wide // narrow
     if faster:

@@ -1,9 +1,9 @@
-"""`adapt = "link"`: the least lossy plan whose exchanges hide behind computation.
+"""`adapt = "link"`: chooses the least lossy plan whose exchanges hide behind computation.
 
-Nothing here swings: an estimate moves only when measurements leave its band (`link`), a plan in
-force may use up what a new one has to leave free, and while it does no more than that it is kept
-unless another promises at least `WORTH` less loss. The outer learning rate
-and momentum are those that the loss table has for the chosen inner steps and codec.
+The choice does not oscillate. An estimate changes only when measurements leave its band
+(`link_estimator`). The current plan may use time and work that a new plan has to leave free. While
+it fits, it is kept unless another plan has a predicted loss that is lower by `WORTH`. The outer
+learning rate and momentum are those of the loss table for the chosen inner steps and codec.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from dilocox.coordinator.controller.choice import Choice, as_the_run_file_says
 from dilocox.coordinator.controller.link_estimator import Estimate
 
 Now = tuple[int, str, int]
-"""(inner steps, codec, fragments) of a plan in force."""
+"""(inner steps, codec, fragments) of the current plan."""
 WORTH = 0.003
-"""A plan that still fits gives way only to one with so much less predicted loss, as a share."""
+"""A plan that still fits is replaced only if the predicted loss falls by this share."""
 FEWER_WORTH = 0.005
-"""Fewer fragments than pieces are taken for so much less predicted loss. For less than that they
-were measured to gain nothing: a denser codec in two fragments had the loss of the other in four."""
+"""Fewer fragments than pieces are chosen only if the predicted loss falls by this share. Below it a
+measurement showed no gain: a denser codec in two fragments had the loss of the other in four."""
 NEAR = 5 / 4
-"""Where nothing hides, what is at most so many times as slow as the fastest is chosen from by its
-loss: of exchanges whose time does not depend on their bytes, the fewest bytes buy nothing."""
+"""If no plan hides, the least lossy of the plans that are at most this many times as slow as the
+fastest is chosen. If time does not depend on bytes, fewer bytes gain nothing."""
 
 
 def starting_choice(config: RunConfig, reason: str, taken: int = 0) -> Choice:
-    """What a run begins with, before anything is measured.
+    """Return the settings with which a run begins, before anything is measured.
 
-    The run file's or method's plan (for `dilocox` 20 inner steps and int4), with no more inner
-    steps than leave `LEAST_ROUNDS` rounds (`taken`: as for `lengths`): cautious on a fast link, and
-    on a slow one a first measurement that costs waiting once. Rates go with it as with any other.
+    They are those of the run file or method (for `dilocox` 20 inner steps and int4), with few
+    enough inner steps for `LEAST_ROUNDS` rounds. On a fast link this is cautious; on a slow link
+    the first measurement costs waiting once. The rates fit the settings, as for any other plan.
+    `lengths` explains `taken`.
     """
     choice = as_the_run_file_says(config, reason)
     allowed = lengths(config, LEAST_ROUNDS, taken)
@@ -69,11 +70,18 @@ def choose(
     now: Now | None,
     taken: int = 0,
 ) -> Choice:
-    """The plan of a round of `sites` sites.
+    """Choose the settings of a round.
 
-    `menu` holds the payload sizes of `candidates.codecs(config)`; `now` is the plan in force, if
-    there is one; `taken`: inner steps before a handover. Raises KeyError for
-    a codec that is not in the menu.
+    Args:
+        config: The run file.
+        menu: Payload sizes of the codecs of `candidates.codecs(config)`.
+        link: Estimate of link and steps; None: nothing is measured yet.
+        sites: Number of sites in the round.
+        now: The current plan; None: there is none.
+        taken: Inner steps before a handover.
+
+    Raises:
+        KeyError: A codec is not in `menu`.
     """
     if sites < 2:
         alone = starting_choice(config, "one site: nothing is exchanged", taken)
@@ -104,11 +112,11 @@ def choose(
 def least_lossy_that_fits(
     config: RunConfig, menu: Menu, link: Estimate, sites: int, taken: int = 0
 ) -> Candidate | None:
-    """The choice among all `candidates` that fit, none if none does.
+    """Return the best of all `candidates` that fit, or None if none fits.
 
-    To follow the exchanges of hundreds of plans in every round is what takes time here. So those
-    are left out that cannot fit by their bytes or work alone, and those that lose more than a plan
-    which was found, however early they land.
+    Simulating the exchanges of hundreds of plans in every round would take time. So plans are left
+    out if they cannot fit because of their bytes or work alone. Plans are also left out if they
+    lose more than a plan that was found, however early they land.
     """
     pieces = config.outer.fragments
     options = []
@@ -122,7 +130,7 @@ def least_lossy_that_fits(
     found: list[Candidate] = []
     enough = math.inf
     for least, codec, steps in sorted(options):
-        # What fewer fragments have to be worth counts only where as many as can be fit as well.
+        # `FEWER_WORTH` counts only if a plan with a fragment for each piece fits as well.
         if least > enough and any(c.fragments == pieces for c in found):
             break
         plans = of_length(config, menu, link, sites, codec, steps)
@@ -132,8 +140,10 @@ def least_lossy_that_fits(
 
 
 def _least_lossy(every: list[Candidate]) -> Candidate | None:
-    """Fewer fragments only where they promise clearly less loss: what they were measured to cost is
-    the later landing alone."""
+    """Return the least lossy plan; fewer fragments only for clearly less predicted loss.
+
+    By measurement, the only cost of fewer fragments is the later landing.
+    """
     most = max((c.fragments for c in every), default=1)
 
     def worth(c: Candidate) -> tuple[float, float, int, int]:
@@ -145,7 +155,10 @@ def _least_lossy(every: list[Candidate]) -> Candidate | None:
 def _next_best(
     config: RunConfig, menu: Menu, link: Estimate, sites: int, taken: int
 ) -> tuple[Candidate, str]:
-    """Where nothing fits: what is given up, in this order, and why."""
+    """Return a plan and its reason if no plan fits.
+
+    Requirements are given up in this order: little work, `LEAST_ROUNDS` rounds, hiding.
+    """
     usual = lengths(config, LEAST_ROUNDS, taken)
     for steps in reversed(usual):
         best = _least_lossy(_hiding(config, menu, link, sites, steps))
@@ -171,7 +184,7 @@ def _next_best(
 def _hiding(
     config: RunConfig, menu: Menu, link: Estimate, sites: int, steps: int
 ) -> list[Candidate]:
-    """Plans of so many inner steps that hide, whatever they take of the processor."""
+    """Return the plans with `steps` inner steps that hide, however much work they take."""
     most = most_us(config, steps * link.step_us)
     return [
         plan
@@ -183,7 +196,7 @@ def _hiding(
 
 
 def _least_us(config: RunConfig, menu: Menu, link: Estimate, sites: int, codec: str) -> int:
-    """What exchanges of a codec take at least, microseconds: with the fewest headers."""
+    """Return the least time of a codec's exchanges, in microseconds: with the fewest fragments."""
     return bytes_us(config, menu[codec], link, sites, fragments_of(config, codec, menu)[-1])
 
 
@@ -195,7 +208,7 @@ def _current(
     now: Now,
     taken: int,
 ) -> Candidate | None:
-    """The plan in force under the present estimate; none if it may not be chosen (any more)."""
+    """Return the current plan under the current estimate; None if it may not be chosen any more."""
     steps, codec, fragments = now
     if codec not in menu or steps not in lengths(config, 2, taken):
         return None
@@ -205,7 +218,7 @@ def _current(
 
 
 def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
-    """A candidate with all that follows from it, but for what the run file pins."""
+    """Return the settings for a candidate, with the rates of the loss table."""
     plan = replace(
         as_the_run_file_says(config, reason),
         inner_steps=chosen.inner_steps,
@@ -218,7 +231,7 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
 
 
 def _with_rates(config: RunConfig, plan: Choice) -> Choice:
-    """A plan with the rates that the loss table has for it, but for those the run file pins."""
+    """Return a plan with the rates of the loss table, except those that the run file pins."""
 
     def unless_pinned(key: Pin, found: float) -> float:
         return float(getattr(plan, key)) if key in config.control.pinned else found
@@ -240,7 +253,7 @@ def _with_rates(config: RunConfig, plan: Choice) -> Choice:
 
 
 def _why_not(current: Candidate, link: Estimate) -> str:
-    """What a plan in force would take, now that it fits no more."""
+    """Return why the current plan no longer fits, as a part of the reason line."""
     if current.hides:
         share = link.work_of(current.codec) / current.round_us
         return f"the own work of {_name(current)} would take {share:.1%}"
@@ -256,7 +269,7 @@ def _name(chosen: Candidate) -> str:
 
 
 def _why(chosen: Candidate, link: Estimate) -> str:
-    """Sizes, times and the prediction, in words."""
+    """Return sizes, times and predicted loss of a plan in words, for the reason line."""
     beside = link.latency_us + link.overhead_of(chosen.fragments)
     overhead = f", {_seconds(beside)} beside that per exchange," if beside else ""
     taken, whole = _seconds(chosen.traffic.busy_us), _seconds(chosen.round_us)

@@ -1,22 +1,22 @@
-"""What a plan is predicted to cost: a committed table of measured losses, read between its points.
+"""Predicted loss of a plan, from a table of measured losses with interpolation.
 
-The table, `loss_table.json`, is data: rises of the held-out loss over synchronous training, as a
-share of it, for local steps, late landing and codec. The three are added. Between its rows it is
-read linearly in the logarithm of the inner steps, between densities of top-k linearly in both
-logarithms; beyond its ends the last row or column holds. A codec that is not in the table counts
-as lossless: such a codec is only ever in force because it is, or because the run file sets it.
+The table `loss_table.json` holds rises of the held-out loss over synchronous training, as a share
+of it, for local steps, late landing and codec. The three are added. Values are interpolated
+linearly in the logarithm of the inner steps, and between densities of top-k linearly in both
+logarithms. Beyond its ends the last row or column is used. A codec that is not in the table counts
+as lossless: it is used only if it is lossless, or if the run file sets it.
 
-What is known of an inner optimizer (`inner.optimizer`) in particular stands in the table by its
-name, and holds instead of what was measured with AdamW.
+Values for another inner optimizer (`inner.optimizer`) are in the table under its name. They replace
+those measured with AdamW.
 
-What `top1` loses stands by itself where it is known; elsewhere, and in all else, it counts as a
-`topk` that sends as many values. The densest that was seen to lose less than such a `topk` stands
-with it: what is as dense or less is offered instead of `topk`.
+The loss of `top1` has its own entry where it was measured. Otherwise, and in all other values, it
+counts as a `topk` that sends as many values. The entry names the highest density at which `top1`
+lost less than such a `topk`; up to this density it is offered instead of `topk`.
 
-All of this, and the rates that go with it, is of runs of one length. In longer ones local steps
-cost less, and codecs that send few values more: what is known of them stands under `longer`, and
-holds there instead. Between two lengths everything is read linearly in the logarithm of the run's
-inner steps; in shorter and longer runs than all that are known, that of the nearest holds.
+These values, and the outer rates, are those of runs of one length. In longer runs local steps cost
+less, and codecs that send few values cost more. Their values are under `longer`. Between two
+lengths, values are interpolated linearly in the logarithm of the run's inner steps; beyond them
+those of the nearest length are used.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from dilocox.config.codec_spec import Spec, parse_spec
 ADAMW = "adamw"
 LossTable = Mapping[str, Any]
 LARGEST = ("topk", "top1")
-"""Kinds that send the largest values."""
+"""Kinds of codecs that send only the largest values."""
 LOSSLESS = ("fp16", "bf16")
-"""Kinds of codecs that are not in the table, because they lose nothing."""
+"""Kinds of codecs that are not in the table, because they do not change the loss."""
 
 
 @lru_cache(maxsize=1)
 def committed() -> dict[str, Any]:
-    """The committed table, as it is written."""
+    """Return the content of `loss_table.json`."""
     text = files("dilocox.coordinator.controller").joinpath("loss_table.json").read_text("utf-8")
     content: dict[str, Any] = json.loads(text)
     return content
@@ -48,17 +48,17 @@ def committed() -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def run_lengths() -> tuple[int, ...]:
-    """Inner steps of the runs that the table is of, rising."""
+    """Return the run lengths of the table, in inner steps, in ascending order."""
     whole = committed()
     return (whole["steps"], *(longer["steps"] for longer in whole["longer"]))
 
 
 @lru_cache(maxsize=32)
 def table(optimizer: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
-    """The committed table for an inner optimizer, AdamW's for one of which it says nothing, in runs
-    of `steps` inner steps: one of `run_lengths`, without it the shortest.
+    """Return the table for an inner optimizer and runs of `steps` inner steps.
 
-    Raises ValueError for another length.
+    `steps` is one of `run_lengths`; None: the shortest. An optimizer that is not in the table gets
+    the values of AdamW. Raises `ValueError` for another length.
     """
     whole = committed()
     if steps is not None and steps not in run_lengths():
@@ -67,7 +67,7 @@ def table(optimizer: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
     own = whole["optimizers"].get(optimizer)
     if own is None:
         return {**whole, **longer}
-    # What was measured of top1 was with AdamW: with another optimizer it counts as topk.
+    # The values of top1 were measured with AdamW; with another optimizer it counts as topk.
     return {**whole, **longer, "top1": None, **own}
 
 
@@ -75,10 +75,17 @@ def table(optimizer: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
 def loss_of(
     inner_steps: int, codec: str, delay_share: float, steps: int, optimizer: str = ADAMW
 ) -> float:
-    """Predicted rise of the loss over synchronous training with `optimizer`, 0.1 for 10 %.
+    """Return the predicted rise of the loss over synchronous training (0.1 means 10 %).
 
-    `inner_steps` per round; `delay_share`: delay over round, 0 to 1; `steps`: inner steps of the
-    run. Raises `ConfigError` for a `codec` that is no spec.
+    Args:
+        inner_steps: Inner steps per round.
+        codec: Codec, as in the run file.
+        delay_share: Delay divided by the length of the round, 0 to 1.
+        steps: Inner steps of the run.
+        optimizer: Inner optimizer.
+
+    Raises:
+        ConfigError: `codec` is not a codec.
     """
 
     def local_and_late(known: LossTable) -> float:
@@ -91,17 +98,21 @@ def loss_of(
 
 
 def is_known(codec: str) -> bool:
-    """The table says what a codec loses, or it loses nothing. Raises `ConfigError` for a `codec`
-    that is no spec."""
+    """Return whether the codec's loss is in the table or zero.
+
+    Raises `ConfigError` if `codec` is not a codec.
+    """
     kind = parse_spec(codec).kind
     return kind in LARGEST or kind in LOSSLESS or kind in committed()["flat"]
 
 
 @lru_cache(maxsize=64)
 def top1_up_to(steps: int, optimizer: str = ADAMW) -> float:
-    """The densest `top1` that is known to lose less than `topk`, in values of 4,096; 0 where none
-    is: what the table has of the longest runs that are no longer than `steps`, of the shortest if
-    all are."""
+    """Return the highest density at which `top1` loses less than `topk`, in values of 4,096.
+
+    The value is that of the longest run length up to `steps`, or of the shortest length. 0 if no
+    such density is known.
+    """
     lengths = run_lengths()
     nearest = max((length for length in lengths if length <= steps), default=lengths[0])
     known = table(optimizer, nearest).get("top1")
@@ -110,7 +121,7 @@ def top1_up_to(steps: int, optimizer: str = ADAMW) -> float:
 
 @lru_cache(maxsize=4096)
 def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW) -> float:
-    """The codec's part of `loss_of`."""
+    """Return the codec's part of `loss_of`."""
     spec = parse_spec(codec)
 
     def of_table(known: LossTable) -> float:
@@ -129,12 +140,12 @@ def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW)
 
 
 def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]:
-    """(gamma, mu) that are best with so many inner steps per round and such a codec.
+    """Return the best outer learning rate gamma and momentum mu for a plan.
 
-    With `topk` and `top1` most of what a site has to say decays in its residual before its turn
-    comes, so that what travels has to count for more: gamma rises as the values kept become fewer,
-    and the less so, the less decays in a run of so many inner `steps`. Raises `ConfigError` for a
-    `codec` that is no spec.
+    `inner_steps` are those per round, `steps` those of the run. With `topk` and `top1` most of a
+    contribution decays in the residual before it is sent, so sent values have to count for more.
+    Gamma rises as fewer values are kept. It rises less if less decays in a run of this length.
+    Raises `ConfigError` if `codec` is not a codec.
     """
     spec = parse_spec(codec)
 
@@ -155,28 +166,28 @@ def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]
 
 
 def residual_decay(inner_steps: int, codec: str, steps: int) -> float:
-    """beta that is best with a codec in rounds of `inner_steps` of a run of `steps`: where there
-    are many rounds, forget less in each.
+    """Return the best residual decay beta for a codec, `inner_steps` per round and `steps` in all.
 
-    Raises `ConfigError` for a `codec` that is no spec.
+    With many rounds, less is forgotten in each. Raises `ConfigError` if `codec` is not a codec.
     """
     return _by_kind("residual_decay", 1.0, inner_steps, codec, steps, ADAMW)
 
 
 def residual_view(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW) -> float:
-    """lambda that is best with so many inner steps per round and such a codec, in a run of `steps`.
+    """Return the best lambda for a codec, `inner_steps` per round and `steps` in the run.
 
-    Longer rounds leave more in the residual: a share of it that helps short ones harms them.
-    Raises `ConfigError` for a `codec` that is no spec.
+    Longer rounds leave more in the residual: a share of it that helps in short rounds harms in long
+    ones. Raises `ConfigError` if `codec` is not a codec.
     """
     return _by_kind("residual_view", 0.0, inner_steps, codec, steps, optimizer)
 
 
 def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> float:
-    """kappa of overlap `keep`: less than 1 where long rounds land late (docs/algorithm.md §2).
+    """Return kappa of the overlap rule `keep` (docs/algorithm.md §2).
 
-    With top-k shorter ones, too: what a landing brings is little of what the site itself has
-    trained since (docs/notes/quality.md). Raises `ConfigError` for a `codec` that is no spec.
+    It is less than 1 if long rounds land late; with top-k shorter rounds, too, because a landing
+    then brings little compared with what the site itself has trained since (docs/notes/quality.md).
+    Raises `ConfigError` if `codec` is not a codec.
     """
     rule = table()["keep"]
     least = rule["inner_steps"][_family(parse_spec(codec))]
@@ -187,7 +198,7 @@ def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> 
 def _by_kind(
     name: str, otherwise: float, inner_steps: int, codec: str, steps: int, optimizer: str
 ) -> float:
-    """What the table has under `name` for the codec's kind, `otherwise` if it has nothing."""
+    """Return the table's value under `name` for the codec's kind, or `otherwise` without one."""
     spec = parse_spec(codec)
 
     def of_table(known: LossTable) -> float:
@@ -198,24 +209,24 @@ def _by_kind(
 
 
 def _over_lengths(steps: int, read: Callable[[LossTable], float], optimizer: str = ADAMW) -> float:
-    """What `read` finds in the tables of the run lengths, read at `steps`."""
+    """Return `read` of the tables of all run lengths, interpolated at `steps`."""
     lengths = run_lengths()
     found = [read(table(optimizer, length)) for length in lengths]
     return _line(math.log(steps), [math.log(length) for length in lengths], found)
 
 
 def _family(spec: Spec) -> str:
-    """What the table tells apart where it does not name codecs."""
+    """Return the table's group of codecs, for values that are not given by codec."""
     return "topk" if spec.kind in LARGEST else "flat"
 
 
 def _at(inner_steps: int, values: Sequence[float]) -> float:
-    """A column of the table, one value per row of `inner_steps`, read at `inner_steps`."""
+    """Interpolate a column of the table at `inner_steps`; it has a value per row of the table."""
     return _line(math.log(inner_steps), [math.log(h) for h in table()["inner_steps"]], values)
 
 
 def _line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Piecewise linear through (xs, ys), xs rising; constant beyond the ends."""
+    """Interpolate linearly between the points (xs, ys), xs ascending; constant beyond the ends."""
     if x <= xs[0]:
         return float(ys[0])
     for left, right, low, high in zip(xs, xs[1:], ys, ys[1:], strict=False):

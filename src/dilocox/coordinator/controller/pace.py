@@ -1,14 +1,15 @@
-"""How many inner steps each site takes, from how fast it is; and what its contribution weighs.
+"""Paces of sites, from declared or measured speeds, and the weights of their contributions.
 
-A site's *pace* is its speed in thousandths of the typical site's; `step_share` says which inner
-steps follow from that.
+A site's *pace* is its speed in thousandths of the typical site's; `step_share` computes a site's
+inner steps from it.
 
-The typical site is the fastest one where the run file declares speeds. A speed that is measured is
-a site's own word. So of three sites or more the typical one is the middle one, of an even number
-the faster of the two: a minority that claims to be fast takes no steps from the others, and is
-given more itself. Of two sites the typical one is the faster: neither is a majority.
+If the run file declares speeds, the typical site is the fastest one. A measured speed is a site's
+own claim. So of three or more sites the typical site is the median one, of an even number the
+faster of the two in the middle. A minority that claims to be fast then takes no steps from the
+others, and gets more steps itself. Of two sites the typical one is the faster, because neither has
+a majority.
 
-Pure functions of whole numbers: times are microseconds, as sites measured them.
+Pure functions of integers. Times are microseconds, measured by the sites.
 """
 
 from __future__ import annotations
@@ -19,35 +20,36 @@ from collections.abc import Mapping, Sequence
 from dilocox.coordinator.protocol.step_share import FULL
 
 ALIKE = 950
-"""From this pace on, and up to its reciprocal, a site counts as equally fast: machines of one kind
-differ by a few per cent from round to round."""
+"""A pace between this and its reciprocal counts as `FULL`, because equal machines differ by a few
+per cent from round to round."""
 GRAIN = 10
 """Measured paces are rounded down to multiples of this."""
 SLOWER, FASTER = 20, 50
-"""A pace in force is kept while what is measured lies less than so many thousandths of it below,
-or above."""
+"""The current pace is kept while the measured one is below it by less than SLOWER thousandths, or
+above it by less than FASTER thousandths."""
 ROUNDS = 3
-"""A site's step time is the median of so many rounds at least, so that one that was disturbed by a
-checkpoint, say, changes nothing. A site that has measured fewer is given no more steps than the
-typical one."""
+"""Least number of rounds whose median is a site's step time, so that one disturbed round (by a
+checkpoint, for example) has no effect. A site with fewer rounds gets no pace above `FULL`."""
 RISE = 1500
-"""A pace above `FULL` rises to at most so many thousandths of itself from one round to the next: a
-site whose claim is false comes late to its exchanges before the others have waited long."""
+"""A pace above `FULL` grows at most by this factor, in thousandths, from one round to the next. So
+a site with a false claim comes late to its exchanges before the others have waited long."""
 MAJORITY = 3
-"""Of so many sites two are a majority."""
+"""Least number of sites of which a majority can outvote one."""
 PERIOD_US = 60_000_000
-"""It is the median of all rounds of this time, where rounds are short: a machine that is busy for
-some seconds is not a slow one, and whoever is paced by such seconds idles in the next ones."""
+"""If rounds are short, the median is over all rounds of this time, in microseconds. A machine that
+is busy for some seconds is not slow: paced by those seconds, it would idle in the next ones."""
 MOST_ROUNDS = 40
-"""Of so many rounds at most."""
+"""Largest number of rounds for the median."""
 SURE, UNSURE = 8, 750
-"""Until a site has measured so many rounds, or all that are looked at, only a pace below this
-counts as slower, or above its reciprocal as faster; one that is in force is measured as usual."""
+"""Until a site has measured SURE rounds, or all rounds for the median, paces between UNSURE and its
+reciprocal count as `FULL`. This does not apply to a site whose current pace is not `FULL`."""
 
 
 def rounds_looked_at(inner_steps: int, step_us: int) -> int:
-    """How many of the latest rounds paces are made from, where a round has so many inner steps of
-    the typical site, of `step_us` microseconds each."""
+    """Return from how many of the latest rounds paces are measured.
+
+    A round has `inner_steps` steps of the typical site, of `step_us` microseconds each.
+    """
     return min(MOST_ROUNDS, max(ROUNDS, PERIOD_US // max(1, inner_steps * step_us)))
 
 
@@ -57,14 +59,17 @@ def measured_paces(
     rounds: int = ROUNDS,
     most: float = math.inf,
 ) -> dict[str, int]:
-    """Pace of every site of `step_us`: its step times of the latest rounds, of which `rounds` are
-    looked at.
+    """Return the pace of every site from its measured step times.
 
-    `before`: paces in force, if there are any. A site without step times keeps its own, or counts
-    as a typical one. One of fewer than `ROUNDS` rounds, which has just come, is not what the others
-    are measured by, unless too few others are there, and has no pace above `FULL`. A site counts as
-    at most `most` times as fast as the median of the others, and as the typical one. What is above
-    `FULL` comes step by step (`RISE`).
+    Args:
+        step_us: By site, step times of the latest rounds in microseconds, oldest first.
+        before: Current paces by site.
+        rounds: Number of latest rounds that count.
+        most: Highest speed of a site, relative to the median of the others and to the typical site.
+
+    A site without step times keeps its pace, or gets `FULL`. A new site with fewer than `ROUNDS`
+    rounds does not count for the typical step time, unless too few others do, and gets no pace
+    above `FULL`. Paces above `FULL` grow gradually (`RISE`).
     """
     own = {site: middle(times[-rounds:]) for site, times in step_us.items() if times}
     bounded = {site: max(time, _least(site, own, most)) for site, time in own.items()}
@@ -90,13 +95,13 @@ def measured_paces(
 
 
 def _least(site: str, own: Mapping[str, int], most: float) -> int:
-    """The shortest step time that a site is believed, by the others' median; 0 without others."""
+    """Return the shortest step time that a site may claim, from the others' median; 0 if alone."""
     others = [time for other, time in own.items() if other != site]
     return int(middle(others) / most) if others else 0
 
 
 def declared_paces(speeds: Mapping[str, float]) -> dict[str, int]:
-    """Pace of every site from speeds in any unit, in thousandths of the fastest one's."""
+    """Return paces from speeds in any unit, in thousandths of the fastest site's speed."""
     fastest = max(speeds.values())
     return {site: max(1, int(FULL * speed / fastest)) for site, speed in speeds.items()}
 
@@ -104,13 +109,16 @@ def declared_paces(speeds: Mapping[str, float]) -> dict[str, int]:
 def site_weights(
     rule: str, batches: Mapping[str, int], paces: Mapping[str, int], inner_steps: int = 0
 ) -> dict[str, float]:
-    """w_i of docs/algorithm.md §2 by site, their mean is 1.
+    """Return the weights w_i of docs/algorithm.md §2 by site; their mean is 1.
 
-    With b the sequences per step and p the pace in a round of `inner_steps` (0: a long one), which
-    is that of a step at least, `equal`: w ~ b, every pseudo-gradient counts as it
-    is; `tokens`: w ~ b p, by the tokens that it was made from; `fednova`: w ~ b / p, so that the
-    mean is one of displacements *per step*, whose length is that of the harmonic mean of the sites'
-    steps (Wang et al. 2020, arXiv 2007.07481, eq. 8, which leaves that length open).
+    Let b be a site's sequences per step (`batches`) and p its pace (`paces`). The pace is at least
+    that of one step in a round of `inner_steps` (0: a long round, without this bound). The rules:
+
+    - `equal`: w ~ b; every pseudo-gradient counts as it is.
+    - `tokens`: w ~ b p; a pseudo-gradient counts by the tokens behind it.
+    - `fednova`: w ~ b / p; the mean is one of displacements *per step*, and its length is that of
+      the harmonic mean of the sites' steps. (Wang et al. 2020, arXiv 2007.07481, eq. 8, which
+      leaves this length open.)
     """
     powers = {"equal": 0, "tokens": 1, "fednova": -1}
     least = FULL / inner_steps if inner_steps else 0.0
@@ -123,9 +131,11 @@ def site_weights(
 def limited(
     weights: Mapping[str, float], batches: Mapping[str, int], most: float
 ) -> dict[str, float]:
-    """The same weights with the same mean, none of them more than a share `most` of all, or than
-    its share of the batch if that is more. `most` is a half at least; two sites are left as they
-    are: of two, one has a half or more.
+    """Return the weights with the same mean, limited so that no site dominates.
+
+    A weight is at most the share `most` of the sum, or the site's share of the batch if that is
+    more. `most` is at least a half, so at most one weight is limited. Weights of fewer than three
+    sites are not changed, because of two sites one always has a half or more.
     """
     if len(weights) < 3:
         return dict(weights)
@@ -142,5 +152,5 @@ def limited(
 
 
 def middle(values: Sequence[int]) -> int:
-    """The median; of an even number the lower of the two."""
+    """Return the lower median."""
     return sorted(values)[(len(values) - 1) // 2]

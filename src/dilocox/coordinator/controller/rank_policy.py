@@ -1,7 +1,7 @@
-"""`adapt = "effective-rank"`: the paper's AdaGradCmp (2506.21263, form of docs/algorithm.md §4).
+"""`adapt = "effective-rank"`: AdaGradCmp (arXiv 2506.21263), in the form of docs/algorithm.md §4.
 
-Rank and inner steps follow the effective rank of the averaged pseudo-gradient: while fewer than c
-rounds have been measured they are the run file's r_1 and H_1; then r is the mean of the last c
+Rank and inner steps follow the effective rank of the averaged pseudo-gradient. While fewer than c
+rounds have been measured, they are r_1 and H_1 of the run file. Then r is the mean of the last c
 measurements, and H = alpha * H_1 with alpha = r / r_1.
 """
 
@@ -17,18 +17,21 @@ from dilocox.coordinator.controller.choice import Choice, as_the_run_file_says
 
 
 def mean_rank_milli(sites: Sequence[int]) -> int:
-    """One round's effective rank over the sites that measured it, in thousandths, rounded."""
+    """Return the mean effective rank of a round over its sites, in thousandths, rounded."""
     return (2 * sum(sites) + len(sites)) // (2 * len(sites))
 
 
 def settled_rank_milli(sites: Sequence[int]) -> int:
-    """One round's effective rank by what sites say, in thousandths: of three or more the lower
-    median, since all measure the same average and one may say anything; else the mean."""
+    """Return the effective rank of a round from the sites' claims, in thousandths.
+
+    All sites measure the same average. Of three or more sites the lower median counts, so that one
+    false claim has no effect; of fewer the mean.
+    """
     return median_low(sites) if len(sites) > 2 else mean_rank_milli(sites)
 
 
 def choose(config: RunConfig, ranks_milli: Sequence[int]) -> Choice:
-    """The plan after rounds with these effective ranks, in thousandths, oldest first."""
+    """Return the settings after rounds with these effective ranks, in thousandths, oldest first."""
     window, fixed = config.control.window, as_the_run_file_says(config)
     spec = parse_spec(fixed.codec)
     if len(ranks_milli) < window:
