@@ -18,7 +18,7 @@ from tests.support.coordinator_driver import Driver
 pytestmark = pytest.mark.waits
 
 HONEST, THIEF = RecordKey.of("01" * 32), RecordKey.of("02" * 32)
-OTHER = f"site b: its key is {THIEF.public[:12]}, not {HONEST.public[:12]} by which it had joined"
+OTHER = f"site b: its key is {THIEF.public[:12]}, not {HONEST.public[:12]} with which it joined"
 
 
 def test_who_has_stolen_a_token_cannot_take_the_name_of_a_site_that_is_away(

@@ -60,7 +60,7 @@ def test_who_may_not_join(workshop: Workshop) -> None:
         "--set inner.learning_rate=0.5": "run file",
         "--set site.stages=1": "run file",
         "--site nowhere": "nowhere",
-        f"--token-file {workshop.root}/wrong": "token: not this run's",
+        f"--token-file {workshop.root}/wrong": "token: not a token of this run",
         f"--token-file {workshop.root}/rubbish": "token: not a join token",
     }
     processes = {more: join(workshop, run, line, *more.split()) for more in refused}

@@ -99,9 +99,9 @@ def why_not(
         return None
     if key != bound:
         return (
-            f"site {site}: its key is {'none' if key is None else key[:12]}, not {bound[:12]} by "
-            f"which it had joined; join where that key is (RUN_FOLDER/{FOLDER}/{site}.key, "
-            "--key-file); if the key is lost, the operator says: dilocox leave RUN_FOLDER --site "
+            f"site {site}: its key is {'none' if key is None else key[:12]}, not {bound[:12]} with "
+            f"which it joined before; join with that key (RUN_FOLDER/{FOLDER}/{site}.key, "
+            "--key-file); if the key is lost, the operator runs: dilocox leave RUN_FOLDER --site "
             f"{site} --forget-key"
         )
     if proof is None:

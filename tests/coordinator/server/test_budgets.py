@@ -137,7 +137,7 @@ def test_200_reports_of_900_kb_are_refused(two: Driver) -> None:
 def test_warnings_that_differ_have_an_end(two: Driver) -> None:
     count, refused = until_refused(lambda number: report(two, "a", 0, f"{number}", "warning"))
     assert (count, refused.kind) == (budgets.EVENTS["warnings"], "quota")
-    assert str(refused).startswith("site a: has had its 32 warnings since the last plan")
+    assert str(refused).startswith("site a: has used up its 32 warnings since the last plan")
     report(two, "b", 0, "another", "warning")
     two.plan(1, "a")
     report(two, "a", 0, "one more", "warning")

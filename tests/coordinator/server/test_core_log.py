@@ -232,7 +232,7 @@ def test_a_spoiled_checkpoint_sends_the_run_back_to_the_one_before(tmp_path: Pat
             driver.write_checkpoint(site, ticks[-1], round_ + 1, 0)
     rank = driver.ranks("a")[0]
     request = m.SpoiledRequest(rank=rank, tick=ticks[1], reason="x.distcp: changed")
-    with pytest.raises(Refused, match="nobody goes on from slot"):
+    with pytest.raises(Refused, match="no site resumes from slot"):
         driver.core.saves.spoiled(request)  # while it is running nobody has looked at it
     driver.core.resume()
     assert resumed == [2]

@@ -59,7 +59,7 @@ def test_join_refusals_are_one_line(run: Run) -> None:
     with pytest.raises(JoinError, match="not a join token"):
         run.enrol("a", token="dilocox1-nonsense")
     wrong = str(token)[:-1] + ("0" if token.secret[-1] != "0" else "1")
-    with pytest.raises(JoinError, match="token: not this run's"):
+    with pytest.raises(JoinError, match="token: not a token of this run"):
         run.enrol("a", token=wrong)
     other = f"dilocox1-{'0' * 64}-{token.secret}"
     with pytest.raises(JoinError, match="its certificate is not the one of this run"):
@@ -388,7 +388,7 @@ def test_who_holds_a_sites_token_may_look(
     assert clients["a"].status().sequence == before
     other = JoinToken(own.fingerprint, "0" * 32)
     code, out = typed(str(other))
-    assert (code, "token: not this run's, or not in force any more" in out) == (1, True)
+    assert (code, "token: not a token of this run, or no longer valid" in out) == (1, True)
     assert "training" not in out
     code, out = typed(str(JoinToken("0" * 64, own.secret)))
     assert (code, "its certificate is not the one of this run" in out) == (1, True)
@@ -398,7 +398,7 @@ def test_who_holds_a_sites_token_may_look(
 
     run.call(ban())
     code, out = typed(f"{own}\n")
-    assert (code, "not in force any more" in out) == (1, True), "a banned site's token is void"
+    assert (code, "no longer valid" in out) == (1, True), "a banned site's token is void"
 
 
 def test_port_taken_is_one_line(run: Run, tmp_path: Path) -> None:

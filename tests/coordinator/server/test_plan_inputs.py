@@ -218,7 +218,7 @@ def test_the_rank_follows_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_does_not_know_the_sizes_says_so(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="not told the sizes of payloads"):
+    with pytest.raises(TrainingError, match="the coordinator has no payload sizes"):
         Coordinator(run_config("ab", **LINK), tmp_path)
 
 

@@ -80,7 +80,7 @@ def test_wait_for_fewer_sites(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"token": "dilocox1-" + "0" * 64 + "-" + "0" * 32}, "token: not this run's"),
+        ({"token": "dilocox1-" + "0" * 64 + "-" + "0" * 32}, "token: not a token of this run"),
         ({"run_digest": "1" * 64}, "run file differs"),
         ({"stages": 2}, "2 stages x 1 shards, but this run has 1 x 1"),
         ({"versions": VERSIONS.model_copy(update={"torch": "2.12.0"})}, "torch 2.12.0, but"),

@@ -29,7 +29,7 @@ def test_a_member_cannot_enrol_under_a_name_that_it_has_put_out(driver: Driver) 
     driver.start()
     driver.core.departures.retire(retirement("b"), OPERATOR)
     assert driver.core.state.sites["b"].role == "gone"
-    with pytest.raises(Refused, match="token: that of site c, which does not admit b") as refused:
+    with pytest.raises(Refused, match="token: belongs to site c, not to site b;") as refused:
         driver.enrol("b", token=driver.token("c"))
     assert refused.value.kind == "join"
     assert "coordinator/tokens/b" in str(refused.value)
@@ -99,8 +99,8 @@ def test_strangers_learn_nothing_of_the_run(driver: Driver) -> None:
             driver.enrol(site, token=rubbish)
         said = str(refused.value).replace(f"tokens/{site}", "")
         assert said == (
-            "token: not this run's, or not in force any more; copy the file coordinator/ of its "
-            "run folder"
+            "token: not a token of this run, or no longer valid; copy the file coordinator/ from "
+            "the coordinator's run folder"
         )
 
 

@@ -121,11 +121,11 @@ def test_what_is_refused(audited: Scene) -> None:
 def test_strangers_are_refused(audited: Scene) -> None:
     core, text = audited.driver.core, signed(audited, GOOD)
     for token in ("", "x", f"dilocox1-{ONE}-{'0' * 32}"):
-        with pytest.raises(Refused, match="not this run's, or not in force any more"):
+        with pytest.raises(Refused, match="not a token of this run, or no longer valid"):
             core.verdicts.take_by_token(TokenHandInRequest(token=token, statement=text))
     void = audited.driver.token("a")
     core.standings._ban("a")
-    with pytest.raises(Refused, match="not in force any more"):
+    with pytest.raises(Refused, match="no longer valid"):
         core.verdicts.take_by_token(TokenHandInRequest(token=void, statement=text))
     assert kept(audited) == []
 
@@ -217,7 +217,7 @@ def test_it_is_handed_in_by_a_token_or_by_the_operator(
         client.hand_in(AUDITOR.sign(replace(BAD, by="").statement(notary.run)))
     assert notary.writer.size == size + 2
     other = str(run.core.tokens.of("a", 7))
-    with pytest.raises(JoinError, match="not this run's, or not in force any more"):
+    with pytest.raises(JoinError, match="not a token of this run, or no longer valid"):
         hand_in(run.url, other, limits, None)
     with pytest.raises(JoinError, match="names a as who hands it in, and b does"):
         hand_in(run.url, run.token("b"), limits, AUDITOR.sign(GOOD.statement(notary.run)))

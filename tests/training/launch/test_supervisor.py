@@ -71,7 +71,11 @@ def test_who_is_done_or_asked_to_go_stays_away(code: int) -> None:
 
 
 def test_an_error_of_the_first_start_is_raised() -> None:
-    for error in (UNKNOWN, JoinError("token: not this run's"), ConfigError("ports: taken")):
+    for error in (
+        UNKNOWN,
+        JoinError("token: not a token of this run"),
+        ConfigError("ports: taken"),
+    ):
         play = Play(error)
         with pytest.raises(type(error)):
             play.run()

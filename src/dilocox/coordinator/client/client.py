@@ -219,7 +219,7 @@ class CoordinatorClient:
                 return reply
             if self._now() >= end:
                 raise ExchangeError(
-                    f"exchange {key.text}: not all are there for it after {limit:g} s; waited for "
+                    f"exchange {key.text}: not all ranks began it after {limit:g} s; waited for "
                     f"{', '.join(reply.waiting_for[:8])}"
                 )
 

@@ -57,14 +57,14 @@ class Timeouts:
     """Longest time between two messages from the donor to an entering site. With nothing to fetch
     yet, the donor says so."""
     retry: float
-    """Pause before the first retry of a failed call; the pause doubles with every retry."""
+    """Pause before a crashed site first tries to join again; it doubles with every further try."""
     retry_most: float
-    """Longest pause between two retries."""
+    """Longest pause between two such tries."""
     rejoin: float
     """How long a site that was in the run tries to join it again."""
     stall: float
-    """When no site has ended a round for this time plus the time of the round's slots, a warning
-    says so."""
+    """A training loop without progress for this time counts as hung: its rank sends no more beats.
+    It is also the time limit of the process groups inside a site."""
 
     @classmethod
     def derive(cls, network: NetworkSection) -> Timeouts:
@@ -95,25 +95,25 @@ class Timeouts:
     def table(self) -> str:
         """Return a table with one line per limit, which is shown at the start of a run."""
         names = {
-            "beat": "a rank beats every",
-            "silence": "a rank is dead after silence of",
-            "heartbeat": "which is noticed within (heartbeat)",
+            "beat": "a rank sends a beat every",
+            "silence": "a rank counts as dead after silence of",
+            "heartbeat": "a dead rank is noticed within (heartbeat)",
             "reconnect": "silence allowed after a coordinator restart",
             "first_beat": "from enrolment to the first beat",
             "request": "one request to the coordinator",
             "poll": "one wait at the coordinator",
             "coordinator": "the coordinator may be away for",
             "link": "a link may be silent for (link_timeout)",
-            "grace": "a site may be late by a round and (grace)",
+            "grace": "a site may be late by a round plus (grace)",
             "form": "forming a process group",
-            "dial": "one try to reach another site's rank",
-            "greeting": "a link's connection is greeted within",
-            "parting": "a link that is closed sends for",
-            "entry": "a joiner hears of its donor every",
-            "retry": "a site that crashed joins again after",
-            "retry_most": "and again and again, at most after",
+            "dial": "one attempt to reach another site's rank",
+            "greeting": "the handshake of a link takes at most",
+            "parting": "a link that closes may still send for",
+            "entry": "a donor informs an entering site every",
+            "retry": "a crashed site first joins again after",
+            "retry_most": "longest pause between such attempts",
             "rejoin": "a site tries to join again for",
-            "stall": "no round ends anywhere for",
+            "stall": "training without progress is hung after",
         }
         width = max(map(len, names.values()))
         return "\n".join(

@@ -42,7 +42,7 @@ class AuditVerdicts:
         """Take a verdict from a holder of a site's valid token. The site need not be training."""
         holder = self._tokens.holder(request.token, self._run.state.tokens_in_force)
         if holder is None:
-            raise Refused("join", "token: not this run's, or not in force any more")
+            raise Refused("join", "token: not a token of this run, or no longer valid")
         return self._take(request.statement, holder)
 
     def _take(self, statement: str | None, by: str) -> HandInReply:

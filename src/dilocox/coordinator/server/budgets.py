@@ -96,7 +96,8 @@ class Budgets:
             limit = EVENTS[what] * self._ranks
             raise Refused(
                 "quota",
-                f"site {site}: has had its {limit} {what} since the last plan; wait for the next",
+                f"site {site}: has used up its {limit} {what} since the last plan; wait for the "
+                "next plan",
             )
         self._spent[site, what] += 1
 

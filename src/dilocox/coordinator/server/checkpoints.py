@@ -62,7 +62,7 @@ class Saves:
         """
         run, rank, state = self._run, request.rank, self._run.state
         if state.phase != "starting" or request.tick not in state.checkpoints:
-            raise Refused("conflict", f"{rank}: nobody goes on from slot {request.tick} now")
+            raise Refused("conflict", f"{rank}: no site resumes from slot {request.tick} now")
         if rank.site != state.founder:
             raise Refused(
                 "conflict",

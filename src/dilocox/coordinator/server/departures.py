@@ -71,7 +71,7 @@ class Departures:
         run, rank = self._run, request.rank
         site = run.state.sites[rank.site]
         if site.leave_round is None:
-            raise Refused("conflict", f"{rank}: nobody has asked its site to leave")
+            raise Refused("conflict", f"{rank}: its site was not asked to leave")
         if (rank.stage, rank.shard) not in site.left:
             self._liveness.forget(rank.site, (rank.stage, rank.shard))
             run.append(e.RankLeft(run.wall(), rank.site, rank.stage, rank.shard))

@@ -26,11 +26,9 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
         known = ", ".join(state.sites)
         raise Refused("join", f"site {site}: not in the run file; use one of: {known}")
     if holder != site:
-        raise Refused(
-            "join", f"token: that of site {holder}, which does not admit {site}; {mend(site)}"
-        )
+        raise Refused("join", f"token: belongs to site {holder}, not to site {site}; {mend(site)}")
     if state.sites[site].standing.banned:
-        raise Refused("join", f"site {site}: {BANNED}; ask there why")
+        raise Refused("join", f"site {site}: {BANNED}; ask the operator why")
     why = why_not(
         state.sites[site].standing.bound_key, request.record_key, request.record_proof, site,
         tokens.fingerprint, request.csr,
@@ -49,14 +47,15 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
         raise Refused(
             "join",
             f"site {site}: with method {state.config.outer.method} a site cannot enter after the "
-            "start, since all inner optimizers are one; stop the run and resume it with this site",
+            "start, because all sites share one optimizer state; stop the run and resume it with "
+            "this site",
         )
     wanted = (state.config.site.stages, state.config.site.shards)
     if (request.stages, request.shards) != wanted:
         raise Refused(
             "join",
             f"site {site}: {request.stages} stages x {request.shards} shards, but this run has "
-            f"{wanted[0]} x {wanted[1]} at every site; start it so",
+            f"{wanted[0]} x {wanted[1]} at every site; start the site with these numbers",
         )
     theirs = request.versions.model_dump()
     for name, version in {**(state.versions or {}), "dilocox": __version__}.items():

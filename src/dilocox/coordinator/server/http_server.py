@@ -245,7 +245,7 @@ class CoordinatorServer:
     async def _look(self, request: web.Request) -> web.Response:
         asked, core = await _read(request, m.LookRequest), self.coordinator
         if core.tokens.holder(asked.token, core.state.tokens_in_force) is None:
-            raise Refused("join", "token: not this run's, or not in force any more")
+            raise Refused("join", "token: not a token of this run, or no longer valid")
         return _reply(replies.status(core.state, 0))
 
     async def _verdict_by_token(self, request: web.Request) -> web.Response:
@@ -406,7 +406,7 @@ def _caller(request: web.Request) -> Caller:
     try:
         return Caller(names["commonName"], int(names["serialNumber"]))
     except (KeyError, ValueError):
-        raise Refused("refused", "certificate: not one of a site of this run") from None
+        raise Refused("refused", "certificate: does not name a site of this run") from None
 
 
 def _integer(request: web.Request, name: str) -> int:

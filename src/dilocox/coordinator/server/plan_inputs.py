@@ -53,8 +53,8 @@ def sizes_to_log(known: Menu | None, given: Menu | None) -> dict[str, list[list[
     """
     if known is None and given is None:
         raise TrainingError(
-            'control.adapt "link": the coordinator was not told the sizes of payloads; '
-            'start it with them, or set adapt = "off"'
+            'control.adapt "link": the coordinator has no payload sizes; start it with them, or '
+            'set adapt = "off"'
         )
     if given is None or (known is not None and given.keys() <= known.keys()):
         return None

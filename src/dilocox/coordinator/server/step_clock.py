@@ -151,8 +151,10 @@ class StepClock:
         return bounds
 
     def _most(self, plan: RoundPlan, site: str, end: float) -> int | None:
-        """The longest that a step can have taken: nobody trains a round before it hears of it, or
-        after it was through."""
+        """Return the longest possible step time, in microseconds; None if it is not known.
+
+        A site trains a round only between getting its plan and reporting its end.
+        """
         told, done = self._told.get((site, plan.round)), self._done.get((site, plan.round))
         if told is None or done is None:
             return None

@@ -63,9 +63,9 @@ class SiteTokens:
 
         The line tells a caller without any token nothing about the run.
         """
-        why = "not this run's, or not in force any more"
+        why = "not a token of this run, or no longer valid"
         if self._shared is not None and _same(token, self._shared):
-            why = "the one for all sites of an earlier dilocox; every site has its own now"
+            why = "a shared token of an earlier dilocox; every site has its own token now"
         return f"token: {why}; {mend(site)}"
 
     def write(self, issues: Mapping[str, int]) -> None:
@@ -82,7 +82,7 @@ class SiteTokens:
 
 def mend(site: str) -> str:
     """Return the part of a message that says where to get the token of `site`."""
-    return f"copy the file coordinator/tokens/{site} of its run folder"
+    return f"copy the file coordinator/tokens/{site} from the coordinator's run folder"
 
 
 def _same(one: str, other: str) -> bool:
