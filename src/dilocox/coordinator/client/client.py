@@ -335,7 +335,7 @@ class CoordinatorClient:
     def checkpoints(self) -> list[m.Checkpoint]:
         """Return all checkpoints in order of tick, also incomplete ones.
 
-        Checkpoints after one from which the run was resumed are left out.
+        Checkpoints that a resume has superseded are left out.
         """
         return self._get("checkpoints", m.Checkpoints).checkpoints
 

@@ -293,7 +293,7 @@ class BeginRequest(Message):
     """`exchange/begin`: asks for the group of ranks that carries this exchange.
 
     The reply waits until all voting ranks have begun, and in a recorded run have committed. No rank
-    sends a payload before. So no site can choose its contribution after seeing another's.
+    sends a payload before. So no rank of a recorded run sees a payload before it has committed.
     """
 
     key: KeyText
@@ -414,7 +414,7 @@ class Checkpoint(Message):
 
 
 class Checkpoints(Message):
-    """`checkpoints`: in order of tick, without those after the point of the latest resume."""
+    """`checkpoints`: in order of tick, without checkpoints that a resume has superseded."""
 
     checkpoints: list[Checkpoint]
 

@@ -126,7 +126,7 @@ def rank_text(rank: RankKey) -> str:
 
 
 def checkpoints(state: CoordinatorState) -> m.Checkpoints:
-    """Return all checkpoints, without those after a checkpoint from which the run was resumed."""
+    """Return all checkpoints, without those that a resume has superseded."""
     return m.Checkpoints(
         checkpoints=[
             m.Checkpoint(
