@@ -55,7 +55,7 @@ class RankId(Message):
 
 
 class Refusal(Message):
-    """Why a call was refused: one line with the thing, the reason and the mend."""
+    """Why a call was refused: one line with the subject, the reason and the remedy."""
 
     error: str
     kind: Literal[

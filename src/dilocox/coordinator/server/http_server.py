@@ -68,7 +68,7 @@ class Waiters:
         look: Callable[[], Answer],
         enough: Callable[[Answer], bool],
     ) -> Answer:
-        """Call `look` after every change of `topics` until its answer is `enough`.
+        """Call `look` at once and after every change of `topics`, until its answer is `enough`.
 
         Returns the last answer, at the latest after `seconds`.
         """

@@ -157,7 +157,7 @@ class RecordSink(Protocol):
         """Retry writes that have failed. Raises nothing."""
 
     def cover(self) -> None:
-        """Note that a round begins: all statements up to here are complete."""
+        """Sign the log up to here, in the background: a round begins, or the run has ended."""
 
 
 class RecordHook:

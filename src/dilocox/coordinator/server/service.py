@@ -70,7 +70,8 @@ class Coordinator:
         bytes by codec, stage and piece (`dilocox.training.payload_sizes`); a new run with
         `control.adapt = "link"` needs them. `earlier` reads the earlier run that a new run with
         `model.handover` continues. `now` is a monotonic clock for liveness and `wall` stamps
-        events, both in seconds. Raises `TrainingError`, and the errors of `earlier`.
+        events, both in seconds. `run_server.serve` explains the other arguments. Raises
+        `TrainingError`, and the errors of `earlier`.
         """
         folder = Path(folder)
         self.config, self.timeouts = config, Timeouts.derive(config.network)
@@ -424,7 +425,8 @@ class Coordinator:
         voter = (rank.site, rank.stage, rank.shard)
         behind = self.state.sites[rank.site].is_behind(exchange.round)
         if exchange.decision is None and not request.observer and not behind:
-            # An entering rank does not vote, but may report a broken link: a new attempt follows.
+            # An entering rank does not vote, but may report a broken link: the link has to work, or
+            # its site is dropped.
             receives = request.broken and rank.site in dict(exchange.members)
             if voter not in self.state.voters(exchange) and not receives:
                 raise Refused("conflict", f"{rank}: does not vote on exchange {request.key}")
