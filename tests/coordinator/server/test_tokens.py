@@ -79,7 +79,7 @@ def test_a_folder_with_one_token_for_all_goes_on_and_admits_no_holder_of_it(
     driver.incarnations = {"a": 1, "b": 1}
     driver.beat("a")
     driver.core.departures.retire(retirement("b"), OPERATOR)
-    with pytest.raises(Refused, match=r"all sites of an earlier dilocox; .*copy the .*tokens/b"):
+    with pytest.raises(Refused, match=r"shared token of an earlier dilocox; .*copy the .*tokens/b"):
         driver.enrol("b", token=old)
     driver.core.hand_out()
     assert not (place / "token").exists()
