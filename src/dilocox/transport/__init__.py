@@ -1,1 +1,1 @@
-"""Exchanges between sites: links, swaps of payloads, votes, transfer of state."""
+"""Exchanges between sites: links, swaps of payloads, votes, transfer of state to joining sites."""

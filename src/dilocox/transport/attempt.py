@@ -1,4 +1,4 @@
-"""One attempt of one exchange: frames swapped in one group, and the vote about them."""
+"""One attempt of one exchange: swap frames in one peer group, then vote on the payloads."""
 
 from __future__ import annotations
 
@@ -31,29 +31,34 @@ from dilocox.utils import tracing
 log = logging.getLogger(__name__)
 
 LOOK = 0.1
-"""Seconds between two looks whether members changed, or a link broke, while payloads travel."""
+"""Seconds between two checks for changed members or broken links while payloads travel."""
 
 
 class ExchangeBackend(Protocol):
     """The coordinator, as an exchange sees it."""
 
     def commit(self, what: Contribution, payload: bytes | None) -> str | None:
-        """The signed statement of what this rank will contribute, whatever the attempt; none where
-        nothing is recorded.
+        """Sign a commitment to this rank's contribution, valid for all attempts.
 
-        `payload`: SHA-256 of what will be sent, where that does not hang on the group.
+        Returns the signed statement; None if the run is not recorded.
+
+        `payload`: SHA-256 of the payload; None if the payload depends on the group.
         """
 
     def keep(self, key: ExchangeKey, payloads: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Begin to keep these payloads, where the run is recorded; what waits until they are kept,
-        or cannot be."""
+        """Begin to store these payloads in the record, if the run is recorded.
+
+        Returns a function that blocks until the payloads are stored or storing has failed.
+        """
 
     def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
-        """The group that carries `key`, once all members are there for it; with a `commitment`
-        once all have given theirs."""
+        """Wait until all members have begun exchange `key`, and return its group and attempt.
+
+        With a `commitment`, wait until all members have sent their commitments.
+        """
 
     def attempt(self, key: ExchangeKey) -> int:
-        """The attempt that `key` is at; waits for nobody."""
+        """Return the current attempt number of `key`, without waiting."""
 
     def vote(
         self,
@@ -66,36 +71,55 @@ class ExchangeBackend(Protocol):
         digests: Mapping[str, str],
         opinions: Mapping[str, RankOpinion],
     ) -> VoteReply:
-        """Say what is held here, and what is thought of it, and wait for the decision."""
+        """Vote on an attempt and wait for the coordinator's decision.
+
+        Args:
+            key: The exchange.
+            attempt: Number of the attempt.
+            held: Sites whose payloads this rank holds whole.
+            contributes: False if this site's own contribution must not count.
+            phase: Which vote of the attempt this is.
+            digests: SHA-256 by site, hex, of the payload that the site has sent to all.
+            opinions: This rank's opinion of contributions, by site.
+        """
 
     def observe(self, key: ExchangeKey, attempt: int, *, phase: VotePhase) -> VoteReply:
         """Wait for the decision without a vote."""
 
     def report_broken(self, key: ExchangeKey, attempt: int, failed: Sequence[str]) -> VoteReply:
-        """The attempt cannot be completed here."""
+        """Report that this rank cannot complete the attempt, because links to `failed` broke."""
 
     def epoch(self) -> int:
-        """Id of the newest membership epoch heard of."""
+        """Return the id of the newest membership epoch that this rank knows of."""
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
-        """The group of an attempt, formed if it is not there yet."""
+        """Return the peer group of an attempt; form the group if it does not exist yet.
+
+        `superseded`: returns True once the attempt is over because the members changed.
+        """
 
 
 class Turn(Protocol):
-    """An exchange's turn to use the link, among those of the same rank."""
+    """The turn of one exchange to use the link, among the exchanges of the same rank."""
 
     waited: float
-    """Seconds spent in `take`."""
+    """Seconds spent in `take`, summed over calls."""
 
     def take(self) -> None:
-        """Wait until those before it have passed it on; at once if this one has, too."""
+        """Block until all earlier exchanges have called `pass_on`.
+
+        Returns at once if this exchange has called `pass_on` itself (in an earlier attempt).
+        """
 
     def pass_on(self) -> None:
-        """Its first payloads are through: the next one's may travel. May be said again."""
+        """Let the next exchange use the link: this one's first payloads have arrived.
+
+        A repeated call has no effect.
+        """
 
 
 class RepeatError(ExchangeError):
-    """The attempt is over; begin again."""
+    """The attempt is over without a decision; the exchange begins another attempt."""
 
 
 class Attempt:
@@ -110,28 +134,40 @@ class Attempt:
         turn: Turn,
         times: LinkTimes | None = None,
     ) -> None:
-        """`times`: of this rank's transfers, where each of them has a limit."""
+        """Prepare an attempt; nothing is sent before `swap`.
+
+        Args:
+            ballot: The coordinator, as the exchange uses it.
+            me: Name of this site.
+            contribution: This site's contribution.
+            begun: The members and number of the attempt.
+            turn: The exchange's turn to use the link.
+            times: Durations of this rank's earlier transfers, from which each transfer gets a
+                limit. None: no such limit.
+        """
         self._ballot = ballot
         self.me = me
         self.contribution = contribution
         self._begun = begun
         self._turn, self._times = turn, times
         self._group: PeerGroup | None = None
-        # Not what the ballot knows by now: an epoch that began since may have superseded this.
+        # The epoch of the reply, and not the newest known one: an epoch that has begun since may
+        # have superseded this attempt.
         self._epoch_seen = begun.epoch
         self.senders = [m.site for m in begun.members if m.role == "member"]
         self.receivers = [m.site for m in begun.members]
         self.observes = me not in self.senders
-        """This site receives only."""
+        """True if this site only receives."""
         self.sent_bytes = 0
         self.opinions: dict[str, RankOpinion] = {}
-        """What is to be said of contributions with the vote."""
+        """Opinions of contributions by site, to be sent with the next vote."""
         self.link: list[tuple[float, float, int]] = []
+        """(start, end, bytes) of each swap's received frames; times are `time.time`, seconds."""
         self.late: Mapping[str, float] = {}
-        """Seconds after the first site at which each was there; once it is decided."""
+        """Seconds by which each site arrived after the first site; empty before the decision."""
 
     def superseded(self) -> bool:
-        """True if this attempt is over because the members changed."""
+        """Return True if this attempt is over because the members changed."""
         newest = self._ballot.epoch()
         if newest == self._epoch_seen:
             return False
@@ -145,12 +181,26 @@ class Attempt:
         phase: int,
         patience: float = 1.0,
     ) -> dict[str, torch.Tensor]:
-        """Send frames and receive those of `incoming` at once; the frames that came.
+        """Send the frames of `outgoing` and receive the frames of `incoming`, all at once.
 
-        What this rank owes itself is left out. The first one waits for the exchange's turn; then
-        the next exchange may use the link, which further messages share with it. `patience`: share
-        of the time-out after which it is too slow, below one if others wait for this rank. Raises
-        `RepeatError` after telling the coordinator which links broke, and `EpochChangedError`.
+        The first swap waits for the exchange's turn. After it the next exchange may use the link,
+        together with further messages of this exchange. Entries for this site itself are skipped.
+
+        Args:
+            outgoing: Frame by receiving site, uint8 in host memory.
+            incoming: By sending site, what its frame encodes.
+            phase: Number of the message within the attempt.
+            patience: Share of the time-out after which a transfer is too slow; below 1 if other
+                sites wait for this rank's next message.
+
+        Returns:
+            Received frames by sender, uint8 [`frame_bytes(part)`] each, in host memory. Their
+            contents are not checked.
+
+        Raises:
+            RepeatError: A link broke or was too slow, and the coordinator has been told; or the
+                members changed.
+            EpochChangedError: The members changed while the group was formed.
         """
         if self._group is None:
             self._turn.take()
@@ -172,8 +222,8 @@ class Attempt:
             self._complete(transfers, patience)
         self._turn.pass_on()
         if receiving:
-            # Payloads travel when they are asked for: none of them waits in a buffer of this
-            # machine, however late this rank comes.
+            # Payloads travel only after the receiver has asked for them. So no payload waits in a
+            # buffer of this machine, and the times are the link's however late this rank comes.
             began = min(each.began for each in receiving)
             ended = max(each.ended for each in receiving)
             self.link.append((began, ended, sum(each.size for each in receiving)))
@@ -230,15 +280,18 @@ class Attempt:
         return problem is not None
 
     def _tell_of_slow(self, waiting: Sequence[Transfer], seconds: float, patience: float) -> None:
-        """Another rank was the first to break the attempt. What hangs here, too, is told, so that
-        it is not the word of one alone; not of peers that have not begun, which may have waited."""
+        """Report slow transfers of an attempt that another rank was the first to report broken.
+
+        A second report keeps the coordinator from relying on one rank alone. Peers that have not
+        begun to send are not reported: they may have been waiting themselves.
+        """
         slow = {
             transfer.site
             for transfer in waiting
             if transfer.moves and self._too_slow(transfer, seconds, patience)
         }
         if slow:
-            # It may have been decided without this site meanwhile.
+            # The exchange may have been decided without this site in the meantime.
             with contextlib.suppress(CoordinatorError):
                 self._ballot.report_broken(self.contribution.key, self._begun.attempt, sorted(slow))
 
@@ -250,11 +303,16 @@ class Attempt:
         contributions: bool = False,
         check: Callable[[torch.Tensor], object] = lambda payload: None,
     ) -> dict[str, torch.Tensor]:
-        """Payloads, in host memory, of the frames that are what they should be; the others are left
-        out.
+        """Return the payloads of valid frames by site, uint8 in host memory.
 
-        `contributions`: what is wrong with them is said with the vote. `check` raises
-        `ExchangeError` for a payload that does not decode.
+        An invalid frame is logged and left out.
+
+        Args:
+            frames: Received frames by site.
+            parts: By site, what its frame must encode.
+            contributions: True if the vote must name the sites of invalid frames; adds an opinion
+                for each of them to `opinions`.
+            check: Raises `ExchangeError` for a payload that does not decode.
         """
         payloads = {}
         with tracing.span("check frames"):
@@ -273,11 +331,11 @@ class Attempt:
         return payloads
 
     def keep(self, payloads: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """See `ExchangeBackend.keep`."""
+        """Begin to store payloads in the record; see `ExchangeBackend.keep`."""
         return self._ballot.keep(self.contribution.key, payloads)
 
     def broken(self, failed: Sequence[str]) -> RepeatError:
-        """Tell the coordinator whose links broke; the error to raise."""
+        """Report the links to `failed` as broken to the coordinator; return the error to raise."""
         sites = sorted(set(failed))
         self._ballot.report_broken(self.contribution.key, self._begun.attempt, sites)
         return RepeatError(f"{self.contribution.key.text}: no link to {', '.join(sites)}")
@@ -288,8 +346,17 @@ class Attempt:
         held: Iterable[str],
         own_digest: bytes | None = None,
     ) -> VoteReply:
-        """Vote and wait. `own_digest`: of the payload that this site has sent to all, for the
-        coordinator's log. Raises `RepeatError`."""
+        """Vote and wait for the coordinator's decision. A site that only receives does not vote.
+
+        Args:
+            phase: Which vote of the attempt this is.
+            held: Sites whose payloads this rank holds whole.
+            own_digest: SHA-256 of the payload that this site has sent to all, for the
+                coordinator's log.
+
+        Raises:
+            RepeatError: The members changed.
+        """
         key, attempt = self.contribution.key, self._begun.attempt
         with tracing.span("vote", phase=phase):
             if self.observes:
@@ -311,9 +378,10 @@ class Attempt:
         return reply
 
     def committed_sites(self, decision: VoteReply, held: Iterable[str]) -> list[str]:
-        """The sites whose payloads, by `decision`, make the average by themselves.
+        """Return the contribution set of a committed `decision`, in order.
 
-        Raises `ExchangeError` unless all of them are among those `held` here.
+        Raises `ExchangeError` if the decision is not "commit", or if a payload of the set is not
+        among those `held` here.
         """
         here = set(held)
         if decision.decision != "commit":
@@ -329,12 +397,15 @@ class Attempt:
         return decision.set
 
     def average(self, decoded: Iterable[torch.Tensor], sites: Sequence[str]) -> torch.Tensor | None:
-        """Weighted mean of what `sites` sent, in that order; none if there are none."""
+        """Return the weighted mean of the `decoded` contributions of `sites`, in that order.
+
+        Returns None if `sites` is empty.
+        """
         if not sites:
             return None
         return average(decoded, [self.contribution.weights[site] for site in sites])
 
 
 def _tag(name: str) -> int:
-    """Number of a message, which no other message of a group has."""
+    """Return the message tag for `name`: 64 bits of its SHA-256, unique within a group."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")

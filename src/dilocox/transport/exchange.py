@@ -1,11 +1,15 @@
-"""One exchange of one fragment between the sites: swap payloads, agree on the set, average.
+"""One exchange of one fragment: swap payloads, agree on the contribution set, average.
 
-`gather`: every site receives every payload; no second quantisation. `reduce`: each site owns a
-chunk, averages it, quantises the mean again and hands it round: 2(D-1)/D payloads per site.
-A low-rank codec needs two messages before that: the sites' factors to one owner, and from him the
-basis that all project on (docs/algorithm.md §2, §3). What counts is decided by the coordinator from
-what every live rank holds; transfers that a change of members cancelled are repeated in the new
-group.
+Modes, for D sites (docs/algorithm.md §2, §3):
+
+- `gather`: every site receives every payload. There is no second quantisation.
+- `reduce`: each site owns a chunk, averages the chunk, quantises the mean again and sends the mean
+  to all sites. Each site sends 2(D-1)/D payloads.
+- A low-rank codec needs two messages before its `gather`: all sites send their factors to one
+  owner, and the owner sends the basis on which all sites project.
+
+The coordinator decides which contributions count, from the payloads that every live rank holds.
+Transfers that a change of members cancelled are repeated in the new group.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ from dilocox.utils import tracing
 log = logging.getLogger(__name__)
 
 OWNER_PATIENCE = 0.75
-"""Of a low-rank codec's owner: all others wait for its basis, and would take it for the slow one
-after a whole time-out."""
+"""Share of the time-out that a low-rank codec's owner waits for factors. All other sites wait for
+the owner's basis. After a whole time-out they would report the owner as the slow site."""
 
 __all__ = ["ExchangeBackend", "exchange"]
 
@@ -55,13 +59,25 @@ def exchange(
     turn: Turn,
     times: LinkTimes | None = None,
 ) -> Outcome:
-    """Carry one exchange to its decision, over as many attempts as it takes.
+    """Run one exchange until the coordinator has decided it, in as many attempts as needed.
 
-    Before its `turn` it encodes, commits to what it will send and learns the members, after its
-    turn it votes and averages.
-    It waits for as long as the coordinator answers: who lets the others wait for too long, or is
-    gone, is no member any more. `times`: of earlier transfers of this rank, which limit those to
-    come. Raises `ExchangeError` for what cannot be.
+    Before its `turn` the exchange encodes, commits to its payload and asks for the members. After
+    its turn it votes and averages. There is no time limit of its own: the exchange waits while the
+    coordinator answers, because the coordinator removes sites that are gone or too slow.
+
+    Args:
+        ballot: The coordinator, as the exchange uses it.
+        me: Name of this site.
+        contribution: This site's contribution, the same in every attempt.
+        turn: The order in which this rank's exchanges use the link.
+        times: Durations of this rank's earlier transfers, which limit new transfers. None: no such
+            limit.
+
+    Returns:
+        The outcome. `missed` is True if the exchange began before this site was a member.
+
+    Raises:
+        ExchangeError: The coordinator's decision cannot be followed at this site.
     """
     what = contribution
     with tracing.span(
@@ -93,7 +109,7 @@ def _carry(
         with tracing.span("ask for members"):
             begun = ballot.begin(contribution.key, commitment)
         roles = {member.site: member.role for member in begun.members}
-        # What is decided is sent to nobody any more.
+        # Once an exchange is decided, no site sends its payload again.
         if me not in roles or (begun.decided and roles[me] == "entering"):
             took = time.monotonic() - start
             return Outcome(None, (), None, None, sent_bytes, took, attempts, True)
@@ -123,7 +139,11 @@ def _carry(
 
 
 def _frame_for_all(what: Contribution) -> torch.Tensor | None:
-    """What a site will send to all others, if that is the same whoever they are."""
+    """Encode the frame that this site sends to all others.
+
+    Returns None if the frame depends on the members (`reduce`, low-rank codecs), or if this site
+    contributes no values.
+    """
     if what.values is None or what.mode != "gather" or isinstance(what.compressor, LowRank):
         return None
     part = what.compressor.part(0, what.length, what.seed)
@@ -138,14 +158,24 @@ def advancing(
     weights: Sequence[float],
     basis: torch.Tensor,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What becomes of a warm start, fp32 [codec.warm_length], when the exchange `key` lands: of the
-    payloads `chosen`, uint8 each, with their `weights`, all made with `basis`."""
+    """Return the function that updates a low-rank codec's warm start when exchange `key` lands.
+
+    The function maps the warm start, fp32 [codec.warm_length], to the warm start of the next
+    exchange.
+
+    Args:
+        codec: The low-rank codec.
+        key: The exchange.
+        chosen: Payloads that count, uint8 each, in contribution-set order.
+        weights: Weights of these payloads.
+        basis: The basis that all these payloads were projected on.
+    """
     # Landings count from 1, rounds from 0.
     return lambda warm: codec.next_warm(chosen, weights, basis, warm, key.round + 1)
 
 
 def gather(attempt: Attempt, own: torch.Tensor | None) -> Outcome:
-    """Every payload to every site. `own`: this site's frame; none if it only receives."""
+    """Send every payload to every site. `own`: this site's frame; None if it only receives."""
     what = attempt.contribution
     assert not isinstance(what.compressor, LowRank)
     part = what.compressor.part(0, what.length, what.seed)
@@ -153,11 +183,11 @@ def gather(attempt: Attempt, own: torch.Tensor | None) -> Outcome:
 
 
 def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
-    """Factors to one owner, its basis to all, then every projection to every site.
+    """Send factors to one owner, its basis to all sites, then every projection to every site.
 
-    The owner changes from exchange to exchange, so that the work is shared. A factor that does not
-    come whole, or is none, is left out of the basis: any basis will do that all sites have. An
-    owner that sends something else has broken the exchange.
+    The owner changes from exchange to exchange, so that the work is shared. The owner leaves a
+    missing, incomplete or invalid factor out of the basis: any basis is correct as long as all
+    sites have the same basis. An invalid basis breaks the attempt, and this rank reports the owner.
     """
     what, me, there = attempt.contribution, attempt.me, attempt.contribution.staging.to_device
     owner = attempt.senders[what.seed % len(attempt.senders)]
@@ -220,9 +250,17 @@ def _to_everyone(
     decode: Callable[[torch.Tensor], torch.Tensor],
     phase: int,
 ) -> tuple[Outcome, list[torch.Tensor]]:
-    """Payloads of `part` to every site; the outcome, and the payloads that count in their order.
+    """Send payloads of `part` to every site, vote, and average the payloads that count.
 
-    `own`: this site's frame, none if it only receives.
+    Args:
+        attempt: The attempt.
+        part: What a payload encodes.
+        own: This site's frame; None if it only receives.
+        decode: Payload, uint8 on the device, to values, fp32.
+        phase: Number of the message within the attempt.
+
+    Returns:
+        The outcome, and the payloads that count, in contribution-set order.
     """
     me = attempt.me
     frames = {} if own is None else {me: own}
@@ -254,9 +292,9 @@ def _weighed(
     frames: Mapping[str, torch.Tensor],
     decode: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], Weighing]:
-    """Payloads by site of the `frames` that are whole, and what is to be said of all with the vote.
+    """Check and decode `frames`; return the payloads of intact frames by site, and their weighing.
 
-    What was to be said before is forgotten.
+    Replaces `attempt.opinions` by an opinion on each frame, to be sent with the next vote.
     """
     attempt.opinions = {}
     parts = dict.fromkeys(attempt.senders, part)
@@ -278,7 +316,7 @@ def _weighed(
 
 
 def reduce(attempt: Attempt) -> Outcome:
-    """Each owner averages its chunk and hands it round."""
+    """Average in chunks: each owner averages its chunk and sends the mean to all sites."""
     what, me, there = attempt.contribution, attempt.me, attempt.contribution.staging.to_device
     assert not isinstance(what.compressor, LowRank)
     owners = attempt.senders
@@ -315,13 +353,13 @@ def reduce(attempt: Attempt) -> Outcome:
         attempt.opinions[me] = RankOpinion(code="zero")
     decision = attempt.decide("held", payloads, None if index is None else payload_digest(index))
     if decision.decision == "commit":
-        # Decided in an attempt that this rank missed the end of: only the mean is left to get.
+        # An attempt whose end this rank missed has been decided: nobody sends its mean again.
         raise ExchangeError(f"{what.key.text}: was committed without this site; it must join again")
     counted = decision.set
     alone = []
     if index is not None and me in counted:
-        # Nobody else has these: it counts once all have said that they are done, even if this site
-        # dies then.
+        # No other site has these payloads. The contribution counts once all sites have voted
+        # "done", even if this site dies afterwards: so the record keeps the payloads before that.
         alone = [index, *(frame_payload(frame) for site, frame in frames.items() if site == me)]
     kept = attempt.keep(alone)
     means: dict[str, torch.Tensor] = {}
@@ -341,7 +379,7 @@ def reduce(attempt: Attempt) -> Outcome:
     )
     averaged = attempt.unpack(means, chunks)
     with tracing.span("decode", values=what.length):
-        # Before anybody says that he is done: an owner's mean that is none is as good as none.
+        # Decode before this rank votes "done": a mean that does not decode counts as missing.
         decoded = _decoded(what.key, chunks, {s: there(each) for s, each in averaged.items()})
     lost = [site for site in chunks if site not in decoded] if counted else []
     if lost:
@@ -363,8 +401,11 @@ def reduce(attempt: Attempt) -> Outcome:
 
 
 def chunk_index(frames: Iterable[torch.Tensor]) -> torch.Tensor:
-    """What stands for a contribution in `reduce`: SHA-256 of its chunks' payloads in the owners'
-    order, uint8 [32 x chunks]."""
+    """Return the index of a contribution in `reduce`, whose digest stands for the contribution.
+
+    The index is the SHA-256 digests of its chunks' payloads in the order of the owners, uint8
+    [32 x chunks].
+    """
     digests = b"".join(frame_digest(frame) for frame in frames)
     if not digests:
         return torch.empty(0, dtype=torch.uint8)
@@ -374,8 +415,10 @@ def chunk_index(frames: Iterable[torch.Tensor]) -> torch.Tensor:
 def _decoded(
     key: ExchangeKey, chunks: Mapping[str, Part], payloads: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Chunks by owner, in the order of `chunks`, without those that do not decode to numbers of
-    use."""
+    """Decode the averaged chunks by owner, in the order of `chunks`.
+
+    A chunk that does not decode to usable numbers is logged and left out.
+    """
     found = {}
     for site, part in chunks.items():
         if site in payloads:
@@ -387,14 +430,14 @@ def _decoded(
 
 
 def _usable(part: Part, payload: torch.Tensor) -> torch.Tensor:
-    """What `payload` decodes to. Raises `ExchangeError` for what is of no use."""
+    """Decode `payload`. Raises `ExchangeError` if `refuse_unusable` refuses the values."""
     values = part.decode(payload)
     refuse_unusable(values, part.name)
     return values
 
 
 def _joined(decoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All chunks, one after the other; nothing of a fragment without values."""
+    """Concatenate all chunks; an empty tensor if the fragment has no values."""
     return torch.cat(list(decoded.values())) if decoded else torch.empty(0)
 
 

@@ -1,8 +1,9 @@
-"""The threads of a rank in which exchanges run beside the training.
+"""Background threads of a rank that run exchanges while training goes on.
 
-Exchanges use the link in turn, so that the first is there first. What needs no link is done
-meanwhile: the next one is encoded, the one before is voted on and averaged. An exchange of several
-messages has its turn for the first; between its messages the next one's travel.
+Exchanges send their first message in submission order, so that the oldest exchange arrives first.
+Work that needs no link overlaps with transfers: one thread encodes the next exchange while another
+votes on the previous exchange and averages it. An exchange of several messages waits for its turn
+only before the first message. Between its messages the messages of the next exchange may travel.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from dilocox.utils import tracing
 
 
 class OrderedLock:
-    """In what order exchanges, numbered from 0, use the link. Thread-safe."""
+    """Lock that exchanges acquire in the order of their numbers, which start at 0. Thread-safe.
+
+    The lock guards the start of transfers on the link between sites.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -31,7 +35,10 @@ class OrderedLock:
         self._failure: BaseException | None = None
 
     def wait_for(self, number: int) -> None:
-        """Wait until all before `number` have passed. Raises what `fail` was told."""
+        """Block until all exchanges before `number` have released the lock.
+
+        Raises the exception that was given to `fail`.
+        """
         with self._changed:
             while self._next < number and self._failure is None:
                 self._changed.wait()
@@ -39,7 +46,7 @@ class OrderedLock:
                 raise self._failure
 
     def pass_on(self, number: int) -> None:
-        """Exchange `number` needs the link no more."""
+        """Release the lock for exchange `number`. A repeated release has no effect."""
         with self._changed:
             if number >= self._next:
                 self._passed.add(number)
@@ -49,43 +56,46 @@ class OrderedLock:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing comes of those that wait."""
+        """Make every present and future `wait_for` raise `error`; the first error stays."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
     @property
     def failure(self) -> BaseException | None:
-        """What `fail` was told first."""
+        """The first exception given to `fail`, or None."""
         return self._failure
 
 
 class LinkSlot:
-    """The turn of one exchange."""
+    """The place of one exchange in the `OrderedLock`: a `dilocox.transport.attempt.Turn`."""
 
     def __init__(self, turns: OrderedLock, number: int) -> None:
         self._turns = turns
         self._number = number
         self.waited = 0.0
-        """Seconds spent in `take`."""
+        """Seconds spent in `take`, summed over calls."""
 
     def take(self) -> None:
-        """Wait for the exchanges before this one. Raises what made one of them fail."""
+        """Block until the exchanges before this one have released the link.
+
+        Raises the exception of the first exchange that failed.
+        """
         start = time.monotonic()
         with tracing.span("wait for the link"):
             self._turns.wait_for(self._number)
         self.waited += time.monotonic() - start
 
     def pass_on(self) -> None:
-        """Let the next one have the link."""
+        """Release the link to the next exchange."""
         self._turns.pass_on(self._number)
 
 
 class ExchangeWorker:
-    """Carries contributions in the order in which they are handed in.
+    """Runs exchanges in background threads, in the order in which contributions are submitted.
 
-    All sites hand in the same keys in the same order, so nobody waits for a peer that waits for
-    him. An exchange that fails ends the worker: later ones fail with the same error.
+    All sites submit the same keys in the same order, so two sites cannot deadlock by waiting for
+    each other. After the first failed exchange, all later exchanges fail with the same exception.
     """
 
     def __init__(
@@ -95,7 +105,14 @@ class ExchangeWorker:
         prepare: Callable[[], None] | None = None,
         times: LinkTimes | None = None,
     ) -> None:
-        """`prepare` is called first in every thread; `times` limits transfers."""
+        """Start the threads.
+
+        Args:
+            ballot: The coordinator, as exchanges use it.
+            me: Name of this site.
+            prepare: Called once at the start of every thread.
+            times: Durations of earlier transfers, which limit new transfers. None: no such limit.
+        """
         self._ballot = ballot
         self._me = me
         self._prepare, self._times = prepare, times
@@ -110,13 +127,16 @@ class ExchangeWorker:
             thread.start()
 
     def submit(self, contribution: Contribution) -> Future[Outcome]:
-        """Start an exchange as soon as those before it leave room."""
+        """Queue an exchange; its outcome, or its exception, arrives in the returned future."""
         future: Future[Outcome] = Future()
         self._queue.put((contribution, future))
         return future
 
     def close(self, timeout: float = 5.0) -> None:
-        """End after the exchanges under way; those not begun stay unanswered."""
+        """Stop the threads once all submitted exchanges have run; wait at most `timeout` seconds.
+
+        An exchange submitted after this call never runs: its future is never resolved.
+        """
         end = time.monotonic() + timeout
         for _ in self._threads:
             self._queue.put(None)
@@ -146,7 +166,11 @@ class ExchangeWorker:
                 turn.pass_on()
 
     def _carry(self, given: Contribution, turn: LinkSlot) -> Outcome:
-        """Beside training on its device, too: after what it is given, and marking what it gives."""
+        """Run one exchange on a device stream of its own.
+
+        The stream first waits for the event `given.ready`. The outcome gets an event that marks the
+        end of this exchange's work on the device.
+        """
         staging = given.staging
         with staging.beside():
             if given.ready is not None:

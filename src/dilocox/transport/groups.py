@@ -1,7 +1,8 @@
-"""Groups between sites: one per (stage, shard) and membership epoch.
+"""Peer groups between sites: one group per (stage, shard) and membership epoch.
 
-Members tell each other over the coordinator where they listen. A change of members forms a new
-group; a connection that breaks is made again within its group (link.py).
+Members announce their listening addresses through the coordinator's key-value store. A change of
+members forms a new group. A connection that breaks is made again within its group
+(`dilocox.transport.link.link`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from dilocox.transport.link.transfer import Transfer
 from dilocox.transport.unreached import UnreachedError
 
 LOOK = 0.02
-"""Seconds between two looks at whether a group that is being formed is still wanted."""
+"""Seconds between two checks of a group that is being formed: is it complete, or cancelled?"""
 _PAUSE = 0.2
-"""Seconds between two tries to reach a peer."""
+"""Seconds between two attempts to connect to a peer."""
 _POLL = 1.0
-"""Seconds of one wait for a peer's announcement."""
+"""Seconds that one request to the key-value store waits for a peer's announcement."""
 
 
 class KeyValue(Protocol):
@@ -38,10 +39,13 @@ class KeyValue(Protocol):
         """Store `value` under `key`."""
 
     def kv_check(self, keys: Sequence[str]) -> bool:
-        """True if all `keys` are there."""
+        """Return True if a value is stored under each of `keys`."""
 
     def kv_get(self, keys: Sequence[str], limit: float) -> dict[str, bytes]:
-        """The values of `keys`. Raises `ExchangeError` if one is missing after `limit` s."""
+        """Return the values of `keys`.
+
+        Raises `ExchangeError` if a value is still missing after `limit` seconds.
+        """
 
 
 class EpochChangedError(ExchangeError):
@@ -49,12 +53,23 @@ class EpochChangedError(ExchangeError):
 
 
 class PeerGroup:
-    """This rank and its peers (·, stage, shard) at the other sites of one membership epoch.
+    """This rank and its peers of the same (stage, shard) at the other sites of one epoch.
 
-    `sites` in the order of the epoch. Forming it blocks until this rank has a connection with each
-    peer. A transfer fails when nothing of it moves for `silence` seconds. Raises `UnreachedError`
-    when a peer does not come, or is not linked, within `timeout` seconds, or refuses, and
-    `EpochChangedError` if `cancelled()` is true before it is formed.
+    The constructor blocks until this rank has a connection with each peer.
+
+    Args:
+        endpoint: This rank's listening port and TLS settings.
+        kv: Key-value store in which members announce their addresses.
+        name: Name of the group, the same at all members.
+        sites: All members, this rank's own site included, in the order of the epoch.
+        timeout: Seconds within which every peer must have announced itself and be linked.
+        silence: Seconds after which a transfer fails if no bytes of it have moved.
+        cancelled: Returns True once the group is no longer needed.
+
+    Raises:
+        UnreachedError: A peer does not announce itself or is not linked within `timeout`, or it
+            refuses the connection.
+        EpochChangedError: `cancelled()` returned True before the group was formed.
     """
 
     def __init__(
@@ -81,7 +96,7 @@ class PeerGroup:
             return
         mine = endpoint.announcement()
         endpoint.offer(mine.route, self._links)
-        # A group that is dropped without `close` ends its links, too.
+        # A group that is garbage-collected without `close` ends its links, too.
         self._end = weakref.finalize(self, _close, endpoint, mine.route, list(self._links.values()))
         self._end.atexit = False
         try:
@@ -91,20 +106,22 @@ class PeerGroup:
             raise
 
     def send(self, tensor: torch.Tensor, site: str, tag: int) -> Transfer:
-        """Start sending a contiguous uint8 CPU tensor to `site`. A tag is used once to a site; the
-        tensor must not change afterwards."""
+        """Start sending a contiguous uint8 CPU tensor to `site`.
+
+        Each tag may be used only once per receiving site. The tensor must not change afterwards.
+        """
         return self._begin("send", tensor, site, tag)
 
     def receive(self, tensor: torch.Tensor, site: str, tag: int) -> Transfer:
-        """Start filling a contiguous uint8 CPU tensor from `site`."""
+        """Start filling a contiguous uint8 CPU tensor with message `tag` from `site`."""
         return self._begin("receive", tensor, site, tag)
 
     def watch(self, ended: Callable[[], bool]) -> None:
-        """Let transfers that begin from now on raise `EpochChangedError` once `ended()` is true."""
+        """Make transfers that start after this call raise `EpochChangedError` once `ended()`."""
         self._ended = ended
 
     def close(self) -> None:
-        """Drop the connections; operations under way fail at the peers."""
+        """Close the connections. Transfers in flight fail at the peers."""
         if self._links:
             self._end()
 
@@ -113,7 +130,8 @@ class PeerGroup:
     ) -> Transfer:
         link, ended = self._links[site], self._ended
 
-        # Not of `self`: a link that waits for an acknowledgement must not keep the group.
+        # The closure does not hold `self`: a link that waits for an acknowledgement must not keep
+        # the group from being garbage-collected.
         def check() -> None:
             if ended():
                 raise EpochChangedError(f"the members changed while {site} was waited for")
@@ -132,7 +150,7 @@ def _close(endpoint: LinkEndpoint, route: str, links: Sequence[Link]) -> None:
 
 
 class _Forming:
-    """The connections of a group that is being formed."""
+    """Connects one group: publishes this rank's address, then dials or awaits each peer."""
 
     def __init__(
         self,
@@ -152,7 +170,7 @@ class _Forming:
         self._failed: dict[str, str] = {}
 
     def form(self, mine: Announcement) -> None:
-        """Connect to all peers, or be connected to. Raises what `PeerGroup` does."""
+        """Block until every peer is linked. Raises the errors that `PeerGroup` lists."""
         me = self._sites.index(self._endpoint.site)
         try:
             try:
@@ -169,12 +187,14 @@ class _Forming:
             self._over = True
 
     def _key(self, site: str) -> str:
-        """Under which `site` says where it listens: it ends with the name, so that nobody else may
-        set it."""
+        """Return the key under which `site` announces its address.
+
+        The key ends with the site's name, so that the coordinator lets no other site set it.
+        """
         return f"{self._name}/{site}"
 
     def _asked(self, site: str) -> Announcement:
-        """Where a peer is reached, once it has said so."""
+        """Wait for the announcement of `site` and return it."""
         key = self._key(site)
         while True:
             if self._cancelled():
@@ -188,7 +208,7 @@ class _Forming:
             if value is not None:
                 try:
                     return read_announcement(value)
-                except ExchangeError as error:  # what a site says is its own fault
+                except ExchangeError as error:  # the site that wrote the announcement is to blame
                     raise UnreachedError(f"{self._name}: site {site}: {error}", [site]) from None
             if time.monotonic() > self._end:
                 raise UnreachedError(
@@ -207,7 +227,7 @@ class _Forming:
             ).start()
 
     def _dial(self, site: str, peer: Announcement) -> None:
-        """Connect to a peer, in a thread of its own."""
+        """Connect to a peer, in a thread of its own; retry until the time-out."""
         link, end = self._links[site], self._end
         while not self._over:
             try:
@@ -223,7 +243,7 @@ class _Forming:
             time.sleep(_PAUSE)
 
     def _linked(self) -> bool:
-        """True when all links are there."""
+        """Return True when all links are connected. Raises the errors that `PeerGroup` lists."""
         if self._cancelled():
             raise EpochChangedError("the members changed while the group was formed")
         if self._failed:

@@ -1,5 +1,4 @@
-"""Payloads that a rank of a site fetches from another site, after a vote has shown that it lacks
-them."""
+"""Transfer of payloads that a rank lacks from another site that holds them, after a vote."""
 
 from __future__ import annotations
 
@@ -16,18 +15,29 @@ from dilocox.utils import tracing
 
 log = logging.getLogger(__name__)
 FIRST_PHASE = 1000
-"""Number of the first message of this kind in an attempt."""
+"""Phase number of the first fetched payload of an attempt; each further one adds 1."""
 
 
 def fetch(
     attempt: Attempt, fetches: Sequence[Fetch], here: Mapping[str, torch.Tensor], part: FramePart
 ) -> dict[str, torch.Tensor]:
-    """Send and receive what `fetches` says; the frames that came, by whose contribution they are.
+    """Send and receive the payloads that the coordinator's `fetches` name.
 
-    All ranks go through `fetches` in the same order, so that none waits in a circle. `here`: frames
-    by sender, uint8 [`frame_bytes(part)`] each, in host memory. A frame has the size that the
-    codec gives it, and is thrown away unless its payload has the digest that its sender has named.
-    Raises `RepeatError` after telling the coordinator whose link broke.
+    All ranks go through `fetches` in the same order, so that ranks cannot deadlock. A received
+    frame is discarded unless its payload has the digest that the original sender has signed.
+
+    Args:
+        attempt: The attempt in which the vote was taken.
+        fetches: Which site fetches the payload of which sender from which holder.
+        here: Frames that this rank holds, by original sender, uint8 [`frame_bytes(part)`] each, in
+            host memory.
+        part: What each payload encodes.
+
+    Returns:
+        The received frames by original sender.
+
+    Raises:
+        RepeatError: A link broke, and the coordinator has been told.
     """
     found: dict[str, torch.Tensor] = {}
     for number, each in enumerate(fetches):
@@ -51,6 +61,6 @@ def fetch(
 
 
 def _check(frame: torch.Tensor, part: FramePart, digest: str) -> None:
-    unpack_frame(frame, part)  # its payload is the one that the header names
+    unpack_frame(frame, part)  # raises unless the payload matches the frame's header
     if frame_digest(frame).hex() != digest:
         raise ExchangeError("its payload is not the one that was asked for")

@@ -1,16 +1,16 @@
-"""How a site enters a run: piece by piece, from one peer, as safetensors and JSON.
+"""Transfer of the shared state from a donor to an entering rank, piece by piece.
 
-The donor copies what all sites agree on of a piece (anchor, outer momentum and, with a low-rank
-codec, Q) at a slot end, after its landings, and sends the copy beside its own training. The
-entering rank checks every piece's digest. At the
-start of a run the founder is the donor of all: a rank that already holds the same theta_0 is told
-so and receives no tensors. What either side says is checked before anything is done with it. While
-a run goes on, a piece is taken over only if most sites hold the same
+Messages are JSON headers and safetensors bodies. The shared state of a piece is its anchor, its
+outer momentum and, with a low-rank codec, the warm start Q. The donor copies a piece at a slot end,
+after the landings, and sends the copy while it trains on. The entering rank checks the digest of
+every piece. At the start of a run the founder is the donor of all sites: a rank that already holds
+the same theta_0 receives a header without tensors. Both sides validate each header before they use
+it. While a run goes on, the entering rank accepts a piece only if most sites hold the same piece
 (`dilocox.training.anchor_digests`).
 
-No limit is set to how long a piece travels, or to how long the donor's next slot end is away:
-while there is nothing to offer the donor says so from time to time, and only a link on which
-nothing moves for as long as its group allows is given up.
+There is no time limit on the transfer of a piece, or on the wait for the donor's next slot end.
+While the donor has no piece to offer, it sends `WAIT` headers at intervals. A transfer fails only
+when nothing moves on the link for the group's `silence` seconds.
 """
 
 from __future__ import annotations
@@ -32,56 +32,56 @@ from dilocox.transport.groups import PeerGroup
 from dilocox.transport.link.transfer import Transfer
 
 HEADER_BYTES = 4096
-"""Every JSON header is padded to this size, but for `Held` of many pieces."""
+"""Bytes to which every JSON header is padded; a `Held` of many pieces is larger (`held_bytes`)."""
 LOOK = 60.0
-"""Seconds of one wait; how many there are is for the link to say."""
+"""Seconds of one wait for a transfer; waits repeat until the transfer ends or fails by itself."""
 BESIDE_TENSORS = 1 << 16
-"""Bytes that names and shapes take in a piece's body, at most."""
+"""Most bytes that tensor names and shapes add to the tensors in a piece's body."""
 
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
 class WireHeader(BaseModel):
-    """One JSON header: these keys, of these types, and no others."""
+    """Base of the JSON headers. Unknown keys and values of other types are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class Held(WireHeader):
-    """What the receiver says first."""
+    """The receiver's first message: the state that it holds already."""
 
     anchors: list[Sha256]
-    """Digests of its anchors, by piece."""
+    """Digests of the receiver's anchors, one per piece."""
     here: list[Annotated[int, Field(ge=0)]]
-    """Pieces that it has from an earlier donor: they are not sent."""
+    """Pieces that the receiver has from an earlier donor; the donor does not send these."""
 
 
 def held_bytes(pieces: int) -> int:
-    """Size to which `Held` is padded: a digest and a number of each piece, and the rest."""
+    """Return the bytes to which `Held` is padded: room for a digest and a number of each piece."""
     return max(HEADER_BYTES, 64 + 80 * pieces)
 
 
 class PieceHeader(WireHeader):
-    """What the donor says before each piece."""
+    """The donor's header before each piece, or instead of a piece (`wait`)."""
 
     piece: Annotated[int, Field(ge=0)]
-    """With `wait`: none, and nothing else of this counts."""
+    """Number of the piece. With `wait`, this and all other fields have no meaning."""
     tick: Annotated[int, Field(ge=0, lt=1 << 53)]
     codec: Annotated[str, StringConstraints(max_length=64)]
     bytes: Annotated[int, Field(ge=0)]
-    """Of the body that follows; 0: what the receiver holds is the same."""
+    """Bytes of the body that follows; 0 if the receiver holds the same piece already."""
     sha256: Sha256
     landed: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
-    """Round of the exchange that landed on the piece last; -1: none since the run started."""
+    """Round of the last exchange that landed on the piece; -1 if none has since the start."""
     wait: bool = False
-    """No piece can be offered yet; another header follows."""
+    """True if the donor has no piece to offer yet; another header follows."""
 
 
 WAIT = PieceHeader(piece=0, tick=0, codec="", bytes=0, sha256="0" * 64, wait=True)
 
 
 class AckHeader(WireHeader):
-    """What the receiver says last."""
+    """The receiver's last message: it has every piece."""
 
     done: bool
 
@@ -90,16 +90,16 @@ AnyHeader = TypeVar("AnyHeader", bound=WireHeader)
 
 
 def digest_of(anchor: torch.Tensor) -> str:
-    """sha256 of a flat anchor's bytes, hex."""
+    """Return the SHA-256 of a flat anchor's bytes, in hex."""
     return hashlib.sha256(anchor.contiguous().numpy().data).hexdigest()
 
 
 class Donor:
-    """Serves one entering rank from a thread of its own.
+    """Sends all pieces to one entering rank, in a thread of its own.
 
-    The training loop calls `offer` for each piece when the entering site may take it over;
-    every `pause` seconds without one the receiver is told that this site lives.
-    A receiver that dies harms nobody: the thread ends and says so in the log.
+    The training loop calls `offer` for each piece once the entering site may take the piece over.
+    After every `pause` seconds without an offer the donor sends `WAIT`, so that the receiver knows
+    that the donor is alive. If the receiver dies, the thread ends and sets `failure`.
     """
 
     def __init__(
@@ -113,21 +113,22 @@ class Donor:
         self.waiting = set(range(pieces))
         """Pieces not offered yet."""
         self.failure: str | None = None
+        """Reason why the transfer failed; None if it has not."""
         self._thread = threading.Thread(target=self._serve, name=f"donor-{site}", daemon=True)
         self._thread.start()
 
     def offer(self, snapshot: Snapshot) -> None:
-        """Hand over copies of one piece's tensors; they must not change afterwards."""
+        """Queue one piece for sending. The tensors must be copies that do not change afterwards."""
         self.waiting.discard(snapshot.piece)
         self._offers.put(snapshot)
 
     def cancel(self) -> None:
-        """The receiver waits for no more offers: it has died, or has another donor."""
+        """Stop serving: the receiver has died, or it has another donor."""
         self._offers.put(None)
 
     @property
     def done(self) -> bool:
-        """True when everything is sent or the receiver is gone."""
+        """True when the thread has ended: all pieces are sent, or the transfer failed."""
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
@@ -165,7 +166,7 @@ class Donor:
             self.failure = str(error)
 
     def _next(self, channel: Channel) -> Snapshot | None:
-        """What is offered next, however long that takes."""
+        """Wait for the next offer, without a time limit. Returns None after `cancel`."""
         while True:
             try:
                 return self._offers.get(timeout=self._pause)
@@ -181,12 +182,20 @@ def fetch(
     on_piece: Callable[[Snapshot], None],
     here: Collection[int] = (),
 ) -> None:
-    """Receive all pieces but those that are `here` from `donor`.
+    """Receive all pieces from `donor`, except pieces that are `here` already.
 
-    `anchors`: digests of what this rank holds (`digest_of`), one per piece; `limits`: bytes that
-    a piece's tensors can have at most. `on_piece` is called once for each. Raises
-    `ExchangeError` if the link goes silent or the donor says what makes no sense, and `JoinError`
-    if what came is not what its digest says.
+    Args:
+        form_group: Forms the group of this rank and the donor's rank.
+        donor: Name of the donor's site.
+        anchors: Digests of the anchors that this rank holds (`digest_of`), one per piece.
+        limits: Most bytes of each piece's tensors.
+        on_piece: Called once for each received piece. A snapshot without tensors means that this
+            rank holds the same piece already.
+        here: Pieces that this rank has from an earlier donor.
+
+    Raises:
+        ExchangeError: The link went silent, or a header of the donor is invalid.
+        JoinError: A piece does not match its digest or cannot be read.
     """
     channel = Channel(form_group(), donor)
     held = Held(anchors=list(anchors), here=sorted(here))
@@ -206,7 +215,7 @@ def fetch(
 
 
 def read_header(kind: type[AnyHeader], data: bytes, site: str) -> AnyHeader:
-    """The header that `site` sent, padding included. Raises `ExchangeError` for anything else."""
+    """Parse a padded header of type `kind` from `site`. Raises `ExchangeError` if it is invalid."""
     try:
         return kind.model_validate_json(data.rstrip(b" "))
     except ValidationError as error:
@@ -220,7 +229,7 @@ def read_header(kind: type[AnyHeader], data: bytes, site: str) -> AnyHeader:
 
 
 def check_header(header: PieceHeader, site: str, missing: set[int], limits: Sequence[int]) -> None:
-    """Raise `ExchangeError` for a piece that is not one of `missing`, or cannot be so large."""
+    """Raise `ExchangeError` if a piece is not in `missing`, or is larger than its limit."""
     if header.piece not in missing:
         raise ExchangeError(f"{site} offers piece {header.piece}, which is not missing here")
     most = limits[header.piece] + BESIDE_TENSORS
@@ -232,7 +241,7 @@ def check_header(header: PieceHeader, site: str, missing: set[int], limits: Sequ
 
 
 def read_body(body: bytes, header: PieceHeader, site: str) -> dict[str, torch.Tensor]:
-    """The tensors of a piece. Raises `JoinError` if they are not what `header` says."""
+    """Load the tensors of a piece by name. Raises `JoinError` if `body` does not match `header`."""
     if hashlib.sha256(body).hexdigest() != header.sha256:
         raise JoinError(f"piece {header.piece} from {site} does not match its digest; join again")
     try:
@@ -245,39 +254,41 @@ def read_body(body: bytes, header: PieceHeader, site: str) -> dict[str, torch.Te
 
 
 class Channel:
-    """Messages between donor and receiver, in order: each direction numbers its own."""
+    """Ordered messages between donor and receiver; each direction has its own numbers, from 1."""
 
     def __init__(self, group: PeerGroup, site: str) -> None:
         self._group, self._site = group, site
         self._said = self._heard = 0
 
     def receive_header(self, kind: type[AnyHeader], size: int = HEADER_BYTES) -> AnyHeader:
-        """The next header. Raises `ExchangeError`."""
+        """Receive the next header, padded to `size` bytes. Raises `ExchangeError`."""
         data = self.receive(size)
         return read_header(kind, data.numpy().tobytes(), self._site)
 
     def send_header(self, said: WireHeader, size: int = HEADER_BYTES) -> None:
-        """Send a header. Raises `ExchangeError`."""
+        """Send a header, padded to `size` bytes. Raises `ExchangeError`."""
         text = said.model_dump_json().encode()
         if len(text) > size:
             raise ExchangeError(f"an entry header has {len(text)} B, the limit is {size} B")
         self.send(torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8))
 
     def receive(self, size: int) -> torch.Tensor:
-        """The next message, of `size` bytes. Raises `ExchangeError`."""
+        """Receive the next message, uint8 [size]. Raises `ExchangeError`."""
         data = torch.empty(size, dtype=torch.uint8)
         self._heard += 1
         _wait(self._group.receive(data, self._site, self._heard))
         return data
 
     def send(self, data: torch.Tensor) -> None:
-        """Send a message. Raises `ExchangeError`."""
+        """Send a uint8 tensor as one message. Raises `ExchangeError`."""
         self._said += 1
         _wait(self._group.send(data, self._site, self._said))
 
 
 def _wait(transfer: Transfer) -> None:
-    """Until it has ended. It ends by itself when one of its pieces does not move for the group's
-    limit: a large piece on a slow link takes as long as it takes."""
+    """Wait until `transfer` has ended, without a limit on the whole transfer.
+
+    The transfer fails by itself when no bytes move for the group's `silence` seconds.
+    """
     while not transfer.poll(LOOK):
         pass

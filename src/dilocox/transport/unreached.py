@@ -1,4 +1,4 @@
-"""The error of a group that could not be formed."""
+"""The error that is raised when a peer group cannot be formed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dilocox.errors import ExchangeError
 
 
 class UnreachedError(ExchangeError):
-    """A group could not be formed. `sites`: to whom this rank has no link."""
+    """A peer group could not be formed. `sites`: the sites to which this rank has no link."""
 
     def __init__(self, text: str, sites: Sequence[str] = ()) -> None:
         super().__init__(text)
