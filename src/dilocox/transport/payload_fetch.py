@@ -24,7 +24,7 @@ def fetch(
     """Send and receive the payloads that the coordinator's `fetches` name.
 
     All ranks go through `fetches` in the same order, so that ranks cannot deadlock. A received
-    frame is discarded unless its payload has the digest that the original sender has signed.
+    frame is discarded unless its payload has the digest that the original sender named.
 
     Args:
         attempt: The attempt in which the vote was taken.

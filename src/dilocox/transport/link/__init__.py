@@ -1,1 +1,1 @@
-"""Links between two ranks: TLS 1.3 connections that resume where they broke."""
+"""Links between two ranks: TLS 1.3 connections that resume transfers after they broke."""

@@ -1,4 +1,7 @@
-"""Where the other sites reach a rank, as pure functions: run-file keys and announcements."""
+"""Addresses under which other sites reach a rank, as pure functions.
+
+The module reads the run-file keys of a site's network, and encodes and decodes announcements.
+"""
 
 from __future__ import annotations
 
@@ -15,47 +18,54 @@ _ROUTE = re.compile(r"[0-9a-f]{32}")
 
 
 class SiteKeys(Protocol):
-    """What `[sites.NAME]` says about a site's network."""
+    """The keys of `[sites.NAME]` about a site's network."""
 
     @property
     def advertise(self) -> str | None:
-        """`HOST`, or `HOST:FIRST` if the ports are others outside."""
+        """`HOST`, or `HOST:FIRST` if the ports differ outside the site's router; None: not set."""
 
     @property
     def ports(self) -> str | None:
-        """`FIRST-LAST`, one port per rank."""
+        """`FIRST-LAST`, one port per rank; None: the system picks free ports."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """Where one rank is reached."""
+    """Listening port and public address of one rank."""
 
     bind_port: int
-    """Port that it listens on; 0 takes a free one."""
+    """Port that the rank listens on; 0: the system picks a free port."""
     host: str | None
-    """Address under which the others reach it; none: the one that it listens on."""
+    """Address under which other sites reach the rank; None: the address that it listens on."""
     port: int | None
-    """Port under which the others reach it; none: the one that it listens on."""
+    """Port under which other sites reach the rank; None: the port that it listens on."""
     chosen: bool
-    """The run file says how this site is reached."""
+    """True if the run file sets `advertise` or `ports` for this site."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank tells the members of a group about the way to it."""
+    """The address that a rank announces to the members of a group."""
 
     host: str
     port: int
     route: str
-    """32 hex digits: names the group at that rank."""
+    """32 hex digits that name the group at this rank."""
     chosen: bool
-    """The run file says how that site is reached."""
+    """True if the run file sets `advertise` or `ports` for this rank's site."""
 
 
 def door_of(name: str, site: SiteKeys, number: int, ranks: int) -> Door:
-    """The door of rank `number` (stage x shards + shard) of `ranks` at a site.
+    """Return the listening port and public address of one rank of a site.
 
-    Raises `ConfigError` for keys that cannot be used.
+    Args:
+        name: Name of the site, for messages.
+        site: The site's run-file keys.
+        number: Number of the rank at its site: stage x shards + shard.
+        ranks: Number of ranks of the site.
+
+    Raises:
+        ConfigError: A key is malformed, or does not have a port for every rank.
     """
     ports = None if site.ports is None else parse_ports(name, site.ports, ranks)
     host, first = (None, None) if site.advertise is None else parse_advertise(name, site.advertise)
@@ -78,7 +88,10 @@ def door_of(name: str, site: SiteKeys, number: int, ranks: int) -> Door:
 
 
 def parse_ports(name: str, text: str, ranks: int) -> range:
-    """The ports of `FIRST-LAST`, both included. Raises `ConfigError`."""
+    """Parse `FIRST-LAST` to the ports from `FIRST` to `LAST`, both included.
+
+    Raises `ConfigError` if the text is malformed or the ports are fewer than `ranks`.
+    """
     key = f"sites.{name}.ports"
     match = re.fullmatch(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", text, re.ASCII)
     if match is None:
@@ -98,9 +111,9 @@ def parse_ports(name: str, text: str, ranks: int) -> range:
 
 
 def parse_advertise(name: str, text: str) -> tuple[str, int | None]:
-    """Host and first port of `HOST`, `HOST:FIRST`, `[IPV6]:FIRST` or an IPv6 address.
+    """Parse `HOST`, `HOST:FIRST`, `[IPV6]:FIRST` or an IPv6 address to (host, first port).
 
-    Raises `ConfigError`.
+    The port is None if the text has none. Raises `ConfigError` if the text is malformed.
     """
     text = text.strip()
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?", text, re.ASCII)
@@ -120,10 +133,11 @@ def parse_advertise(name: str, text: str) -> tuple[str, int | None]:
 
 
 def connects(mine: Announcement, my_index: int, peer: Announcement, peer_index: int) -> bool:
-    """True if this side of a pair connects; both sides come to opposite answers.
+    """Return True if this rank connects to the peer, False if the peer connects to this rank.
 
-    A site whose way in is chosen by the run file is connected to, so that a site without one may
-    stand behind NAT; between equals the one named first in the group connects.
+    Both ends compute opposite answers. If the run file sets the address of only one of the two
+    sites, the other site connects, so that it may be behind NAT. Otherwise the rank that comes
+    first in the group connects.
     """
     if mine.chosen != peer.chosen:
         return peer.chosen
@@ -131,12 +145,12 @@ def connects(mine: Announcement, my_index: int, peer: Announcement, peer_index: 
 
 
 def announce(announcement: Announcement) -> bytes:
-    """An announcement as bytes."""
+    """Encode an announcement as bytes."""
     return _MAGIC + json.dumps(asdict(announcement)).encode()
 
 
 def read_announcement(value: bytes) -> Announcement:
-    """What `announce` was given. Raises `ExchangeError` for anything else."""
+    """Decode the bytes of `announce`. Raises `ExchangeError` if they are not an announcement."""
     try:
         if not value.startswith(_MAGIC):
             raise ValueError("not an announcement")

@@ -1,7 +1,7 @@
-"""Where one rank's links begin: one port, and TLS 1.3 that both ends certify.
+"""One rank's endpoint for links: one listening port, and TLS 1.3 with certificates of both ends.
 
-The end that connects names a route, which is a group at the other rank. The end that listens
-answers with one byte; from there on frames travel (link_frames.py).
+The connecting end sends a route, which names a group at the other rank. The listening end answers
+with one byte. After that byte the connection carries frames (`dilocox.transport.link.frames`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from dilocox.utils.unauthenticated import Strangers
 log = logging.getLogger(__name__)
 
 FIRST_WORD = 3.0
-"""Seconds in which a connection must begin with TLS."""
+"""Seconds within which the first byte of an accepted connection must arrive."""
 _ROUTE_BYTES = 32
 _OUT_OF_FILES_PAUSE = 0.5
+"""Seconds before the next accept after a failed one, for example with too many open files."""
 _WELCOME, _UNKNOWN = b"1", b"0"
 
 
 @dataclass(eq=False)
 class _Stranger:
-    """A connection that has not shown yet who it is."""
+    """An accepted connection whose peer has not authenticated yet."""
 
     socket: socket.socket
     turned_away: bool = False
@@ -57,19 +58,29 @@ def open_endpoint(
     timeouts: Timeouts,
     congestion: str | None = None,
 ) -> LinkEndpoint:
-    """The endpoint of rank `number` of `ranks` of `identity`'s site.
+    """Open the endpoint of one rank.
 
-    `sites` is the run file's; `address` the interface name or IP address to listen on. Raises
-    `ConfigError`.
+    Args:
+        sites: The run file's `[sites.NAME]` sections by name.
+        identity: Certificate and key of this rank's site.
+        number: Number of the rank at its site: stage x shards + shard.
+        ranks: Number of ranks of the site.
+        address: Interface name or IP address to listen on.
+        timeouts: Time limits of the run.
+        congestion: TCP congestion control between sites; None: the machine's default.
+
+    Raises:
+        ConfigError: The site's keys are malformed, or the rank cannot listen as they say.
     """
     door = door_of(identity.site, sites[identity.site], number, ranks)
     return LinkEndpoint(identity, door, address, timeouts, congestion=congestion)
 
 
 def check_ports(name: str, site: SiteKeys, ranks: int, address: str) -> None:
-    """Raise the `ConfigError` that a rank of a site on this machine would meet as it listens.
+    """Check that all ranks of a site on this machine can listen at the ports of the run file.
 
-    `address` is the interface name or IP address that the site's exchange binds to.
+    `address` is the interface name or IP address that the ranks will listen on. Raises
+    `ConfigError` if a port cannot be used.
     """
     doors = [door_of(name, site, number, ranks) for number in range(ranks)]
     if site.ports is not None:
@@ -79,7 +90,7 @@ def check_ports(name: str, site: SiteKeys, ranks: int, address: str) -> None:
 
 
 class LinkEndpoint:
-    """Listens for the links of one rank until `close`, and connects to peers. Thread-safe."""
+    """Accepts and dials the connections of one rank's links, until `close`. Thread-safe."""
 
     def __init__(
         self,
@@ -89,9 +100,19 @@ class LinkEndpoint:
         timeouts: Timeouts,
         congestion: str | None = None,
     ) -> None:
-        """`congestion`: TCP congestion control between the sites, if not the machine's.
+        """Listen, and start the thread that accepts connections.
 
-        Raises `ConfigError` if the door's port is taken or `address` is not this machine's."""
+        Args:
+            identity: Certificate and key of this rank's site.
+            door: Listening port and public address.
+            address: Interface name or IP address to listen on.
+            timeouts: Time limits of the run.
+            congestion: TCP congestion control between sites; None: the machine's default.
+
+        Raises:
+            ConfigError: The port is taken, `address` is not an address of this machine, or other
+                sites could not reach it.
+        """
         self.site = identity.site
         self.timeouts = timeouts
         self._authority = identity.authority
@@ -117,29 +138,29 @@ class LinkEndpoint:
         log.info("links: listens at %s:%d, reached as %s:%d", host, port, self.host, self.port)
 
     def announcement(self) -> Announcement:
-        """What a new group's members are told of this rank."""
+        """Return an announcement of this rank for a new group, with a new random route."""
         return Announcement(self.host, self.port, secrets.token_hex(16), self._chosen)
 
     def offer(self, route: str, links: Mapping[str, Link]) -> None:
-        """Lead connections of sites that name `route` to `links`, by site."""
+        """Attach accepted connections that name `route` to the link of their site in `links`."""
         with self._lock:
             self._routes[route] = dict(links)
 
     def withdraw(self, route: str) -> None:
-        """Take no new connections on `route`."""
+        """Refuse new connections that name `route`."""
         with self._lock:
             self._routes.pop(route, None)
 
     def dial(self, site: str, peer: Announcement) -> SecureStream:
-        """A connection that `site` has welcomed.
+        """Connect to `site` at the announced address; return the accepted connection.
 
-        Raises `UnreachableError`, and `UnauthenticatedPeerError` if the other end is not that site
-        or does not accept this one.
+        Raises `UnreachableError` if the peer cannot be reached or no longer has the group, and
+        `UnauthenticatedPeerError` if the other end is not `site` or rejects this site.
         """
         limit = self.timeouts.dial
         try:
             connection = socket.create_connection((peer.host, peer.port), timeout=limit)
-        except (OSError, ValueError) as error:  # the name is the peer's word
+        except (OSError, ValueError) as error:  # ValueError: the announced host may be any text
             gone = isinstance(error, ConnectionRefusedError)
             raise UnreachableError(_reason(error), gone) from None
         stream = self._secured(connection, server_side=False)
@@ -167,7 +188,7 @@ class LinkEndpoint:
         return stream
 
     def refuses(self, peer: Announcement) -> bool:
-        """True if nobody listens where `peer` said: its process has ended."""
+        """Return True if the announced address refuses connections: the process has ended."""
         try:
             with socket.create_connection((peer.host, peer.port), timeout=1.0):
                 return False
@@ -177,12 +198,16 @@ class LinkEndpoint:
             return False
 
     def close_links(self, links: Sequence[Link]) -> None:
-        """End links without waiting for it; `close` does."""
+        """Close links in background threads. Does not wait for them; `close` waits."""
         for link in links:
             self._start(link.close, name=f"close-{link.site}")
 
     def close(self) -> None:
-        """End all links and threads; what was sent still goes out."""
+        """Close all links and end all threads, after data already sent has been acknowledged.
+
+        Waits at most `timeouts.parting` + 1 seconds for the links, and then at most
+        `timeouts.greeting` seconds for other threads.
+        """
         with self._lock:
             left = [link for links in self._routes.values() for link in links.values()]
             self._routes.clear()
@@ -245,7 +270,7 @@ class LinkEndpoint:
                 raise ConnectionError("too many strangers")
             link.attach(stream)
         except (ExchangeError, OSError) as error:
-            # A peer looks so whether this process is there (`refuses`).
+            # With such a connection a peer checks that this process is alive (`refuses`).
             silent = stream is None and isinstance(error, ConnectionError)
             with self._lock:
                 self._strangers.discard(stranger)
@@ -281,7 +306,7 @@ class LinkEndpoint:
         return link
 
     def _secured(self, connection: socket.socket, *, server_side: bool) -> SecureStream:
-        """TLS on a TCP connection, not greeted yet."""
+        """Set options on a TCP connection and wrap it in TLS, before the handshake."""
         try:
             tune(connection, self.timeouts.link / 4)
             if self._congestion is not None:
@@ -294,7 +319,11 @@ class LinkEndpoint:
 
 
 def listener_at(site: str, host: str, port: int) -> socket.socket:
-    """A listening socket of `site`. Raises `ConfigError` if the port is taken or not allowed."""
+    """Open a listening socket for `site`.
+
+    Raises `ConfigError` if the port is taken or not allowed, or if `host` is not an address of this
+    machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=128)
@@ -312,13 +341,13 @@ def listener_at(site: str, host: str, port: int) -> socket.socket:
 
 
 def _shut(item: socket.socket) -> None:
-    """Wake the thread that waits on a socket."""
+    """Shut a socket down, so that the thread that waits on the socket wakes."""
     with contextlib.suppress(OSError):
         item.shutdown(socket.SHUT_RDWR)
 
 
 def _join(threads: Iterable[threading.Thread], limit: float) -> None:
-    """Wait `limit` seconds for all."""
+    """Wait for all threads to end, at most `limit` seconds in all."""
     end = time.monotonic() + limit
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))

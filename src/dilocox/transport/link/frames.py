@@ -1,8 +1,8 @@
 """Frames on a link between two ranks, as pure functions.
 
-A receiver asks for each message: `WANT` names the message and the first byte that is missing. The
-sender answers with `DATA`, and the receiver ends the message with `DONE`. So nothing travels that
-nobody waits for, and a new connection goes on at the byte where the old connection broke.
+A receiver requests each message: `WANT` names the message and the first missing byte. The sender
+answers with `DATA`, and the receiver acknowledges the whole message with `DONE`. So no bytes travel
+before the receiver waits for them. A new connection resumes at the byte where the old one broke.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dilocox.errors import ExchangeError
 
 CHUNK_BYTES = 1 << 18
-"""Most payload bytes of one frame. Between two pieces the messages of a link take turns."""
+"""Most payload bytes of one frame. The messages of a link take turns after each frame."""
 _HEADER = struct.Struct(">BQQQ")
 HEADER_BYTES = _HEADER.size
 _MOST = 1 << 48
@@ -22,30 +22,30 @@ _MOST = 1 << 48
 
 
 class FrameError(ExchangeError):
-    """The peer sent what no site of this version sends."""
+    """The peer sent a frame that no site of this version sends."""
 
 
 class Kind(enum.IntEnum):
-    """What a frame says."""
+    """Type of a frame."""
 
     WANT = 1
     """Send message `tag` of `length` bytes from byte `offset` on."""
     DATA = 2
     """`length` bytes of message `tag`, from byte `offset` on, follow this header."""
     DONE = 3
-    """All of message `tag` is here."""
+    """The sender of this frame has received all of message `tag`."""
     DROP = 4
-    """Message `tag` is not wanted any more."""
+    """The sender of this frame has given up message `tag`."""
     PING = 5
     """Answer with `PONG`."""
     PONG = 6
-    """The link works."""
+    """Answer to `PING`: the link works."""
     BYE = 7
     """The sender of this frame closes the group."""
 
 
 class Frame(NamedTuple):
-    """One header. Numbers that a kind does not use are 0."""
+    """Header of one frame. Fields that a kind does not use are 0."""
 
     kind: Kind
     tag: int = 0
@@ -53,12 +53,12 @@ class Frame(NamedTuple):
     length: int = 0
 
     def pack(self) -> bytes:
-        """The frame as `HEADER_BYTES` bytes."""
+        """Encode the header as `HEADER_BYTES` bytes."""
         return _HEADER.pack(*self)
 
 
 def read_frame(data: bytes | memoryview) -> Frame:
-    """The frame of a header of `HEADER_BYTES` bytes. Raises `FrameError`."""
+    """Decode a header of `HEADER_BYTES` bytes. Raises `FrameError` if a field is out of range."""
     kind, tag, offset, length = _HEADER.unpack(data)
     try:
         frame = Frame(Kind(kind), tag, offset, length)

@@ -13,13 +13,14 @@ from dilocox.errors import ConfigError
 _SIOCGIFADDR = 0x8915
 _V6 = Path("/proc/net/if_inet6")
 _LINK_LOCAL = "20"
-"""Scope in `_V6` of addresses that need a zone: others cannot be told of them."""
+"""Scope in `_V6` of link-local addresses. They need a zone, so other machines cannot use them."""
 
 
 def interface_address(site: str, address: str) -> str:
-    """The IP address of an interface, IPv4 if it has one; an IP address stays as it is.
+    """Return the IP address of an interface of this machine, IPv4 if the interface has one.
 
-    Raises `ConfigError`.
+    `address` is an interface name, or an IP address, which is returned in normal form. Raises
+    `ConfigError`, naming `site`, if the interface has no address.
     """
     try:
         return str(ipaddress.ip_address(address))

@@ -1,7 +1,8 @@
-"""The link between this rank and one peer in one group: its connections, one after the other.
+"""The link between this rank and one peer in one group: a sequence of connections.
 
-A connection that breaks is made again by the end that made the first one, for as long as a link may
-be silent. A peer whose machine refuses connections has ended: its link fails at once.
+After a connection has broken, the end that dialled first dials again, for at most `silence`
+seconds. If the peer's machine refuses connections, the peer's process has ended: the link fails at
+once.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from dilocox.transport.link.transfer import Transfer
 log = logging.getLogger(__name__)
 
 TICK = 1.0
-"""Seconds between two looks at a link on which nothing moves."""
+"""Seconds between two checks of a link on which nothing moves."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
-"""Seconds between two tries to connect again: the first pause; it doubles up to the longest."""
+"""Seconds between two attempts to reconnect: the pause doubles from the first to the longest."""
 RENEW_BYTES = 1 << 37
 """Bytes sent on one connection, after which a new one begins: AES-GCM keys have limits (RFC 8446,
 5.5), and Python cannot change the key of a connection."""
 
 
 class UnreachableError(ExchangeError):
-    """A peer cannot be reached at the moment. `gone`: nor will it be: it refuses connections."""
+    """A peer cannot be reached at the moment.
+
+    `gone`: the peer refuses connections, or has closed the group; further attempts are useless.
+    """
 
     def __init__(self, text: str, gone: bool = False) -> None:
         super().__init__(text)
@@ -40,10 +44,10 @@ class UnreachableError(ExchangeError):
 
 @dataclass(frozen=True)
 class Ways:
-    """How a link finds its peer again."""
+    """The calls with which a link reconnects to its peer."""
 
     dial: Callable[[], SecureStream] | None
-    """Connects to the peer; None: the peer connects to this rank. Raises `ExchangeError`."""
+    """Connects to the peer; raises `ExchangeError`. None: the peer connects to this rank."""
     refuses: Callable[[], bool]
     """True if the peer's machine refuses connections: its process has ended."""
 
@@ -52,8 +56,14 @@ class Link:
     """Messages to and from one peer, until `close`. Thread-safe."""
 
     def __init__(self, name: str, site: str, silence: float, parting: float) -> None:
-        """`silence`: seconds without a connection after which the link is given up; `parting`:
-        seconds in which the peer may acknowledge what it has got, when the link is closed."""
+        """Create a link without a connection.
+
+        Args:
+            name: Name of the group, for the log.
+            site: The peer's site.
+            silence: Seconds without a connection after which the link fails.
+            parting: Seconds that `close` waits for the peer to acknowledge received messages.
+        """
         self.site = site
         self._name = name
         self._silence = silence
@@ -71,21 +81,23 @@ class Link:
 
     @property
     def attached(self) -> bool:
-        """True once there has been a connection."""
+        """True once the link has had its first connection."""
         return self._writer is not None
 
     @property
     def failure(self) -> str | None:
-        """Why the link is over, if it is."""
+        """Reason why the link has ended; None while the link is in use."""
         return self._dead
 
     def use(self, ways: Ways) -> None:
-        """Set how the peer is found again after a connection has broken."""
+        """Set the calls that reconnect after a connection has broken."""
         self._ways = ways
 
     def attach(self, stream: SecureStream) -> None:
-        """Go on over a new connection; an older one ends. Raises `ExchangeError` if the link is
-        over."""
+        """Close the old connection, if any, and resume all transfers on the new connection.
+
+        Raises `ExchangeError` if the link has ended.
+        """
         with self._changed:
             older, self._stream = self._stream, None
         self._part_from(older)
@@ -103,21 +115,21 @@ class Link:
             self._changed.notify_all()
 
     def send(self, tag: int, transfer: Transfer) -> None:
-        """Begin to send message `tag`."""
+        """Offer message `tag`: the bytes travel once the peer asks for them."""
         self._post(transfer, lambda: self._state.send(tag, transfer))
 
     def receive(self, tag: int, transfer: Transfer) -> None:
-        """Begin to receive message `tag`."""
+        """Ask the peer for message `tag`."""
         self._post(transfer, lambda: self._state.receive(tag, transfer))
 
     def withdraw(self, tag: int, transfer: Transfer) -> None:
-        """Give a transfer up."""
+        """Cancel a transfer: no further bytes of it travel."""
         with self._changed:
             self._state.withdraw(tag, transfer)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the link. What this rank has sent may still be acknowledged for `parting` seconds."""
+        """End the link, after waiting up to `parting` seconds for acknowledgements of the peer."""
         end = time.monotonic() + self._parting
         with self._changed:
             while self._stream and self._state.unacknowledged and time.monotonic() < end:
@@ -137,7 +149,7 @@ class Link:
                 transfer.fail(self._dead)
             elif transfer.size:
                 if not self._state.busy:
-                    # The peer had nothing to say until now.
+                    # The link was idle, so the peer's silence until now means nothing.
                     self._heard, self._pinged = time.monotonic(), False
                 try:
                     begin()
@@ -181,12 +193,12 @@ class Link:
                 self._lose(stream, "its key is used up")
 
     def _look(self) -> None:
-        """Ask a silent peer whether it is there, and leave a connection on which it is not."""
+        """Ping a silent peer; later, shut a connection on which it stays silent."""
         stream, idle = self._stream, time.monotonic() - self._heard
         if stream is None or not self._state.busy:
             return
         if idle > self._silence / 2:
-            stream.shut()  # its reader notices
+            stream.shut()  # the reader thread sees the end and reconnects
         elif idle > self._silence / 4 and not self._pinged:
             self._pinged = True
             self._state.say(Kind.PING)
@@ -202,7 +214,10 @@ class Link:
         self._lose(stream, why)
 
     def _frames(self, stream: SecureStream) -> str:
-        """Take frames until the connection ends. Raises `FrameError`."""
+        """Receive frames until the connection ends; return the reason of its end.
+
+        Raises `ExchangeError` if the peer closed the group or sent an invalid frame.
+        """
         header = memoryview(bytearray(HEADER_BYTES))
         unwanted = memoryview(bytearray(1 << 16))
         while _filled(stream, header):
@@ -239,7 +254,7 @@ class Link:
         return "the connection ended"
 
     def _lose(self, stream: SecureStream, why: str) -> None:
-        """A connection has ended: find the peer again."""
+        """Drop a broken connection and start to reconnect."""
         stream.shut()
         with self._changed:
             if stream is not self._stream or self._dead is not None:
@@ -286,7 +301,7 @@ class Link:
         self._part_from(stream)
 
     def _part_from(self, stream: SecureStream | None) -> None:
-        """End a connection, and its reader: it must not write into a tensor any more."""
+        """Close a connection and wait for its reader, which must not write into tensors later."""
         if stream is None:
             return
         stream.shut()
@@ -298,7 +313,7 @@ class Link:
 
 
 def _filled(stream: SecureStream, view: memoryview) -> bool:
-    """Fill `view`; False if the connection ends before."""
+    """Fill all of `view`. Returns False if the connection ends before that."""
     filled = 0
     while filled < len(view):
         count = stream.receive_into(view[filled:])

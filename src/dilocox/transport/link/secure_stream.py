@@ -1,8 +1,8 @@
-"""TLS on a TCP connection for one thread that sends and one that receives.
+"""TLS on a TCP connection, used by one sending thread and one receiving thread.
 
-`ssl.SSLSocket` reads each record of 16 KiB with two system calls, and must not be used by two
-threads. Here TLS works in memory under a lock, and the threads move larger blocks between it and
-the socket.
+`ssl.SSLSocket` reads each record of 16 KiB with two system calls, and two threads must not use it
+at once. Here TLS works in memory under a lock, and the threads move larger blocks between the TLS
+buffers and the socket.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import time
 from dilocox.transport.link.tls_records import RECORD_BYTES, Records
 
 READ_BYTES = 1 << 16
-"""Bytes of one read from the socket: what fits the processor's cache goes fastest."""
+"""Bytes of one read from the socket. Blocks that fit the processor's cache are fastest."""
 PACKET_BYTES = 1400
-"""So few bytes come at once: nobody needs to poll for them."""
+"""Bytes that arrive in one packet: for no more than these a reader does not poll first."""
 NAP = 0.05
-"""Seconds: readers that sleep for longer wait for less the next time, others for more."""
+"""Seconds of one poll. After a longer poll the reader waits for fewer bytes, else for more."""
 
 
 class SecureStream:
-    """Takes over `connection`, closed with it. Errors of TLS and TCP are `OSError`."""
+    """TLS over `connection`, which this object owns and closes. All errors are `OSError`."""
 
     def __init__(
         self, connection: socket.socket, context: ssl.SSLContext, *, server_side: bool
@@ -40,11 +40,12 @@ class SecureStream:
         self._records = Records()
         self._poll: select.poll | None = None
         self._least = 1
-        """Bytes for which the kernel wakes who polls."""
+        """Bytes that must be there before the kernel wakes a poll (`SO_RCVLOWAT`)."""
         self._portion = RECORD_BYTES
+        """Bytes for which a poll should wait; adapts between `RECORD_BYTES` and `READ_BYTES`."""
 
     def handshake(self, limit: float) -> None:
-        """Show certificates, within `limit` seconds. Raises `OSError`."""
+        """Do the TLS handshake within `limit` seconds. Raises `OSError`."""
         end = time.monotonic() + limit
         while True:
             try:
@@ -53,7 +54,7 @@ class SecureStream:
             except ssl.SSLWantReadError:
                 pass
             finally:
-                # An alert tells the peer why.
+                # After an error this sends the TLS alert, which tells the peer the reason.
                 self._limit(end)
                 with contextlib.suppress(ssl.SSLError):
                     self._flush()
@@ -63,12 +64,12 @@ class SecureStream:
 
     @property
     def certificate(self) -> bytes | None:
-        """What the peer has shown, DER."""
+        """The peer's certificate, DER; None if the peer has sent none."""
         return self._tls.getpeercert(True)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send all bytes of `parts`."""
-        # Records go out in the order in which they were made.
+        """Send all bytes of `parts`; block until the kernel has them. Raises `OSError`."""
+        # TLS records must be sent in the order in which they were encrypted.
         with self._sending:
             with self._using:
                 for part in parts:
@@ -78,10 +79,10 @@ class SecureStream:
             self._socket.sendall(data)
 
     def receive_into(self, view: memoryview) -> int:
-        """Fill the beginning of `view`; how many bytes came, 0 at the end of the connection.
+        """Receive bytes into the beginning of `view`; return their number, 0 at the end.
 
-        The peer has to send `len(view)` bytes at least, or to end the connection: this thread may
-        sleep until they are here.
+        The peer must send at least `len(view)` bytes or end the connection, because this thread may
+        sleep until all of them have arrived. Raises `OSError`.
         """
         while True:
             filled = self._decrypt(view)
@@ -91,7 +92,10 @@ class SecureStream:
                 return 0
 
     def receive(self, count: int, limit: float) -> bytes:
-        """`count` bytes within `limit` seconds; fewer at the end of the connection."""
+        """Receive `count` bytes within `limit` seconds; fewer if the connection ends before.
+
+        Raises `TimeoutError` after `limit` seconds, and `OSError`.
+        """
         end = time.monotonic() + limit
         data = bytearray(count)
         view, filled = memoryview(data), 0
@@ -104,24 +108,24 @@ class SecureStream:
         return bytes(data[:filled])
 
     def wait_for_ever(self) -> None:
-        """From now on nothing that is sent or received has a limit."""
+        """Remove the time limit of all later sends and receives."""
         self._socket.settimeout(None)
         if sys.platform == "linux":
             self._poll = select.poll()
             self._poll.register(self._socket, select.POLLIN)
 
     def shut(self) -> None:
-        """End both directions: threads that use the stream wake with an error or its end."""
+        """Shut both directions: threads that wait in the stream wake with an error or its end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Release the connection; no thread may use the stream any more."""
+        """Close the connection. No thread may use the stream afterwards."""
         self.shut()
         self._socket.close()
 
     def _decrypt(self, view: memoryview) -> int | None:
-        """Bytes of `view` that could be filled at once; None after the peer's last byte."""
+        """Decrypt into `view` the bytes that are here; return their number, None at the end."""
         filled = 0
         with self._using:
             while filled < len(view):
@@ -134,8 +138,10 @@ class SecureStream:
         return filled
 
     def _take(self, coming: int = 1) -> int:
-        """Bytes that came from the socket; 0 at its end. `coming`: so many plain bytes will come
-        for sure."""
+        """Read bytes from the socket into TLS; return their number, 0 at the end.
+
+        `coming`: decrypted bytes that the peer is certain to send.
+        """
         count = None
         while count is None:
             if self._poll is not None:
@@ -147,11 +153,11 @@ class SecureStream:
         return count
 
     def _read_block(self) -> int | None:
-        """Bytes read into the block, 0 at the end of the connection; None if nothing is there.
+        """Read from the socket into the block; return the bytes, 0 at the end, None if none wait.
 
-        Where the kernel was told to wake this thread for many bytes, the read does not sleep: once
-        it has taken some of them, only as many again would wake it, and they may never come. The
-        kernel ends a poll early when its buffer is nearly full.
+        With a raised `SO_RCVLOWAT` the read must not sleep: after it has taken some bytes, only as
+        many bytes again would wake it, and these may never come. The kernel also ends a poll early
+        when its buffer is nearly full.
         """
         try:
             return self._socket.recv_into(
@@ -161,17 +167,21 @@ class SecureStream:
             return None
 
     def _wanted(self, coming: int) -> int:
-        """For how many bytes this thread should sleep."""
+        """Return how many bytes should have arrived before this thread wakes."""
         record = self._records.missing or min(coming, RECORD_BYTES)
-        # Of the record under way some of the bytes to come may be here.
+        # Up to one record of the coming bytes may be here already, in a record not yet complete.
         return max(record, min(coming - RECORD_BYTES, self._portion))
 
     def _sleep_until(self, poll: select.poll, count: int) -> None:
-        """Let the kernel wake this thread when `count` bytes are there, and not for each packet:
-        that took half of the processor time of all that travels (docs/notes/transport.md)."""
+        """Sleep until about `count` bytes are there, instead of waking for each packet.
+
+        Waking for each packet took half of the processor time of transfers
+        (docs/notes/transport.md).
+        """
         if count <= PACKET_BYTES and self._least == 1:
             return
-        # To poll, since a read takes the bytes that there are, and waits for as many again.
+        # Poll before the read: a blocking read takes the bytes that are there, and then waits for
+        # `SO_RCVLOWAT` bytes again.
         if count != self._least:
             self._least = count if count > PACKET_BYTES else 1
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self._least)

@@ -1,7 +1,7 @@
-"""What the two ends of a link owe each other, without sockets and threads.
+"""State of the messages on a link: requested, offered, acknowledged. No sockets, no threads.
 
-The state outlives its connections: each new connection begins with what this end still waits for,
-and the peer does the same.
+The state survives broken connections. On each new connection both ends first repeat their
+requests for the messages that they still wait for.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from dilocox.transport.link.frames import CHUNK_BYTES, Frame, FrameError, Kind
 from dilocox.transport.link.transfer import Transfer
 
 REMEMBERED = 256
-"""Messages whose end is said again on a new connection: the first word of it may be lost."""
+"""Newest received messages that are acknowledged again on a new connection, because the first
+acknowledgement may have been lost with the old connection."""
 MOST_WANTS = 4096
-"""Messages that a peer may ask for before this rank offers them."""
+"""Most messages that a peer may request before this rank offers them."""
 
 
 class Piece(NamedTuple):
-    """Bytes of one message to be sent now."""
+    """Bytes of one message for the next `DATA` frame."""
 
     transfer: Transfer
     frame: Frame
 
     @property
     def view(self) -> memoryview:
-        """The bytes."""
+        """The bytes of the frame."""
         return self.transfer.view[self.frame.offset : self.frame.offset + self.frame.length]
 
 
@@ -36,43 +37,47 @@ class LinkState:
     def __init__(self) -> None:
         self._receives: dict[int, Transfer] = {}
         self._sends: dict[int, Transfer] = {}
-        """Offered, and not acknowledged yet."""
+        """Offered messages that the peer has not acknowledged yet."""
         self._wants: dict[int, tuple[int, int]] = {}
-        """(offset, size) by tag, as the peer asked, of messages that have not been offered."""
+        """(offset, size) that the peer has requested, by tag, of messages not offered yet."""
         self._turn: deque[int] = deque()
-        """Messages with bytes to send."""
+        """Queue of messages with bytes to send; messages take turns."""
         self._words: deque[Frame] = deque()
-        """Frames without bytes to send."""
+        """Queue of frames without payload bytes."""
         self._finished: deque[int] = deque(maxlen=REMEMBERED)
+        """Newest messages that were received whole."""
 
     @property
     def busy(self) -> bool:
-        """True while a transfer has not ended."""
+        """True while bytes of some transfer have not moved yet."""
         return bool(self._receives) or any(not each.whole for each in self._sends.values())
 
     @property
     def unacknowledged(self) -> bool:
-        """True while the peer has not said that it has all that was sent."""
+        """True while the peer has not acknowledged every offered message."""
         return bool(self._sends)
 
     @property
     def output(self) -> bool:
-        """True while there is something to send."""
+        """True while there are frames to send."""
         return bool(self._words or self._turn)
 
     def receive(self, tag: int, transfer: Transfer) -> None:
-        """Ask for message `tag`."""
+        """Request message `tag`."""
         self._receives[tag] = transfer
         self._words.append(Frame(Kind.WANT, tag, transfer.offset, transfer.size))
 
     def send(self, tag: int, transfer: Transfer) -> None:
-        """Offer message `tag`: it travels once the peer asks for it. Raises `FrameError`."""
+        """Offer message `tag`: it travels once the peer requests it.
+
+        Raises `FrameError` if the peer has requested another size.
+        """
         self._sends[tag] = transfer
         if tag in self._wants:
             self._begin(tag, *self._wants.pop(tag))
 
     def withdraw(self, tag: int, transfer: Transfer) -> None:
-        """Give a transfer up."""
+        """Cancel a transfer."""
         if self._receives.get(tag) is transfer:
             del self._receives[tag]
             self._words.append(Frame(Kind.DROP, tag))
@@ -81,11 +86,14 @@ class LinkState:
             self._leave(tag)
 
     def say(self, kind: Kind) -> None:
-        """Send a frame that concerns no message."""
+        """Queue a frame that belongs to no message."""
         self._words.append(Frame(kind))
 
     def connected(self) -> None:
-        """A new connection: what either end was told on the old one does not count."""
+        """Start on a new connection: drop the peer's requests and all queued frames of the old one.
+
+        Queues acknowledgements of the newest received messages, and requests for missing bytes.
+        """
         self._wants.clear()
         self._turn.clear()
         self._words.clear()
@@ -94,7 +102,7 @@ class LinkState:
             self._words.append(Frame(Kind.WANT, tag, each.offset, each.size))
 
     def heard(self, frame: Frame) -> None:
-        """A frame without bytes came. Raises `FrameError`."""
+        """Process a received frame without payload bytes. Raises `FrameError` if it is invalid."""
         if frame.kind is Kind.WANT:
             if frame.tag in self._sends:
                 self._begin(frame.tag, frame.offset, frame.length)
@@ -103,13 +111,14 @@ class LinkState:
             else:
                 self._wants[frame.tag] = (frame.offset, frame.length)
         elif frame.kind is Kind.DONE:
-            # It may come before this end has noted that the last bytes are out.
+            # The acknowledgement may come before the writer has called `sent` for the last bytes.
             done = self._sends.pop(frame.tag, None)
             if done is not None:
                 self._leave(frame.tag)
                 done.advance(done.size - done.offset)
         elif frame.kind is Kind.DROP:
-            # Who has given the message up hears of it here; who has not is told by the silence.
+            # This end may have cancelled the message, too. If not, its transfer fails after
+            # `silence` seconds without movement.
             self._wants.pop(frame.tag, None)
             self._sends.pop(frame.tag, None)
             self._leave(frame.tag)
@@ -117,9 +126,9 @@ class LinkState:
             self._words.append(Frame(Kind.PONG))
 
     def target(self, frame: Frame) -> Transfer | None:
-        """Whose bytes follow a `DATA` frame; None if nobody waits for them any more.
+        """Return the transfer that takes the bytes after a `DATA` frame; None if it was cancelled.
 
-        Raises `FrameError` for bytes that are not the next ones.
+        Raises `FrameError` if the bytes are not the next missing bytes.
         """
         transfer = self._receives.get(frame.tag)
         if transfer is None:
@@ -133,7 +142,7 @@ class LinkState:
         return transfer
 
     def arrived(self, tag: int, transfer: Transfer, count: int) -> None:
-        """`count` bytes of message `tag` are in its tensor."""
+        """Record that `count` more bytes of message `tag` are in its tensor."""
         if self._receives.get(tag) is not transfer:
             return
         transfer.advance(count)
@@ -143,13 +152,16 @@ class LinkState:
             self._words.append(Frame(Kind.DONE, tag))
 
     def words(self) -> bytes:
-        """All frames without bytes, to be sent now."""
+        """Take all queued frames without payload bytes, encoded for sending."""
         data = b"".join(frame.pack() for frame in self._words)
         self._words.clear()
         return data
 
     def piece(self) -> Piece | None:
-        """Bytes to be sent now: messages take turns. Say `sent` when they are on their way."""
+        """Take the next bytes to send; None if there are none. Messages take turns.
+
+        Call `sent` once the bytes have been handed to the connection.
+        """
         if not self._turn:
             return None
         tag = self._turn.popleft()
@@ -158,7 +170,7 @@ class LinkState:
         return Piece(transfer, Frame(Kind.DATA, tag, transfer.offset, length))
 
     def sent(self, piece: Piece) -> None:
-        """The bytes of `piece` have been handed to the connection that there is."""
+        """Record that the bytes of `piece` have been handed to the current connection."""
         tag, transfer = piece.frame.tag, piece.transfer
         if self._sends.get(tag) is not transfer or transfer.offset != piece.frame.offset:
             return
@@ -167,7 +179,7 @@ class LinkState:
             self._turn.append(tag)
 
     def fail(self, reason: str) -> None:
-        """Nothing moves on this link any more."""
+        """Fail all transfers with `reason`."""
         for each in (*self._receives.values(), *self._sends.values()):
             each.fail(reason)
         self._receives.clear()

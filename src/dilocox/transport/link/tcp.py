@@ -1,4 +1,4 @@
-"""TCP congestion control of the exchange's connections."""
+"""TCP congestion control of the connections between sites."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ _OPTION = getattr(socket, "TCP_CONGESTION", None)
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _DEFAULT = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 UNEVEN = "bbr"
-"""What leaves 13 to 27 % of a line unused where a site sends to several others at once
-(docs/notes/exchange.md)."""
+"""Congestion control that leaves 13 to 27 % of a line unused when a site sends to several sites at
+once (docs/notes/exchange.md)."""
 
 
 def check_congestion(name: str | None) -> None:
-    """Raise `ConfigError` if connections cannot be given the congestion control `name`."""
+    """Check that this machine can use the congestion control `name`; None: its default.
+
+    Raises `ConfigError` if it cannot.
+    """
     if name is None:
         return
     try:
@@ -32,8 +35,11 @@ def check_congestion(name: str | None) -> None:
 
 
 def congestion_hint(sites: int, chosen: str | None) -> str | None:
-    """A line for the user if this machine's own congestion control is a poor one for an exchange of
-    so many sites, and the run file does not choose another."""
+    """Return one line of advice if this machine's default congestion control suits the run badly.
+
+    Returns None for fewer than three `sites`, if the run file has `chosen` a congestion control, or
+    if the default is good.
+    """
     if sites < 3 or chosen is not None or not _DEFAULT.exists():
         return None
     default = _DEFAULT.read_text(encoding="utf-8").strip()

@@ -1,8 +1,8 @@
-"""How long payloads have travelled to and from each site, and how long one may travel.
+"""Durations of transfers to and from each site, and the time limit of a transfer.
 
-A piece that does not move for `network.link_timeout` ends its transfer. A site that lets every
-piece wait a little less would still hold up everybody for hours. So a transfer as a whole has a
-limit: `FACTOR` times what such a transfer usually takes on that link, and the time-out at least.
+A transfer fails when it does not move on for `network.link_timeout`. But a site that delays every
+step by a little less could still hold up all sites for hours. So a whole transfer has a limit too:
+`FACTOR` times the usual duration of such a transfer on that link, but at least the time-out.
 """
 
 from __future__ import annotations
@@ -14,33 +14,36 @@ from statistics import median
 from dilocox.transport.link.transfer import STEP_BYTES, Transfer
 
 FACTOR = 10.0
-"""A transfer may take so many times its usual time: links are shared, and rates change."""
+"""Multiple of the usual duration that a transfer may take: links are shared, and rates change."""
 REMEMBERED = 16
-"""Transfers of one size that the usual time is the median of."""
+"""Number of latest transfers of one size whose median duration counts as usual."""
 
 _Link = tuple[str, bool, int]
-"""(site, sent, size as a number of bits): sizes within a factor of two count as one."""
+"""(site, sent, bit length of the size in bytes): sizes of one bit length count as one size."""
 
 
 class LinkTimes:
-    """Times of the transfers of one rank. Thread-safe."""
+    """Durations of one rank's transfers, by site, direction and size. Thread-safe."""
 
     def __init__(self, silence: float) -> None:
-        """`silence`: seconds for which one piece may not move."""
+        """`silence`: seconds without movement after which a transfer fails."""
         self.silence = silence
         self._known: dict[_Link, deque[float]] = {}
         self._lock = threading.Lock()
 
     def note(self, transfer: Transfer) -> None:
-        """A transfer has ended well."""
+        """Add the duration of a transfer that has ended without an error."""
         key = (transfer.site, transfer.sends, transfer.size.bit_length())
         with self._lock:
             times = self._known.setdefault(key, deque(maxlen=REMEMBERED))
             times.append(transfer.ended - transfer.posted)
 
     def usual(self, transfer: Transfer) -> float | None:
-        """Seconds that such a transfer takes on its link: as one of its size did, else as a larger
-        one, else in proportion to a smaller one; None where none has ended yet."""
+        """Return the usual seconds of such a transfer on its link; None if none has ended yet.
+
+        The value is the median of transfers of its size, else of the next larger known size, else
+        of the largest known size, scaled up in proportion to the size.
+        """
         bits = transfer.size.bit_length()
         with self._lock:
             known = {
@@ -56,11 +59,12 @@ class LinkTimes:
         return None
 
     def limit(self, transfer: Transfer, share: float = 1.0) -> float:
-        """Seconds that a transfer may take. Where nothing is known yet, as long as every piece by
-        itself may be silent.
+        """Return the seconds that a transfer may take.
 
-        `share`: of the time-out, where others wait for what comes of this transfer: who waits for
-        it directly has to say so before they do.
+        While no duration is known, the limit is `silence` for each `STEP_BYTES` and once more.
+
+        `share`: share of the time-out to allow, below 1 if other sites wait for the result of this
+        transfer. The rank that waits directly must report the slow link before those sites do.
         """
         usual = self.usual(transfer)
         if usual is None:
@@ -68,7 +72,7 @@ class LinkTimes:
         return max(share * self.silence, FACTOR * usual)
 
     def overdue(self, transfer: Transfer, seconds: float, share: float = 1.0) -> str | None:
-        """One line for a transfer that has not ended after so many `seconds`; None if it may."""
+        """Return one line about a transfer that is over its limit after `seconds`; None if not."""
         limit = self.limit(transfer, share)
         if seconds <= limit:
             return None

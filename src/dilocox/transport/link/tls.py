@@ -1,4 +1,4 @@
-"""TLS between the ranks of two sites: both show the certificate that the run's authority gave."""
+"""TLS between ranks of two sites. Both ends show a certificate that the run's authority issued."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from dilocox.coordinator.identity import Identity
 from dilocox.errors import ExchangeError
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
-"""Seconds, seconds, probes: routers forget connections that are silent between outer steps."""
+"""TCP keep-alive: idle seconds, seconds between probes, probes. Without it, routers forget
+connections that are silent between outer steps."""
 
 _NOTSENT_LOWAT = 25
-"""Linux's `TCP_NOTSENT_LOWAT`: Python 3.11 has no name for it."""
+"""Number of Linux's `TCP_NOTSENT_LOWAT`; Python 3.11 has no name for it."""
 NOT_SENT_BYTES = 1 << 19
-"""Bytes that the kernel takes beyond those that are on the way."""
+"""Most unsent bytes that the kernel buffers, beyond bytes already on the way."""
 
 
 class UnauthenticatedPeerError(ExchangeError):
-    """The other end is not who it has to be."""
+    """The other end of a connection does not prove to be the expected site of this run."""
 
 
 def contexts(identity: Identity) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """TLS settings for the side that listens and for the side that connects."""
+    """Return the TLS settings of the listening end and of the connecting end, in this order."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.verify_mode = ssl.CERT_REQUIRED
     server.load_verify_locations(cadata=identity.authority)
-    server.num_tickets = 0  # nothing is ever resumed
+    server.num_tickets = 0  # TLS sessions are never resumed
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    # Sites have certificates of clients, which `ssl` does not accept from a listener: `site_of`
-    # checks them before a byte is sent.
+    # Sites have client certificates, which `ssl` does not accept from a listener. Instead `site_of`
+    # checks the certificate before this end sends its first byte.
     client.verify_mode = ssl.CERT_NONE
     # The ssl module reads certificates and keys from files only; mkstemp makes them mode 0600.
     descriptor, path = tempfile.mkstemp(suffix=".pem")
@@ -47,7 +48,7 @@ def contexts(identity: Identity) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             file.write(identity.key + identity.certificate)
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            # A link knows the lengths of its messages, so the end of a connection cuts nothing off.
+            # A link knows the lengths of its messages, so it notices a truncated connection itself.
             context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
             context.load_cert_chain(path)
     finally:
@@ -56,8 +57,11 @@ def contexts(identity: Identity) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def site_of(certificate: bytes | None, authority: str, now: datetime.datetime) -> str:
-    """The site that a certificate (DER) names. Raises `UnauthenticatedPeerError` unless the run's
-    authority (PEM) has issued it to a site and it is valid at `now` (with time zone)."""
+    """Return the site that a peer's `certificate` (DER) names.
+
+    Raises `UnauthenticatedPeerError` if the certificate is None, was not issued to a site by the
+    run's `authority` (PEM), or is not valid at `now` (with time zone).
+    """
     if certificate is None:
         raise UnauthenticatedPeerError("it showed no certificate")
     try:
@@ -75,8 +79,12 @@ def site_of(certificate: bytes | None, authority: str, now: datetime.datetime) -
 
 
 def tune(connection: socket.socket, silence: float) -> None:
-    """Send at once, keep routers from forgetting the connection, and end the connection when the
-    peer's machine acknowledges nothing for `silence` seconds."""
+    """Set the TCP options of a connection between sites.
+
+    Small packets are sent at once, and keep-alive probes keep routers from forgetting the
+    connection. The connection ends when the peer's machine acknowledges nothing for `silence`
+    seconds.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():

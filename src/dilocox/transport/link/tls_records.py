@@ -1,19 +1,19 @@
-"""Where TLS records end in the bytes of a connection, without their keys.
+"""Finds the ends of TLS records in the bytes of a connection, without decrypting.
 
-A record can be decrypted when all of it is here (RFC 8446, 5.2): a reader that knows how much is
-missing need not wake before.
+TLS can decrypt a record only when the whole record is here (RFC 8446, 5.2). A reader that knows how
+many bytes are missing need not wake before they have arrived.
 """
 
 from __future__ import annotations
 
 RECORD_BYTES = 1 << 14
-"""Most plain bytes of one record."""
+"""Most decrypted bytes of one record."""
 _HEADER_BYTES = 5
 _LENGTH = slice(3, 5)
 
 
 class Records:
-    """The record under way in one direction of a connection."""
+    """Tracks the incomplete record in one direction of a connection."""
 
     def __init__(self) -> None:
         self._header = bytearray()
@@ -21,11 +21,11 @@ class Records:
 
     @property
     def missing(self) -> int:
-        """Bytes that the record under way lacks, as far as they are known; 0 between records."""
+        """Missing bytes of the current record, or of its header; 0 between records."""
         return self._missing or (_HEADER_BYTES - len(self._header)) % _HEADER_BYTES
 
     def passed(self, data: memoryview) -> None:
-        """Take note of the next bytes of the connection."""
+        """Advance over the next bytes of the connection."""
         at = 0
         while at < len(data):
             if self._missing:

@@ -1,4 +1,4 @@
-"""One message on its way to or from a site."""
+"""The transfer of one message to or from a site."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from dilocox.errors import ExchangeError
 from dilocox.utils import tracing
 
 STEP_BYTES = 4 << 20
-"""Bytes that may take as long as a link may be silent."""
+"""Bytes of one step of a transfer; each step must end within the `silence` limit."""
 _LOOK = 0.5
-"""Seconds between two looks whether the group is still wanted."""
+"""Seconds between two checks whether the group has been cancelled."""
 
 
 class Transfer:
-    """A contiguous uint8 CPU tensor that travels between this rank and `site`. Thread-safe.
+    """Sends or receives one contiguous uint8 CPU tensor. Thread-safe.
 
-    A send has ended when the kernel has its last byte. The tensor must stay as it is after that:
-    the link sends bytes again that a broken connection has lost. A transfer fails when its first
-    byte, or `STEP_BYTES` after that, takes more than `silence` seconds, however large
-    the tensor is.
+    A send has ended when the kernel has its last byte. The tensor must not change even after that:
+    the link sends bytes again that were lost with a broken connection. A transfer fails when its
+    first byte takes more than `silence` seconds, or when any further `STEP_BYTES` do.
     """
 
     def __init__(
@@ -37,17 +36,26 @@ class Transfer:
         cancelled: Callable[[], None] = lambda: None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> None:
-        """`cancelled` raises once the group is not wanted any more; `withdraw` tells the link that
-        this transfer is given up."""
+        """Create a transfer; a `Link` moves its bytes.
+
+        Args:
+            site: The peer's site.
+            tensor: Bytes to send, or space to receive into.
+            what: Direction.
+            silence: Seconds without movement after which the transfer fails.
+            group: Name of the group, for the timeline.
+            cancelled: Raises an exception once the group is no longer needed.
+            withdraw: Tells the link that this transfer is cancelled.
+        """
         self.site = site
         self.view: memoryview = tensor.numpy().data
         self.size = tensor.numel()
         """Bytes."""
         self.offset = 0
-        """Bytes that have arrived, or that have been handed to the network."""
+        """Bytes that have arrived, or that have been handed to the kernel."""
         self.sends = what == "send"
         self.moves = False
-        """The peer has begun: its first byte has moved, or has been announced."""
+        """True once the first byte has moved or has been announced by the peer."""
         self._what = what
         self._silence = silence
         self._cancelled = cancelled
@@ -57,8 +65,8 @@ class Transfer:
         self._failure: str | None = None
         self._moved = time.monotonic()
         self.posted = self.began = self.ended = time.time()
-        """When it was asked for, when it began, and when all bytes had moved, by the machine's
-        clock; once ended."""
+        """Times of creation, of the first byte and of the end, by `time.time`, seconds; final once
+        the transfer has ended."""
         if tracing.recording_now():
             row = f"{what} {'to' if what == 'send' else 'from'} {site}"
             threading.Thread(target=self._show, args=(group,), name=row, daemon=True).start()
@@ -71,9 +79,10 @@ class Transfer:
         return self.offset == self.size
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """True once it has ended well, waiting up to `seconds`.
+        """Wait up to `seconds` for the end; return True if all bytes have moved.
 
-        Raises `ExchangeError` if the link broke, and what `cancelled` raises.
+        Raises `ExchangeError` if the link broke or was silent too long, and the exception of
+        `cancelled`.
         """
         end = time.monotonic() + seconds
         while not self._over.wait(max(0.0, min(_LOOK, self._silence, end - time.monotonic()))):
@@ -89,17 +98,18 @@ class Transfer:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for its end, good or bad."""
+        """Wait up to `seconds` for the end, whether the transfer succeeds or fails."""
         self._over.wait(seconds)
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: no further piece of it travels."""
+        """Cancel the transfer: no further bytes of it travel."""
         self._withdraw()
 
     def begin(self) -> None:
-        """The first bytes are on their way; without effect from the second time on.
+        """Record that the first bytes are on their way. Later calls have no effect.
 
-        The receiver sees them later: TLS opens a record of 16 KiB when all of it is there.
+        The bytes themselves become visible later: TLS decrypts a record of 16 KiB only when the
+        whole record is there.
         """
         if not self._begun.is_set():
             self._moved = time.monotonic()
@@ -107,21 +117,22 @@ class Transfer:
             self._begun.set()
 
     def advance(self, count: int) -> None:
-        """`count` more bytes have moved."""
+        """Record that `count` more bytes have moved."""
         self.begin()
         before, self.offset = self.offset, self.offset + count
-        # Who sends a byte now and then does not keep others waiting for ever.
+        # Only a whole step counts as movement, so that a peer that sends single bytes from time to
+        # time cannot keep this rank waiting for ever.
         if before // STEP_BYTES < self.offset // STEP_BYTES:
             self._moved = time.monotonic()
         if self.whole:
             self.finish()
 
     def finish(self) -> None:
-        """All bytes have moved."""
+        """End the transfer: all bytes have moved."""
         self._end(None)
 
     def fail(self, reason: str) -> None:
-        """Nothing of it moves any more; without effect once it has ended."""
+        """End the transfer with an error. Has no effect once the transfer has ended."""
         self._end(reason)
 
     def _end(self, failure: str | None) -> None:
@@ -132,7 +143,7 @@ class Transfer:
             self._over.set()
 
     def _show(self, group: str) -> None:
-        """The rows of the timeline."""
+        """Record the transfer's rows of the timeline until it ends."""
         with tracing.span(self._what, site=self.site, bytes=self.size, group=group):
             with tracing.span("wait for peer", bytes=0):
                 self._begun.wait()
