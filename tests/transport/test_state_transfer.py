@@ -220,7 +220,7 @@ def test_a_second_donor_sends_what_the_first_has_not() -> None:
                 "new": new(store),
             }
         )
-    assert results["old"] == "new does not wait for this site any more"
+    assert results["old"] == "new no longer waits for this site"
     assert results["next"] == "None"
     assert results["new"] == [(1, 40), (0, 41), (2, 41)]
 
@@ -335,4 +335,4 @@ def test_a_receiver_of_another_number_of_pieces_is_refused() -> None:
 
     with shared_store() as store:
         results = run_each({"old": old(store), "new": new(store)})
-    assert results["old"] == "new holds 1 pieces, here are 2"
+    assert results["old"] == "new has 1 pieces, this site has 2"

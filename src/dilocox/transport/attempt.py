@@ -386,13 +386,14 @@ class Attempt:
         here = set(held)
         if decision.decision != "commit":
             raise ExchangeError(
-                f"{self.contribution.key.text}: gather was answered {decision.decision}"
+                f"internal error: {self.contribution.key.text}: the coordinator decided "
+                f"'{decision.decision}' for a gather exchange"
             )
         missing = [site for site in decision.set if site not in here]
         if missing:
             raise ExchangeError(
                 f"{self.contribution.key.text}: the contribution of {', '.join(missing)} counts "
-                "but is not here; this site must join again"
+                "but this site does not have it; this site must join again"
             )
         return decision.set
 

@@ -354,7 +354,10 @@ def reduce(attempt: Attempt) -> Outcome:
     decision = attempt.decide("held", payloads, None if index is None else payload_digest(index))
     if decision.decision == "commit":
         # An attempt whose end this rank missed has been decided: nobody sends its mean again.
-        raise ExchangeError(f"{what.key.text}: was committed without this site; it must join again")
+        raise ExchangeError(
+            f"{what.key.text}: the exchange was committed without this site; this site must join "
+            "again"
+        )
     counted = decision.set
     alone = []
     if index is not None and me in counted:
@@ -387,7 +390,10 @@ def reduce(attempt: Attempt) -> Outcome:
     kept()
     decision = attempt.decide("done", payloads)
     if decision.decision != "commit":
-        raise ExchangeError(f"{what.key.text}: reduce was answered {decision.decision}")
+        raise ExchangeError(
+            f"internal error: {what.key.text}: the coordinator decided '{decision.decision}' for a "
+            "reduce exchange"
+        )
     with tracing.span("decode", values=what.length):
         result = _joined(decoded) if counted else None
         sent = None

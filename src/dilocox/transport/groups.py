@@ -134,7 +134,7 @@ class PeerGroup:
         # the group from being garbage-collected.
         def check() -> None:
             if ended():
-                raise EpochChangedError(f"the members changed while {site} was waited for")
+                raise EpochChangedError(f"the members changed during a transfer with {site}")
 
         def withdraw() -> None:
             link.withdraw(tag, transfer)
@@ -212,8 +212,8 @@ class _Forming:
                     raise UnreachedError(f"{self._name}: site {site}: {error}", [site]) from None
             if time.monotonic() > self._end:
                 raise UnreachedError(
-                    f"{self._name}: no peer has answered within {self._limit:g} s: site {site} has "
-                    "not come; is its network.interface one that reaches the other sites?",
+                    f"{self._name}: site {site} has not announced its address within "
+                    f"{self._limit:g} s; does its network.interface reach the other sites?",
                     [site],
                 )
 
@@ -252,8 +252,8 @@ class _Forming:
         missing = [site for site, link in self._links.items() if not link.attached]
         if missing and time.monotonic() > self._end:
             raise UnreachedError(
-                f"group {self._name}: no link to {', '.join(missing)} within {self._limit:g} s; is "
-                "network.interface the one that reaches the other sites?",
+                f"group {self._name}: no link to {', '.join(missing)} within {self._limit:g} s; "
+                "does network.interface reach the other sites?",
                 missing,
             )
         return not missing

@@ -53,7 +53,7 @@ def fetch(
             try:
                 _check(frame, part, each.digest)
             except ExchangeError as error:
-                what = f"what {each.sender} sent, from {holder}"
+                what = f"payload of {each.sender}, fetched from {holder}"
                 log.warning("%s: %s: %s", attempt.contribution.key.text, what, error)
             else:
                 found[each.sender] = frame
@@ -63,4 +63,4 @@ def fetch(
 def _check(frame: torch.Tensor, part: FramePart, digest: str) -> None:
     unpack_frame(frame, part)  # raises unless the payload matches the frame's header
     if frame_digest(frame).hex() != digest:
-        raise ExchangeError("its payload is not the one that was asked for")
+        raise ExchangeError("the payload does not have the requested digest")

@@ -138,12 +138,12 @@ class Donor:
             known = held.anchors
             if len(known) != self._pieces:
                 raise ExchangeError(
-                    f"{self._site} holds {len(known)} pieces, here are {self._pieces}"
+                    f"{self._site} has {len(known)} pieces, this site has {self._pieces}"
                 )
             for _ in known:
                 snapshot = self._next(channel)
                 if snapshot is None:
-                    raise ExchangeError(f"{self._site} does not wait for this site any more")
+                    raise ExchangeError(f"{self._site} no longer waits for this site")
                 if snapshot.piece in held.here:
                     continue
                 anchor = digest_of(snapshot.tensors["anchor"])

@@ -91,13 +91,13 @@ def test_members_of_a_group_are_let_in_and_nobody_else(
     with pytest.raises(UnreachableError, match="its group is closed") as found:
         dial(member, door.port, "a")
     assert found.value.gone
-    assert "site c asks for a group that is not here or not its own" in caplog.text
+    assert "site c asks for a group that this rank does not have with it" in caplog.text
 
 
 def test_the_wrong_site_at_an_address_is_refused(endpoints: Callable[..., LinkEndpoint]) -> None:
     door, member = endpoints("c"), endpoints("b")
     offered(door, "b")
-    with pytest.raises(UnauthenticatedPeerError, match="site c answers there"):
+    with pytest.raises(UnauthenticatedPeerError, match="site c answers at this address"):
         dial(member, door.port, "a")
 
 
@@ -272,11 +272,11 @@ def test_a_taken_port_is_named_with_the_mend() -> None:
         with pytest.raises(ConfigError) as caught:
             open_endpoint({"a": keys}, identity_of(AUTHORITY, "a"), 0, 1, "127.0.0.11", TIMEOUTS)
         # Before a rank is started, too.
-        with pytest.raises(ConfigError, match=rf"sites\.a\.ports: port {port} on 127\.0\.0\.11"):
+        with pytest.raises(ConfigError, match=rf"cannot listen on port {port} of 127\.0\.0\.11"):
             check_ports("a", keys, 1, "127.0.0.11")
     assert str(caught.value) == (
-        f"sites.a.ports: port {port} on 127.0.0.11 cannot be listened at (Address already in "
-        "use); choose other ports or another sites.a.interface, or end what holds the port"
+        f"sites.a.ports: cannot listen on port {port} of 127.0.0.11 (Address already in use); "
+        "choose other ports or another sites.a.interface, or end the process that uses the port"
     )
     check_ports("a", keys, 1, "127.0.0.11")
     check_ports("a", Keys(), 1, "none0")  # any port will do

@@ -227,7 +227,7 @@ def test_nothing_is_sent_that_nobody_asked_for() -> None:
 def test_a_peer_that_asks_for_another_size_is_refused() -> None:
     near = LinkState()
     near.send(1, transfer(noise(10, 1), "send"))
-    with pytest.raises(FrameError, match="waits for 11 B"):
+    with pytest.raises(FrameError, match="requests 11 B"):
         near.heard(Frame(Kind.WANT, 1, 0, 11))
 
 

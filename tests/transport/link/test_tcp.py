@@ -54,7 +54,7 @@ def test_a_default_that_leaves_lines_unused_is_told(
     file.write_text("bbr\n")
     told = tcp.congestion_hint(4, None)
     assert told is not None
-    assert told.startswith("this machine's TCP is bbr")
+    assert told.startswith("this machine's TCP congestion control is bbr")
     assert 'network.congestion = "cubic"' in told
     assert tcp.congestion_hint(2, None) is None
     assert tcp.congestion_hint(4, "bbr") is None  # as was asked for

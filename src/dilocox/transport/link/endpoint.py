@@ -170,7 +170,7 @@ class LinkEndpoint:
                 stream.handshake(limit)
                 found = site_of(stream.certificate, self._authority, _now())
                 if found != site:
-                    raise UnauthenticatedPeerError(f"site {found} answers there")
+                    raise UnauthenticatedPeerError(f"site {found} answers at this address")
                 stream.send(peer.route.encode())
                 answer = stream.receive(1, limit)
             except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
@@ -182,7 +182,7 @@ class LinkEndpoint:
             except OSError as error:
                 raise UnreachableError(_reason(error)) from None
             if answer != _WELCOME:
-                why = "its group is closed" if answer else "it closed the connection"
+                why = "its group is closed" if answer else "the peer closed the connection"
                 raise UnreachableError(why, gone=bool(answer))
             held.pop_all()
         return stream
@@ -242,7 +242,7 @@ class LinkEndpoint:
                     connection, where = self._listener.accept()
                 except OSError as error:
                     if not self._closed:
-                        log.warning("links: a connection could not be taken: %s", error)
+                        log.warning("links: a connection could not be accepted: %s", error)
                         time.sleep(_OUT_OF_FILES_PAUSE)
                     continue
                 stranger = _Stranger(connection)
@@ -267,7 +267,7 @@ class LinkEndpoint:
                 self._open.discard(stranger.socket)
                 kept = not stranger.turned_away and not self._closed
             if not kept:
-                raise ConnectionError("too many strangers")
+                raise ConnectionError("too many unauthenticated connections")
             link.attach(stream)
         except (ExchangeError, OSError) as error:
             # With such a connection a peer checks that this process is alive (`refuses`).
@@ -279,14 +279,18 @@ class LinkEndpoint:
                 stream.close()
             stranger.socket.close()
             if not self._closed:
-                why = "too many strangers" if stranger.turned_away else _reason(error)
+                why = (
+                    "too many unauthenticated connections"
+                    if stranger.turned_away
+                    else _reason(error)
+                )
                 level = logging.DEBUG if silent else logging.WARNING
                 log.log(level, "links: refused a connection from %s: %s", where, why)
 
     def _first_word(self, connection: socket.socket) -> None:
         connection.settimeout(min(FIRST_WORD, self.timeouts.greeting))
         if self._closed or not connection.recv(1, socket.MSG_PEEK):
-            raise ConnectionError("it went without a word")
+            raise ConnectionError("the peer closed the connection before it sent anything")
 
     def _greet(self, stream: SecureStream) -> Link:
         limit = self.timeouts.greeting
@@ -294,13 +298,15 @@ class LinkEndpoint:
         site = site_of(stream.certificate, self._authority, _now())
         name = stream.receive(_ROUTE_BYTES, limit)
         if len(name) < _ROUTE_BYTES:
-            raise UnauthenticatedPeerError(f"site {site} went without a word")
+            raise UnauthenticatedPeerError(
+                f"site {site} closed the connection before it named a group"
+            )
         with self._lock:
             link = self._routes.get(name.decode("ascii", "replace"), {}).get(site)
         if link is None:
             stream.send(_UNKNOWN)
             raise UnauthenticatedPeerError(
-                f"site {site} asks for a group that is not here or not its own"
+                f"site {site} asks for a group that this rank does not have with it"
             )
         stream.send(_WELCOME)
         return link
@@ -335,8 +341,8 @@ def listener_at(site: str, host: str, port: int) -> socket.socket:
                 f"sites.{site}.interface to an address of this machine"
             ) from None
         raise ConfigError(
-            f"sites.{site}.ports: port {port} on {host} cannot be listened at ({reason}); choose "
-            f"other ports or another sites.{site}.interface, or end what holds the port"
+            f"sites.{site}.ports: cannot listen on port {port} of {host} ({reason}); choose "
+            f"other ports or another sites.{site}.interface, or end the process that uses the port"
         ) from None
 
 

@@ -190,7 +190,7 @@ class Link:
                     self._state.sent(piece)
                     self._sent_bytes += piece.frame.length
             if self._sent_bytes > RENEW_BYTES:
-                self._lose(stream, "its key is used up")
+                self._lose(stream, "its key has reached the limit of bytes")
 
     def _look(self) -> None:
         """Ping a silent peer; later, shut a connection on which it stays silent."""
@@ -283,7 +283,7 @@ class Link:
                 self._die(str(error))
                 return
             if time.monotonic() > end:
-                self._die(f"{why}, and no connection again within {self._silence:g} s")
+                self._die(f"{why}, and no new connection was made within {self._silence:g} s")
                 return
             with self._changed:
                 self._changed.wait_for(

@@ -60,7 +60,7 @@ class SecureStream:
                     self._flush()
             self._limit(end)
             if not self._take():
-                raise ConnectionError("it closed the connection")
+                raise ConnectionError("the peer closed the connection")
 
     @property
     def certificate(self) -> bytes | None:

@@ -107,7 +107,7 @@ class LinkState:
             if frame.tag in self._sends:
                 self._begin(frame.tag, frame.offset, frame.length)
             elif len(self._wants) >= MOST_WANTS:
-                raise FrameError(f"it asks for more than {MOST_WANTS} messages")
+                raise FrameError(f"the peer requests more than {MOST_WANTS} messages")
             else:
                 self._wants[frame.tag] = (frame.offset, frame.length)
         elif frame.kind is Kind.DONE:
@@ -135,7 +135,7 @@ class LinkState:
             return None
         if frame.offset != transfer.offset or frame.offset + frame.length > transfer.size:
             raise FrameError(
-                f"{frame.length} B from byte {frame.offset} on came, where "
+                f"the peer sent {frame.length} B from byte {frame.offset} on, but "
                 f"{transfer.size - transfer.offset} B from byte {transfer.offset} on are missing"
             )
         transfer.begin()
@@ -190,7 +190,8 @@ class LinkState:
         transfer = self._sends[tag]
         if size != transfer.size or offset >= size:
             raise FrameError(
-                f"it waits for {size} B from byte {offset} on, where {transfer.size} B are sent"
+                f"the peer requests {size} B from byte {offset} on of a message of "
+                f"{transfer.size} B"
             )
         transfer.offset = offset
         self._leave(tag)

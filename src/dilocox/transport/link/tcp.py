@@ -46,9 +46,10 @@ def congestion_hint(sites: int, chosen: str | None) -> str | None:
     if not default.startswith(UNEVEN):
         return None
     return (
-        f"this machine's TCP is {default}, which fills lines badly where three sites or more "
-        "exchange (in our test of four sites 80 to 87 % of a line, cubic 91 to 94 %); if they "
-        'lose few packets, set network.congestion = "cubic"'
+        f"this machine's TCP congestion control is {default}, which leaves much of a line unused "
+        "when three or more sites exchange (in our test of four sites it used 80 to 87 % of a "
+        "line, and cubic 91 to 94 %); if your lines lose few packets, set "
+        'network.congestion = "cubic"'
     )
 
 

@@ -63,7 +63,7 @@ def site_of(certificate: bytes | None, authority: str, now: datetime.datetime) -
     run's `authority` (PEM), or is not valid at `now` (with time zone).
     """
     if certificate is None:
-        raise UnauthenticatedPeerError("it showed no certificate")
+        raise UnauthenticatedPeerError("the peer showed no certificate")
     try:
         shown = x509.load_der_x509_certificate(certificate)
         shown.verify_directly_issued_by(x509.load_pem_x509_certificate(authority.encode()))
