@@ -1,5 +1,6 @@
-"""The record: what happened in a run, signed and chained, so that a stranger can check it.
+"""The record: the signed history of a run, which anybody can check without trusting the operators.
 
-Digests, a content-addressed store, signed statements and a transparency log; on top of them what a
-coordinator and a site write during a run, and `verify`, which replays every outer step from it.
+`log` has digests, signed statements, the transparency log and the content-addressed store.
+`writer` is the code with which coordinator and sites write the record during a run. `verify`
+checks a record and replays every outer step from it.
 """

@@ -1,1 +1,1 @@
-"""The signed log: statements, digests, Merkle tree, content-addressed store."""
+"""The signed log of a run: statements, digests, Merkle tree, and the content-addressed store."""

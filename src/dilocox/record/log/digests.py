@@ -1,8 +1,9 @@
 """Digests of tensors and of whole model states.
 
 A tensor's leaf is the canonical JSON of its name, dtype, shape and the SHA-256 of its little-endian
-bytes; a stage is the RFC 6962 tree over its leaves sorted by name, and a model state the tree over
-its stages. No file format is hashed: the same weights have many safetensors files.
+bytes. The root of a stage is the root of the RFC 6962 Merkle tree over its leaves, sorted by name.
+The root of a model state is the root of the tree over its stages. Digests do not depend on a file
+format, because the same weights can be stored in many different safetensors files.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ COMMITMENT = b"dilocox/commitment/v1\0"
 
 
 def sha256(data: bytes | bytearray | memoryview) -> str:
-    """Hex digest."""
+    """Return the SHA-256 of `data`, in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sealed(digest: str, run: str, key: str, site: str, shard: int) -> str:
-    """What a commitment to `key`'s exchange holds of a digest, hex.
+    """Return the sealed form of `digest` for a commitment to exchange `key`, SHA-256 in hex.
 
-    It is bound to who commits: nobody can take over a commitment of which it has not seen what is
-    behind it.
+    The sealed form depends on the run, the exchange, the site and the shard. So a site that has not
+    seen the committed data cannot copy the commitment of another site.
     """
     return sha256(COMMITMENT + rfc8785.dumps([run, key, site, shard, digest]))
 
 
 def digest_text(text: Any) -> str:
-    """A SHA-256 as it is written, 64 hex digits. Raises `ValueError` for anything else."""
+    """Return `text` if it is 64 lower-case hex digits. Raises `ValueError` otherwise."""
     if not isinstance(text, str) or not _DIGEST.fullmatch(text):
         raise ValueError(f"not a digest: {str(text)[:80]!r}")
     return text
@@ -50,28 +51,29 @@ def digest_text(text: Any) -> str:
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """What is said of one tensor of a state."""
+    """Name, dtype, shape and digest of one tensor of a state."""
 
     name: str
     dtype: str
-    """As PyTorch names it, `float32` say."""
+    """PyTorch's name of the dtype, for example `float32`."""
     shape: tuple[int, ...]
     sha256: str
-    """Of its elements' little-endian bytes in row-major order; also its address in the store."""
+    """SHA-256, hex, of the elements' little-endian bytes in row-major order; also the tensor's
+    address in the store."""
 
     @property
     def size(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the tensor's elements."""
         bits = re.search(r"[0-9]+", self.dtype)
         return math.prod(self.shape) * (max(1, int(bits[0]) // 8) if bits else 1)
 
     @property
     def leaf(self) -> bytes:
-        """Hash of its leaf, 32 bytes."""
+        """Hash of the tensor's Merkle leaf, 32 bytes."""
         return leaf_hash(rfc8785.dumps([self.name, self.dtype, list(self.shape), self.sha256]))
 
     def to_json(self) -> dict[str, Any]:
-        """As a statement says it."""
+        """Return the JSON form that statements and lists of tensors contain."""
         return {
             "name": self.name,
             "dtype": self.dtype,
@@ -81,7 +83,7 @@ class TensorDigest:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> TensorDigest:
-        """Inverse of `to_json`. Raises `RecordError`."""
+        """Parse `to_json`. Raises `RecordError` for any other form."""
         try:
             shape = tuple(int(size) for size in found["shape"])
             result = cls(
@@ -95,7 +97,7 @@ class TensorDigest:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's elements, little-endian (the hosts are) and in row-major order."""
+    """Return a tensor's elements as bytes in row-major order, little-endian as all hosts are."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -103,13 +105,16 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def tensor_digest(name: str, tensor: Tensor) -> TensorDigest:
-    """The digest of a tensor, on any device."""
+    """Compute the digest of a tensor on any device."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorDigest(name, dtype, tuple(tensor.shape), sha256(tensor_bytes(tensor)))
 
 
 def stage_root(tensors: Iterable[TensorDigest]) -> bytes:
-    """Root of one stage's tensors, whatever their order. Raises `RecordError` for a name twice."""
+    """Return the Merkle root of one stage's tensors, given in any order, 32 bytes.
+
+    Raises `RecordError` if two tensors have the same name.
+    """
     found = sorted(tensors, key=lambda each: each.name)
     names = [each.name for each in found]
     if len(set(names)) != len(names):

@@ -1,5 +1,7 @@
-"""The entries of a log on the disk, read whenever somebody goes through them: a long run's log is
-larger than memory."""
+"""Entries of a log as a sequence that reads the file on each pass.
+
+The log of a long run is larger than memory, so the entries are not kept.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from dilocox.utils.storage import unsafe_reason
 
 
 class FileEntries(Sequence[str]):
-    """The lines of a file that does not change meanwhile, or a run of them."""
+    """A range of the lines of a file, which must not change while it is read."""
 
     def __init__(self, path: Path, first: int = 0, end: int | None = None) -> None:
-        """`first`, `end`: which lines; none: to the last one. Raises `RecordError` for a file that
-        is no plain one, cannot be read or whose last line has no end."""
+        """Take lines `first` to `end`, exclusive; None: up to the last line.
+
+        Raises `RecordError` if `end` is None and the file is not a plain file, cannot be read, or
+        ends within a line.
+        """
         self._path, self._first = path, first
         if end is None:
             _check(path)
@@ -26,8 +31,10 @@ class FileEntries(Sequence[str]):
 
     @classmethod
     def covered(cls, path: Path, most: int) -> FileEntries:
-        """The first lines of a file that is being written, so many or as many as it has. A last one
-        without an end is none. Raises `RecordError` for a file that cannot be read."""
+        """Take at most the first `most` lines of a file that is being written.
+
+        An incomplete last line does not count. Raises `RecordError` if the file cannot be read.
+        """
         _check(path)
         found = sum(1 for _ in itertools.islice(_lines(path, whole=False), most))
         return cls(path, 0, found)
@@ -36,7 +43,10 @@ class FileEntries(Sequence[str]):
         return self._end - self._first
 
     def __iter__(self) -> Iterator[str]:
-        """One after the other, in one reading. Raises `RecordError`."""
+        """Iterate over the lines in one pass over the file.
+
+        Raises `RecordError` if the file cannot be read or has become shorter.
+        """
         if not len(self):
             return
         for number, line in enumerate(_lines(self._path)):
@@ -70,9 +80,9 @@ class FileEntries(Sequence[str]):
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a file of a record, each with its end, read one after the other.
+    """Iterate over the lines of a record's file, each with its newline.
 
-    Raises `RecordError` for a file that is no plain one or cannot be read.
+    Raises `RecordError` if the path is not a plain file or cannot be read.
     """
     _check(path)
     yield from _read(path)

@@ -1,11 +1,15 @@
-"""Commitments that were made again after a resume, to something else. Pure.
+"""Detection of sites that change a commitment after a resume. Pure.
 
-A resume goes back to a checkpoint, and exchanges are repeated whose payloads all sites have seen. A
-site that trains as before commits to the same contribution. One that commits to another may have
-chosen it by what it had seen: its contribution is `recommitted`.
+A resume goes back to a checkpoint. Then exchanges are repeated whose payloads all sites have seen
+before. A site that trains as before commits to the same contribution again. A site that commits to
+another contribution may have chosen it after seeing the others' payloads: this contribution is
+`recommitted`.
 
-That can be told only while the run repeats its earlier course. Another plan, or another decision
-that has landed, makes other contributions of all sites, and what was seen is of no use any more.
+The comparison holds only while the run repeats its earlier course. After another plan, or after the
+landing of another decision, all sites make other contributions, and the payloads seen before give
+no advantage.
+
+A *course* here is the history of the run between two resumes.
 """
 
 from __future__ import annotations
@@ -27,23 +31,24 @@ _PLAN = ("first_tick", "slots", "inner_steps", "fragments")
 
 @dataclass(frozen=True)
 class Base:
-    """What the contributions to an exchange are made from, as far as its plan says it."""
+    """The inputs of the contributions to one exchange, as far as the round's plan fixes them."""
 
     key: ExchangeKey
     tick: int
-    """Slots that had ended at its boundary."""
+    """Slots of the run that had ended at the exchange's boundary."""
     flush: bool
     plan: Mapping[str, Any]
+    """Fields of the plan that change contributions: `_PLAN`, members and token ranges."""
 
     @classmethod
     def of_step(cls, step: Step) -> Base:
-        """By what was decided."""
+        """Build the base from a decided outer step."""
         plan = {name: step.said.get(name) for name in (*_PLAN, "members", "ranges")}
         return cls(step.key, step.tick, step.flush, plan)
 
     @classmethod
     def of_plan(cls, key: ExchangeKey, plan: RoundPlan, stages: int) -> Base:
-        """By the plan of its round; a site has so many pipeline stages."""
+        """Build the base from the plan of the round; `stages`: pipeline stages of a site."""
         flush, slot = plan.kind == "flush", 0
         if not flush:
             slots = boundary_slots(key.stage, stages, plan.fragments, plan.slots)
@@ -56,7 +61,7 @@ class Base:
         return cls(key, plan.first_tick + slot, flush, said)
 
     def same(self, other: Base, site: str) -> bool:
-        """Whether `site` makes the same contribution by both plans, from the same parameters."""
+        """Return True if `site`, from the same parameters, contributes the same by both plans."""
         one, two = dict(self.plan), dict(other.plan)
         ranges = [(plan.pop("ranges", None) or {}).get(site) for plan in (one, two)]
         return one == two and (None in ranges or ranges[0] == ranges[1])
@@ -64,28 +69,35 @@ class Base:
 
 @dataclass
 class Recommitments:
-    """What was committed to and decided in courses of the run that were left."""
+    """Commitments and decisions of courses that a resume has abandoned."""
 
     found: set[Place] = field(default_factory=set)
-    """Places that were recommitted, of exchanges that are decided since."""
+    """Recommitted places of exchanges that have been decided since the resume."""
     _bound: dict[Place, Commitment] = field(default_factory=dict)
+    """The commitment of each place that a later commitment must repeat."""
     _steps: dict[str, Step] = field(default_factory=dict)
+    """Decisions of abandoned courses by exchange key."""
     _other: list[Step] = field(default_factory=list)
-    """Decisions since the latest resume that are others than before it."""
+    """Decisions since the latest resume that differ from the decisions before it."""
     _free: set[Place] = field(default_factory=set)
-    """Places that were committed to in a course which was another by then."""
+    """Places whose contributions had other inputs in this course than in abandoned courses."""
 
     def resumed(
         self, tick: int, commitments: Mapping[Place, Commitment], steps: Mapping[str, Step]
     ) -> None:
-        """The run goes back to `tick`; what the course that is left has committed to and decided.
+        """Record that the run goes back to `tick`.
 
-        The first commitment stays bound as long as the base of it was the same.
+        The first commitment of a place stays bound as long as its base stays the same.
+
+        Args:
+            tick: Slots of the run that have ended at the checkpoint.
+            commitments: Commitments of the abandoned course.
+            steps: Decisions of the abandoned course by exchange key.
         """
         for place, each in commitments.items():
             step = steps.get(place[0])
             if step is not None and step.tick + step.delay <= tick:
-                continue  # it had landed, and is not exchanged again
+                continue  # landed before the checkpoint: the exchange is not repeated
             if place not in self._bound or place in self._free:
                 self._bound[place] = each
         self._steps.update(
@@ -96,25 +108,32 @@ class Recommitments:
         self._other, self._free = [], set()
 
     def again(self, place: Place, said: Commitment, base: Base) -> bool:
-        """Whether a commitment to an exchange with this base is another than before a resume."""
+        """Return True if a commitment differs from the one before a resume with the same base."""
         known = self._bound.get(place)
         if known is None or (known.values, known.payload) == (said.values, said.payload):
             return False
         return not self._differs(base, place[1])
 
     def _differs(self, base: Base, site: str) -> bool:
-        """Whether a site's contribution is made from something else than it was before."""
+        """Return True if the inputs of a site's contribution differ from those before a resume."""
         if any(_landed(step, base) for step in self._other):
             return True
         before = self._steps.get(base.key.text)
         if before is not None:
             return not base.same(Base.of_step(before), site)
-        # It was not decided then. Payloads were sent only if all its members had committed.
+        # The exchange was not decided before the resume. Payloads were sent then only if all its
+        # members had committed.
         there = {who for key, who, _ in self._bound if key == base.key.text}
         return there != set(base.plan["members"] or ())
 
     def stepped(self, step: Step, commitments: Mapping[Place, Commitment], shards: int) -> None:
-        """An exchange is decided, with these commitments to it among others."""
+        """Record a decided exchange, and find its recommitted places.
+
+        Args:
+            step: The decision.
+            commitments: Commitments of the current course, to this exchange and to others.
+            shards: FSDP ranks of a stage.
+        """
         if not self._bound and not self._steps:
             return
         key, base = step.key.text, Base.of_step(step)
@@ -134,11 +153,11 @@ class Recommitments:
 
     @property
     def idle(self) -> bool:
-        """No commitment and no decision of a course that was left is known."""
+        """True if no commitment and no decision of an abandoned course is known."""
         return not self._bound and not self._steps
 
     def forget(self, oldest: int) -> None:
-        """Rounds before `oldest` are over and are not gone back to."""
+        """Drop rounds before `oldest`, to which no resume goes back any more."""
         self._bound = {
             place: each for place, each in self._bound.items() if _round_of(place[0]) >= oldest
         }
@@ -146,15 +165,15 @@ class Recommitments:
 
 
 def _decision(step: Step) -> tuple[Any, ...]:
-    """What of a decision changes the parameters that it lands on, and the residuals."""
+    """Return the parts of a decision that change parameters or residuals."""
     payloads = sorted(step.payloads.items())
     return step.set, payloads, step.weights, step.shares, step.learning_rate, step.momentum
 
 
 def _landed(step: Step, base: Base) -> bool:
-    """Whether a decision has changed what contributions with this base are made from.
+    """Return True if a decision landed before the contributions with this base were made.
 
-    It lands after its delay, or at the next boundary of one of its pieces if that is sooner.
+    A decision lands after its delay, or earlier at the next boundary of one of its pieces.
     """
     later = base.key.round - step.key.round
     if base.flush or later > 1:
@@ -166,26 +185,26 @@ def _landed(step: Step, base: Base) -> bool:
 
 @dataclass
 class Courses:
-    """The same, as the notary of a run that goes on follows it; nothing before the first resume."""
+    """Follows `Recommitments` statement by statement, for the notary of a run in progress."""
 
     shards: int
     """FSDP ranks of a stage."""
     oldest: int = 0
-    """First round of which anything is kept."""
+    """First round whose commitments and decisions are kept."""
     recommitments: Recommitments = field(default_factory=Recommitments)
     _commitments: dict[Place, Commitment] = field(default_factory=dict)
     _steps: dict[str, Step] = field(default_factory=dict)
 
     @classmethod
     def read_back(cls, entries: Iterable[str], oldest: int, shards: int) -> Courses:
-        """By the entries of a log that was resumed, lately in round `oldest`."""
+        """Rebuild from the entries of a log; `oldest`: round of the latest resume."""
         found = cls(shards, oldest)
         for entry in entries:
             found.take(s.opened(entry)[0])
         return found
 
     def take(self, statement: s.Statement) -> None:
-        """A statement is in the log."""
+        """Process a statement that has been appended to the log."""
         kind, said = statement.kind, statement.predicate
         if kind == s.RESUME:
             self.recommitments.resumed(int(said["tick"]), self._commitments, self._steps)
@@ -199,17 +218,19 @@ class Courses:
             self._steps[step.key.text] = step
 
     def again(self, place: Place, subjects: Mapping[str, str], base: Base) -> bool:
-        """See `Recommitments`."""
+        """Return True if a commitment with these `subjects` is recommitted; see `Recommitments`."""
         return self.recommitments.again(place, commitment_of(subjects), base)
 
     @property
     def idle(self) -> bool:
-        """Nothing of a course that was left can matter any more, unless the run is resumed again:
-        then the log is read back."""
+        """True if no abandoned course can matter any more.
+
+        A further resume reads the log back (`read_back`).
+        """
         return self.recommitments.idle
 
     def forget(self, oldest: int) -> None:
-        """Rounds before `oldest` are over."""
+        """Drop rounds before `oldest`."""
         self.oldest = max(oldest, self.oldest)
         self.recommitments.forget(self.oldest)
         for place in [each for each in self._commitments if _round_of(each[0]) < self.oldest]:
@@ -219,7 +240,7 @@ class Courses:
 
 
 def commitment_of(subjects: Mapping[str, str], number: int = 0) -> Commitment:
-    """What a commitment names; `number`: which statement of the log it is."""
+    """Build a commitment from its subjects; `number`: index of the statement in the log."""
     return Commitment(subjects["values"], subjects.get("payload"), number)
 
 

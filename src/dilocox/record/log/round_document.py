@@ -1,8 +1,9 @@
-"""What a rank says of a round that can be repeated: the state it began in, and its inner steps.
+"""Documents with which a rank describes a round for audits: its start state, its inner steps.
 
-The document of a state is canonical JSON: its tensors by digest, its numbers, and the determinism
-class that the rank computes in. The fingerprint of an inner step is loss and gradient norm by their
-bits, and a checksum of the parameters after it; it says where a repetition begins to differ.
+The document of a state is canonical JSON: digests of its tensors, its numbers, and the determinism
+class of the rank. The fingerprint of an inner step is the exact bits of loss and gradient norm, and
+a checksum of the parameters after the step. From fingerprints an audit tells at which step its
+repetition begins to differ.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of one inner step."""
+    """Fingerprint of one inner step."""
 
     loss: str
     """The site's mean loss, as the hex text of a float64 (`float.hex`)."""
     norm: str
-    """The global norm of its gradient, before clipping, likewise."""
+    """The global norm of the site's gradient before clipping, as the hex text of a float64."""
     checksum: int
     """`checksum` of the rank's own parameters after the step."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What is said of a state."""
+    """Description of the state in which a rank begins a round."""
 
     state: Mapping[str, Any]
-    """Position, exchanges under way and other numbers, as `dilocox.training.checkpointing` captures
+    """Position, exchanges in flight and other numbers, as `dilocox.training.checkpointing` captures
     them."""
     tensors: tuple[TensorDigest, ...]
+    """Digests of the state's tensors, sorted by name."""
     facts: Mapping[str, Any]
     """The determinism class (see `dilocox.inner.determinism`)."""
     replaced: tuple[str, ...] = ()
-    """What the site's own program has put in place of dilocox's: `dataset`, `loss`."""
+    """Parts of dilocox that the site's own program replaces: `dataset`, `loss`."""
 
     @classmethod
     def of(
@@ -56,17 +58,17 @@ class Document:
         facts: Mapping[str, Any],
         replaced: Sequence[str],
     ) -> Document:
-        """Of tensors in any order."""
+        """Describe a state by its `tensors` by name, in any order."""
         digests = tuple(tensor_digest(name, tensors[name]) for name in sorted(tensors))
         return cls(json.loads(json.dumps(state)), digests, dict(facts), tuple(replaced))
 
     @property
     def root(self) -> str:
-        """Root over the tensors, hex."""
+        """Merkle root over the tensors, hex."""
         return stage_root(self.tensors).hex()
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON; what the store holds."""
+        """Encode as canonical JSON, the form in the store."""
         return rfc8785.dumps(
             {
                 "format": FORMAT,
@@ -79,7 +81,7 @@ class Document:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Document:
-        """Inverse of `to_bytes`. Raises `RecordError`."""
+        """Decode `to_bytes`. Raises `RecordError` if `data` is malformed or of another format."""
         try:
             found = json.loads(data)
             if found["format"] != FORMAT:
@@ -93,9 +95,9 @@ class Document:
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """Sum of all fp32 `tensors`' bits taken as int32: an int64 scalar on their device.
+    """Sum the bits of all fp32 `tensors` as int32 values: an int64 scalar on their device.
 
-    Exact in any order, and nothing waits for it.
+    The sum is exact in any order. The call does not wait for the device.
     """
     import torch
 
@@ -106,19 +108,22 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def fingerprint(numbers: Tensor, total: Tensor) -> Fingerprint:
-    """From float64 [loss, norm] and a `checksum`."""
+    """Build the fingerprint from `numbers`, float64 [loss, norm], and a `checksum`."""
     loss, norm = numbers.tolist()
     return Fingerprint(float(loss).hex(), float(norm).hex(), int(total))
 
 
 def steps_to_bytes(steps: Iterable[Fingerprint]) -> bytes:
-    """Canonical JSON; what the store holds. Checksums are texts: JSON's numbers end at 2^53."""
+    """Encode fingerprints as canonical JSON, the form in the store.
+
+    Checksums are written as text, because JSON's integers are exact only up to 2^53.
+    """
     rows = [[step.loss, step.norm, str(step.checksum)] for step in steps]
     return rfc8785.dumps({"format": FORMAT, "steps": rows})
 
 
 def steps_from_bytes(data: bytes) -> list[Fingerprint]:
-    """Inverse of `steps_to_bytes`. Raises `RecordError`."""
+    """Decode `steps_to_bytes`. Raises `RecordError` if `data` is malformed or of another format."""
     try:
         found = json.loads(data)
         if found["format"] != FORMAT:

@@ -1,7 +1,7 @@
-"""What sites sign of the states that they hold: each statement taken apart, or refused.
+"""Parsers of the statements that sites sign about their states.
 
-The notary takes statements apart before they enter the log, by the same code as its readers: what
-is not whole there would keep everybody from reading the rest.
+The notary parses each statement with this code before it appends the statement to the log, and
+readers use the same code. A malformed statement in the log would stop every reader there.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _FORMAT = re.compile("[a-z0-9/._+-]{1,64}")
 
 @dataclass(frozen=True)
 class State:
-    """A stage's tensors at one moment, as a site has signed them."""
+    """A site's signed statement of one stage's tensors, at the start or the end of a run."""
 
     kind: str
     """`initial` or `final`."""
     site: str
     stage: int
     root: str
-    """Root over the tensors, hex."""
+    """Merkle root over the tensors, hex."""
     listing: str
     """SHA-256 of the list of tensors in the store."""
     files: Mapping[str, str]
-    """Of `final`: SHA-256 of the published folder's other files, by name."""
+    """With `final`: SHA-256 of the other files in the published folder, by name."""
     number: int
-    """Which statement of the log this is, from 0."""
+    """Index of the statement in the log, from 0."""
     published: tuple[str, str] | None = None
-    """Of `final`, published in another dtype: root and list of the tensors as they were published,
-    as `root` and `listing` are of the state."""
+    """With `final`: root and list of the published tensors, in the form of `root` and `listing`.
+    None if the model is published in the dtype of the state."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of `initial`: what its bits hang on where they come from a seed, as the site says (see
-    `fresh_facts`)."""
+    """With `initial` weights from a seed: the site's statement of the facts on which their bits
+    depend (see `fresh_facts`)."""
 
     @classmethod
     def of(cls, statement: s.Statement, number: int) -> State:
-        """Raises `RecordError` for a statement that is not whole."""
+        """Parse statement `number` of the log. Raises `RecordError` if it is malformed."""
         said, subjects = statement.predicate, statement.subjects
         with whole(statement):
             return cls(
@@ -68,30 +68,29 @@ class State:
 
 @dataclass(frozen=True)
 class RoundState:
-    """The state in which a rank began a round, as its site has signed it."""
+    """A site's signed statement of the state in which one of its ranks began a round."""
 
     site: str
     stage: int
     shard: int
     round: int
     tick: int
-    """Slots that had ended."""
+    """Slots of the run that had ended when the round began."""
     root: str
-    """Root over its tensors, hex."""
+    """Merkle root over the state's tensors, hex."""
     document: str
-    """SHA-256 of what else is said of it (see `dilocox.record.log.round_document`), in the
-    store."""
+    """SHA-256 of the state's document in the store (see `dilocox.record.log.round_document`)."""
     steps: str | None
-    """SHA-256 of the fingerprints of the round before's inner steps, if they were taken."""
+    """SHA-256 of the fingerprints of the previous round's inner steps; None if there are none."""
     served: str
-    """`yes`: its tensors are in the store. `private`: withheld, the site trains on text of its
-    own. `no`: only the end of a round is signed."""
+    """`yes`: the state's tensors are in the store. `private`: the tensors are withheld, because the
+    site trains on text of its own. `no`: the statement only marks the end of a round."""
     number: int
-    """Which statement of the log this is, from 0."""
+    """Index of the statement in the log, from 0."""
 
     @classmethod
     def of(cls, statement: s.Statement, number: int) -> RoundState:
-        """Raises `RecordError` for a statement that is not whole."""
+        """Parse statement `number` of the log. Raises `RecordError` if it is malformed."""
         said, subjects = statement.predicate, statement.subjects
         with whole(statement):
             return cls(
@@ -110,8 +109,10 @@ class RoundState:
 
 @dataclass(frozen=True)
 class AnchorState:
-    """What a rank held of its anchor and outer momentum when a round began, as its site has signed
-    it: a replay may begin there (see `dilocox.record.writer.windows`)."""
+    """A site's signed statement of a rank's anchor and outer momentum when a round began.
+
+    A replay may begin from this state (see `dilocox.record.writer.windows`).
+    """
 
     site: str
     stage: int
@@ -119,17 +120,17 @@ class AnchorState:
     round: int
     """The round that was about to begin."""
     tick: int
-    """Slots that had ended."""
+    """Slots of the run that had ended when the round began."""
     landed: tuple[int, ...]
-    """By piece: the last round whose outer step the piece has taken; -1: none."""
+    """By piece: the last round whose outer step the piece has taken; -1 if none has."""
     root: str
-    """Root over the tensors, hex."""
+    """Merkle root over the tensors, hex."""
     listing: str
     """SHA-256 of the list of tensors in the store."""
 
     @classmethod
     def of(cls, statement: s.Statement) -> AnchorState:
-        """Raises `RecordError` for a statement that is not whole."""
+        """Parse a statement. Raises `RecordError` if it is malformed."""
         said, subjects = statement.predicate, statement.subjects
         with whole(statement):
             found = cls(
@@ -149,17 +150,17 @@ class AnchorState:
 
 @dataclass(frozen=True)
 class Attestation:
-    """A site's evidence of what it ran on. Nothing here judges it."""
+    """A site's evidence of the hardware it ran on. dilocox does not judge the evidence."""
 
     site: str
     format: str
-    """What kind of evidence, as the site names it: 1 to 64 of a-z, 0-9 and "/._+-"."""
+    """The site's name for the kind of evidence: 1 to 64 of a-z, 0-9 and "/._+-"."""
     evidence: str
-    """SHA-256, hex, of it in the store."""
+    """SHA-256, hex, of the evidence in the store."""
 
     @classmethod
     def of(cls, statement: s.Statement) -> Attestation:
-        """Raises `RecordError` for a statement that is not whole."""
+        """Parse a statement. Raises `RecordError` if it is malformed."""
         said = statement.predicate
         with whole(statement):
             evidence = digest_text(statement.subjects["evidence"])
@@ -170,8 +171,10 @@ class Attestation:
 
 
 def readable(told: Callable[P, str]) -> Callable[P, str]:
-    """What goes wrong while statements are told is a `RecordError`: a stranger's may say anything
-    where no reader has to take it apart."""
+    """Decorate a function that renders statements: malformed fields raise `RecordError`.
+
+    A stranger's log may contain any value in a field that no parser has checked.
+    """
 
     @functools.wraps(told)
     def line(*args: P.args, **kwargs: P.kwargs) -> str:
@@ -184,23 +187,23 @@ def readable(told: Callable[P, str]) -> Callable[P, str]:
 
 
 SIGNED_REPORTS = ("round", "flush", "evaluation", "first_evaluation")
-"""Kinds of reports that sites sign."""
+"""Kinds of reports that sites sign, as `Report.kind`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a site has reported of a round (see `dilocox.record.verify.metric_reports`)."""
+    """A site's signed report on a round (see `dilocox.record.verify.metric_reports`)."""
 
     kind: str
     round: int
-    """-1: before the first."""
+    """-1 for the evaluation before the first round."""
     site: str
     digest: str
     """SHA-256, hex, of the report."""
 
     @classmethod
     def of(cls, statement: s.Statement) -> Report:
-        """Raises `RecordError` for a statement that is not whole."""
+        """Parse a statement. Raises `RecordError` if it is malformed."""
         said = statement.predicate
         with whole(statement):
             kind, round_ = str(said["kind"]), int(said["round"])
@@ -213,7 +216,7 @@ class Report:
 
 @contextlib.contextmanager
 def whole(statement: s.Statement) -> Iterator[None]:
-    """What goes wrong while a statement is taken apart is a `RecordError`."""
+    """Raise `RecordError` in place of the errors that parsing a malformed statement raises."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError):

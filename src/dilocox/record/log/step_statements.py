@@ -1,4 +1,4 @@
-"""Outer steps as they were decided, and commitments, as statements of the log say them."""
+"""Parsed outer-step statements and commitments of the log."""
 
 from __future__ import annotations
 
@@ -15,36 +15,39 @@ from dilocox.record.log.digests import digest_text
 
 @dataclass(frozen=True)
 class Step:
-    """One outer step of one fragment, as it was decided."""
+    """One outer step of one fragment, as the coordinator decided it."""
 
     key: ExchangeKey
     flush: bool
     attempt: int
     tick: int
-    """Slots that had ended at its boundary."""
+    """Slots of the run that had ended at the step's boundary."""
     set: tuple[str, ...]
+    """The contribution set."""
     owners: tuple[str, ...]
     weights: tuple[float, ...]
-    """w_i of `set`, in its order."""
+    """Weights w_i of the sites of `set`, in the same order."""
     codec: str
     exchange: str
     learning_rate: float
     momentum: float
     fragments: int
     payloads: Mapping[str, str]
-    """SHA-256 of what counts, by `SITE/SHARD`."""
+    """SHA-256 of the payloads that count, by `SITE/SHARD`."""
     aggregation: str = "mean"
     shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """What counts of each site of `set` by shard, in 65,536ths; empty: all of it."""
+    """Share of each site's contribution that counts, by site of `set` and shard, in 65,536ths.
+    Empty: all contributions count whole."""
     delay: int = 0
-    """Slots from its boundary to its landing, or to the next boundary of one of its pieces if that
-    is sooner."""
+    """Slots from the boundary to the landing. The step lands sooner if one of its pieces reaches
+    its next boundary before."""
     said: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The whole statement, with what no replay needs: token ranges, verdicts."""
+    """The whole predicate of the statement, with fields that no replay needs: token ranges,
+    verdicts."""
 
     @classmethod
     def of(cls, statement: s.Statement) -> Step:
-        """Raises `RecordError` for a statement that is not whole."""
+        """Parse a statement. Raises `RecordError` if it is malformed or contradicts itself."""
         said = statement.predicate
         try:
             key = ExchangeKey.parse(said["exchange_key"])
@@ -77,8 +80,10 @@ class Step:
         return step
 
     def pieces(self, number: int) -> range:
-        """Which pieces of its stage, of so many, it is of. Raises `ConfigError` if there is no such
-        fragment."""
+        """Return the pieces of the fragment, when its stage has `number` pieces.
+
+        Raises `ConfigError` if a stage of so many pieces has no such fragment.
+        """
         return pieces_of(self.key.fragment, self.fragments, number)
 
 
@@ -93,11 +98,11 @@ def _shares(said: Mapping[str, Any]) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Commitment:
-    """What a rank has signed of its contribution before payloads were sent."""
+    """A rank's signed commitment to its contribution, made before any payload is sent."""
 
     values: str
-    """SHA-256 of u, flat fp32, `sealed`."""
+    """SHA-256 of u, flat fp32, in sealed form (`dilocox.record.log.digests.sealed`)."""
     payload: str | None
-    """Of what it would send, where that follows from u alone, likewise."""
+    """SHA-256 of the payload, in sealed form; None if the payload does not depend on u alone."""
     number: int
-    """Which statement of the log this is, from 0."""
+    """Index of the statement in the log, from 0."""
