@@ -1,6 +1,6 @@
-"""What a record says by the million, in little memory: mappings that hold bytes and share keys.
+"""Compact mappings for the millions of digests in a record: values as bytes, shared keys.
 
-They read and change as dicts do; what they give is made anew each time.
+The mappings are used like dicts. Each access builds a new value from the bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Value = TypeVar("Value")
 Name = TypeVar("Name", bound=Hashable)
 _DIGEST = 32
 OPEN = 256
-"""Exchanges that are not closed: those of some rounds."""
+"""Number of newest exchanges that stay dicts (`_ByExchange`): the exchanges of a few rounds."""
 
 
 def _packed(digest: str) -> bytes | str:
-    """A SHA-256, 64 hex digits, in half its size; other texts as they are."""
+    """Pack a SHA-256 of 64 hex digits into 32 bytes; return any other text unchanged."""
     try:
         found = bytes.fromhex(digest)
     except ValueError:
@@ -40,13 +40,14 @@ def _text(found: bytes | str) -> str:
 
 
 _Closed = tuple[tuple[Place, ...], bytes]
-"""What is said of an exchange, by place, all in the same number of bytes one after the other."""
+"""Places of an exchange, and their values: one after the other, each of the same length."""
 
 
 class _ByExchange(MutableMapping[Key, Value], Generic[Key, Value]):
-    """By keys that end in (site, shard), of which a run has few.
+    """Mapping with keys that begin with an exchange and end in a place (site, shard).
 
-    The newest exchanges are dicts. Older ones are closed: bytes, until one of them changes.
+    A run has few places, so exchanges share them. The values of the newest exchanges are in dicts.
+    Older exchanges are closed: their values are packed into bytes until one of them changes.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class _ByExchange(MutableMapping[Key, Value], Generic[Key, Value]):
         del inner[key[-2:]]
         if not inner:
             del self._inner[key[:-2]]
-            with contextlib.suppress(ValueError):  # one that cannot be closed
+            with contextlib.suppress(ValueError):  # an exchange that could not be closed
                 self._open.remove(key[:-2])
 
     def __iter__(self) -> Iterator[Key]:
@@ -86,7 +87,7 @@ class _ByExchange(MutableMapping[Key, Value], Generic[Key, Value]):
         return sum(len(self._there(inner)) for inner in self._inner.values())
 
     def keep(self, exchanges: Iterable[str]) -> None:
-        """Forget what is about other exchanges than these, by their keys."""
+        """Remove entries of all exchanges except `exchanges`, which are exchange keys."""
         known = set(exchanges)
         self._inner = {head: inner for head, inner in self._inner.items() if head[0] in known}
         self._open = deque(head for head in self._open if head in self._inner)
@@ -96,7 +97,7 @@ class _ByExchange(MutableMapping[Key, Value], Generic[Key, Value]):
         return inner if isinstance(inner, dict) else inner[0]
 
     def _opened(self, head: tuple[Any, ...]) -> dict[Place, Any]:
-        """An exchange that can be changed."""
+        """Return the dict of an exchange; unpack or create it if needed."""
         inner = self._inner.get(head)
         if isinstance(inner, dict):
             return inner
@@ -115,7 +116,8 @@ class _ByExchange(MutableMapping[Key, Value], Generic[Key, Value]):
         inner = self._inner[head]
         assert isinstance(inner, dict)
         values = list(inner.values())
-        # Others than digests are no bytes. They stay as they are: no honest log has any.
+        # Values that are not digests could not be packed into bytes. An exchange with such a value
+        # stays a dict; no honest log has any.
         if all(isinstance(each, bytes) and len(each) == len(values[0]) for each in values):
             places = self._layouts.setdefault(tuple(inner), tuple(inner))
             self._inner[head] = places, b"".join(values)
@@ -128,7 +130,7 @@ class _ByExchange(MutableMapping[Key, Value], Generic[Key, Value]):
 
 
 class Contributions(_ByExchange[tuple[str, int, str, int], str]):
-    """SHA-256 of payloads by (exchange key, attempt, site, shard)."""
+    """SHA-256 of payloads, hex, by (exchange key, attempt, site, shard)."""
 
     def _pack(self, value: str) -> bytes | str:
         return _packed(value)
@@ -156,7 +158,7 @@ class Commitments(_ByExchange[tuple[str, str, int], Commitment]):
 
 
 class Said(Mapping[str, Any]):
-    """A statement's predicate, compressed."""
+    """A statement's predicate, kept compressed; each access unpacks all of it."""
 
     def __init__(self, said: Mapping[str, Any]) -> None:
         self._data = zlib.compress(json.dumps(dict(said), separators=(",", ":")).encode(), 1)
@@ -175,21 +177,21 @@ class Said(Mapping[str, Any]):
         return len(self._found())
 
     def items(self) -> Any:
-        """As a dict's, unpacked once."""
+        """Return the items of the predicate, unpacking only once."""
         return self._found().items()
 
 
 @functools.lru_cache(maxsize=256)
 def _numbered(names: tuple[Name, ...]) -> dict[Name, int]:
-    """The numbers of names, of which many steps have the same."""
+    """Return each name's index in `names`; many steps share the same names."""
     return {name: number for number, name in enumerate(names)}
 
 
 class Digests(Mapping[str, str]):
-    """SHA-256, hex, by name."""
+    """Mapping from name to SHA-256, hex."""
 
     def __init__(self, digests: Mapping[str, str]) -> None:
-        """All values are 64 lower-case hex digits."""
+        """Pack `digests`, whose values must be 64 lower-case hex digits."""
         self._numbers = _numbered(tuple(digests))
         self._data = bytes.fromhex("".join(digests.values()))
 
@@ -205,5 +207,5 @@ class Digests(Mapping[str, str]):
 
 
 def packed_step(step: Step) -> Step:
-    """The same, in a tenth of the memory."""
+    """Return an equal step in a tenth of the memory."""
     return replace(step, said=Said(step.said), payloads=Digests(step.payloads))

@@ -1,7 +1,8 @@
-"""Is this run file the one that a record's sites had agreed on? Also for records by other versions.
+"""Check that a run file is the one that the sites of a record agreed on.
 
-A later version may know keys that the record does not have, and writes them with its defaults: what
-was agreed on says nothing about them, so a run file may not set them to anything else.
+The check also works for records of other dilocox versions. A later version may know keys that the
+record does not have. The agreement says nothing about such keys, so a run file may only have them
+at their defaults.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ Values = Mapping[str, Any]
 
 
 def agreed_run(path: Path, manifest: Values) -> RunConfig:
-    """The run file at `path`, which is the one of the record's `manifest`.
+    """Load the run file at `path`, and check that it is the one of the record's `manifest`.
 
-    Raises `RecordError` if it is another one, cannot be read, or the manifest contradicts itself.
+    Raises `RecordError` if the run file differs or cannot be read, or if the manifest contradicts
+    itself.
     """
     try:
         config = load_written(path)
@@ -32,7 +34,7 @@ def agreed_run(path: Path, manifest: Values) -> RunConfig:
 def check_own_run_file(config: RunConfig, manifest: Values) -> None:
     """Raise `RecordError` unless a site's run file is the one of a record's `manifest`.
 
-    A key that stands at its default may have the default that it had when the run was begun.
+    A key at its default may have had another default when the run was begun.
     """
     resolved = config.shared()
     chosen = config.shared(without_defaults=True)
@@ -52,22 +54,29 @@ def _check(where: str, config: RunConfig, resolved: dict[str, Any], manifest: Va
 
 
 def first_difference(agreed: Values, resolved: Values, chosen: Values) -> str | None:
-    """The first key in which a run file says something else than was agreed on; None: in none.
+    """Return the first key whose value differs from the agreed value; None if there is none.
 
-    As `RunConfig.shared` gives them: `agreed` the record's values, `resolved` the run file's with
-    this version's defaults, `chosen` those of it that are no defaults.
+    All arguments have the form of `RunConfig.shared`.
+
+    Args:
+        agreed: The record's values.
+        resolved: The run file's values, with this version's defaults.
+        chosen: The run file's values that are not defaults.
     """
     there, here, said = dict(_leaves(agreed)), dict(_leaves(resolved)), dict(_leaves(chosen))
     for key in sorted({*there, *here}):
         if key not in there and key not in said:
-            continue  # a key that came later, at its default
+            continue  # a key that the record's version did not have, at its default
         if key not in here or key not in there or there[key] != here[key]:
             return ".".join(key)
     return None
 
 
 def _same_keys(values: Values, like: Values) -> dict[str, Any]:
-    """`values` with the keys of `like` alone. Canonical JSON has made 1 of the record's 1.0."""
+    """Return `values` restricted to the keys of `like`.
+
+    Canonical JSON has turned the record's 1.0 into 1, so the values must come from the run file.
+    """
     return {
         name: _same_keys(values[name], other) if isinstance(other, Mapping) else values[name]
         for name, other in like.items()

@@ -1,8 +1,8 @@
-"""Signed notes and checkpoints of a log, as C2SP specifies them.
+"""Signed notes and log checkpoints, in the formats that C2SP specifies.
 
-A note (c2sp.org/signed-note) is a text that ends in a newline, an empty line, and signature lines
-`— NAME BASE64(key hash ‖ Ed25519 signature)`. A checkpoint (c2sp.org/tlog-checkpoint) is a note of
-three lines: the log's origin, its size in decimal, its root in base64.
+A note (c2sp.org/signed-note) is a text that ends in a newline, then an empty line, then signature
+lines `— NAME BASE64(key hash ‖ Ed25519 signature)`. A checkpoint (c2sp.org/tlog-checkpoint) is a
+note of three lines: the log's origin, its size in decimal, its root in base64.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class NoteKey:
 
     @property
     def hash(self) -> bytes:
-        """The 4 bytes by which a signature line names its key."""
+        """The 4 bytes that identify this key in a signature line."""
         return hashlib.sha256(self.name.encode() + b"\n" + _ED25519 + self.public).digest()[:4]
 
     def __str__(self) -> str:
-        """The key as others are told it: `NAME+HASH+BASE64`."""
+        """Return the published form of the key: `NAME+HASH+BASE64`."""
         return f"{self.name}+{self.hash.hex()}+{_base64(_ED25519 + self.public)}"
 
     @classmethod
     def parse(cls, text: str) -> NoteKey:
-        """Inverse of `str`. Raises `RecordError`."""
+        """Parse the form of `str`. Raises `RecordError` if the text is not such a key."""
         match = re.fullmatch(r"([^\s+]+)\+([0-9a-f]{8})\+(\S+)", text.strip())
         if match is not None and plain(match[1]) != match[1]:
             raise RecordError(f"log key {match[1][:80]!r}: its name has control characters")
@@ -57,7 +57,7 @@ class NoteKey:
 
 
 def sign_note(text: str, name: str, key: Ed25519PrivateKey) -> str:
-    """`text`, which must end in a newline, as a note with one signature."""
+    """Return `text` as a note with one signature. Raises `ValueError` without a final newline."""
     if not text.endswith("\n"):
         raise ValueError("the text of a note ends in a newline")
     public = NoteKey(name, key.public_key().public_bytes_raw())
@@ -66,7 +66,7 @@ def sign_note(text: str, name: str, key: Ed25519PrivateKey) -> str:
 
 
 def open_note(note: str, key: NoteKey) -> str:
-    """The text of a note that `key` has signed; signatures by others are passed over.
+    """Return the text of a note that `key` has signed; signatures of other keys are ignored.
 
     Raises `RecordError` if the note is malformed or `key` has not signed it.
     """
@@ -92,7 +92,7 @@ def open_note(note: str, key: NoteKey) -> str:
 
 @dataclass(frozen=True)
 class LogCheckpoint:
-    """Size and root of a log at one moment."""
+    """Origin, size and Merkle root of a log at one moment."""
 
     origin: str
     size: int
@@ -105,7 +105,7 @@ class LogCheckpoint:
 
     @classmethod
     def parse(cls, text: str) -> LogCheckpoint:
-        """Inverse of `text`; further lines (extensions) are passed over. Raises `RecordError`."""
+        """Parse `text`; ignore further lines (extensions). Raises `RecordError` if malformed."""
         lines = text.split("\n")
         if len(lines) >= 4 and lines[0] and re.fullmatch(r"0|[1-9][0-9]{0,18}", lines[1]):
             root = _decoded(lines[2])
@@ -119,7 +119,7 @@ def _base64(data: bytes) -> str:
 
 
 def _decoded(text: str) -> bytes:
-    """Nothing for what is not base64."""
+    """Decode base64; return empty bytes if `text` is not base64."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

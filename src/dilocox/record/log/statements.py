@@ -1,7 +1,7 @@
 """Signed statements: in-toto Statement v1 in a DSSE envelope, Ed25519, canonical JSON (RFC 8785).
 
-Every statement names its run, so that none counts in another. What each type says is in `Predicate`
-fields by name (see docs/verification.md); types that a reader does not know are passed over.
+Every statement names its run, so that it cannot be used in another run. docs/verification.md
+describes the predicate fields of each type. Readers ignore statements of unknown types.
 """
 
 from __future__ import annotations
@@ -44,43 +44,44 @@ ANCHOR = "anchor-state"
 REPORT = "report"
 AUDIT = "audit"
 VERDICT = "urn:dilocox:audit-verdict:v1"
-"""The whole of its `predicateType`: readers before there was the type pass over it so, where they
-take another of `PREFIX` that they do not know for one that was tampered with."""
+"""The whole `predicateType`, without `PREFIX`. Readers of versions before this type ignore it in
+this form; they would treat an unknown type with `PREFIX` as tampering."""
 ACCEPTANCE = "acceptance"
 STANDING = "standing"
 BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME, PLAN, STANDING)
-"""Types that the log's own key signs: what the coordinator has decided."""
+"""Types that the log's own key signs: decisions of the coordinator."""
 BY_SITE = (ACCEPTANCE, COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND, ATTESTATION, ANCHOR, REPORT)
 """Types that a site's key signs."""
 BY_AUDITOR = (AUDIT, VERDICT)
-"""Types that an auditor's key signs: a verdict, which is a file, and what the log names of it."""
+"""Types that an auditor's key signs: `AUDIT`, a verdict in a file of its own, and `VERDICT`, by
+which the log names such a file."""
 KNOWN = (*BY_LOG, *BY_SITE, *BY_AUDITOR)
 _OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What goes wrong where JSON of another form, or nested too deeply, is taken apart."""
+"""Exceptions that parsing raises for JSON of another form, or for JSON nested too deeply."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What is said, whoever says it."""
+    """A statement without its signature."""
 
     kind: str
-    """One of the types above; of an unknown type, its whole `predicateType`."""
+    """One of the types above; the whole `predicateType` if the type is unknown."""
     subjects: Mapping[str, str]
     """SHA-256, hex, by name."""
     predicate: Mapping[str, Any]
 
     @property
     def run(self) -> str:
-        """The run that it is about."""
+        """Id of the run that the statement is about."""
         return str(self.predicate.get("run", ""))
 
     @property
     def known(self) -> bool:
-        """This version knows what it says."""
+        """True if this version knows the statement's type."""
         return self.kind in KNOWN
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON, which is what is signed."""
+        """Encode as canonical JSON, the bytes that are signed."""
         read: bytes | None = self.__dict__.get("_read")
         return dumps(self._document()) if read is None else read
 
@@ -97,7 +98,10 @@ class Statement:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Statement:
-        """Inverse of `to_bytes`. Raises `RecordError` for anything else, other forms too."""
+        """Decode `to_bytes`.
+
+        Raises `RecordError` for anything else, including JSON that is not in canonical form.
+        """
         try:
             found, plain = parsed(data.decode())
             kind = _kind_of(found["predicateType"])
@@ -108,7 +112,7 @@ class Statement:
             raise RecordError("not a statement: it is not in-toto Statement v1") from None
         if not same:
             raise RecordError(f"statement {kind}: not in canonical form")
-        # What was just seen to be its canonical form need not be made again.
+        # `data` has just been shown to be the canonical form, so `to_bytes` need not encode again.
         object.__setattr__(statement, "_read", data)
         return statement
 
@@ -132,20 +136,20 @@ class Signer:
 
     @classmethod
     def from_hex(cls, seed: str) -> Signer:
-        """From 32 bytes as hex."""
+        """Create a signer from a seed of 32 bytes, in hex."""
         return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed)))
 
     def sign(self, statement: Statement) -> str:
-        """The statement in its envelope, one line of canonical JSON."""
+        """Sign a statement; return its envelope as one line of canonical JSON."""
         envelope = Envelope(statement.to_bytes(), PAYLOAD_TYPE, {})
         envelope.sign(self._signer)
         return dumps(envelope.to_dict()).decode()
 
 
 def opened(line: str) -> tuple[Statement, Envelope]:
-    """What an envelope holds, its signature not checked yet.
+    """Parse an envelope; return (statement, envelope). The signature is not checked.
 
-    Raises `RecordError` for what is no envelope, or is not in canonical form.
+    Raises `RecordError` if `line` is not an envelope, or is not in canonical form.
     """
     usual = _usual(line)
     if usual is not None:
@@ -166,11 +170,11 @@ _USUAL = re.compile(
     f'{{"payload":"{_BASE64}","payloadType":"{re.escape(PAYLOAD_TYPE)}",'
     f'"signatures":\\[{{"keyid":"([0-9a-f]{{64}})","sig":"{_BASE64}"}}\\]}}'
 )
-"""The canonical form of an envelope with one signature, by a key as this version names it."""
+"""The canonical form of an envelope with one signature, whose key is named by its own bytes."""
 
 
 def _usual(line: str) -> Envelope | None:
-    """The envelope of a line that is in canonical form at first sight; None for all others."""
+    """Parse a line in the usual canonical form, fast; return None for all other lines."""
     match = _USUAL.fullmatch(line)
     if match is None:
         return None
@@ -179,15 +183,15 @@ def _usual(line: str) -> Envelope | None:
         data, own = base64.b64decode(payload), base64.b64decode(signature)
     except ValueError:
         return None
-    # Bits behind the last byte may be anything in base64, but not in its canonical form.
+    # Base64 may have any bits behind the last byte; its canonical form may not.
     if (base64.b64encode(data), base64.b64encode(own)) != (payload.encode(), signature.encode()):
         return None
     return Envelope(data, PAYLOAD_TYPE, {key: Signature(key, own.hex())})
 
 
 def check_signature(envelope: Envelope, public: str) -> None:
-    """Raise `RecordError` unless the key `public` (64 hex digits) has signed."""
-    # As `Envelope.verify` with this key and a threshold of one, without its objects.
+    """Raise `RecordError` unless the key `public` (64 hex digits) has signed the envelope."""
+    # Same result as `Envelope.verify` with this key and a threshold of one, but faster.
     signatures = [each for each in envelope.signatures.values() if each.keyid == public]
     try:
         key = _ed25519(public)
@@ -201,14 +205,14 @@ def check_signature(envelope: Envelope, public: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _ed25519(public: str) -> Ed25519PublicKey:
-    """Raises ValueError."""
+    """Return the key object of 64 hex digits. Raises `ValueError` if they are not a key."""
     return Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
 
 
 def open_signed(line: str, public: str, *, run: str, kinds: Sequence[str]) -> Statement:
-    """The statement of an envelope that `public` has signed for `run`, of one of `kinds`.
+    """Parse and check an envelope: signed by `public`, about `run`, of a type in `kinds`.
 
-    Raises `RecordError` with the reason if it is anything else.
+    Returns the statement. Raises `RecordError` with the reason if a check fails.
     """
     statement, envelope = opened(line)
     if statement.kind not in kinds:
@@ -220,14 +224,14 @@ def open_signed(line: str, public: str, *, run: str, kinds: Sequence[str]) -> St
 
 
 def _public(text: str) -> SSlibKey:
-    # The key's own bytes name it: no statement can be moved under another key by its name.
+    # The key's own bytes are its name, so no statement can be moved to another key by its name.
     return SSlibKey(text, "ed25519", "ed25519", {"public": text})
 
 
 def round_of_rank(run: str, rank: Any, round_: int, tick: int) -> dict[str, Any]:
-    """What a rank's statement of the beginning of a round says: the rank, and where the run is.
+    """Return the predicate fields that name a rank and the beginning of a round.
 
-    `rank` has `site`, `stage` and `shard`. `tick` counts the run's slots.
+    `rank` has `site`, `stage` and `shard`. `tick`: slots of the run that have ended.
     """
     return {
         "run": run,

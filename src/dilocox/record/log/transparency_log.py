@@ -1,9 +1,9 @@
 """The log of a run: one signed statement per line, in a Merkle tree with signed checkpoints.
 
-`statements.jsonl` holds the envelopes, a leaf each; `checkpoint` the newest signed checkpoint;
-`log.pub` the key that has signed it. An entry is written before the checkpoint that covers it, so a
-crash between the two leaves entries that the next start covers. The death of the machine may take
-what was appended since the last `sync` or `cover`.
+Files: `statements.jsonl` holds one envelope per line, each a leaf of the tree. `checkpoint` holds
+the newest signed checkpoint, and `log.pub` the public key that has signed it. An entry is written
+before the checkpoint that covers it, so after a crash between the two the next start covers the
+entry. If the machine dies, entries appended since the last `sync` or `cover` may be lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENTRIES, CHECKPOINT, PUBLIC = "statements.jsonl", "checkpoint", "log.pub"
 
 @dataclass(frozen=True)
 class LogContent:
-    """What a log's folder holds. Nothing of it is checked but its form."""
+    """The contents of a log's folder. Only their form is checked, no signature."""
 
     entries: Sequence[str]
     note: str
@@ -42,19 +42,21 @@ class LogContent:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in a log, and the tree of what is before it."""
+    """A position in a log, and the Merkle tree of the statements before it."""
 
     size: int
-    """Statements."""
+    """Number of statements before the position."""
     offset: int
-    """Bytes of `statements.jsonl`."""
+    """Bytes of `statements.jsonl` before the position."""
     roots: list[bytes]
-    """See `Frontier.roots`."""
+    """The tree's `Frontier.roots`."""
 
 
 class LogWriter:
-    """Appends to the log in a folder. One process at a time; `cover` in one thread at a time, which
-    may be another than that of `append` and `sync`."""
+    """Appends to the log in a folder. Only one process may write a log at a time.
+
+    Only one thread at a time may call `cover`; another thread may call `append` and `sync`.
+    """
 
     def __init__(
         self,
@@ -64,11 +66,19 @@ class LogWriter:
         take: Callable[[str], None] = lambda entry: None,
         mark: Mark | None = None,
     ) -> None:
-        """Begin a log, or go on with the one in `folder`.
+        """Begin a log, or continue the log in `folder`.
 
-        `take` gets every entry that is there, in order; with a `mark`, those behind it. Raises
-        `RecordError` if what is there is not what `key` has signed, or not what was there at the
-        `mark`, what `take` raises, and `OSError`.
+        Args:
+            folder: The log's folder; created if missing.
+            origin: Name of the log, in its checkpoints.
+            key: Key that signs the checkpoints.
+            take: Called with every existing entry in order; with a `mark`, with entries after it.
+            mark: A position of which the caller has kept the state; earlier entries are not read.
+
+        Raises:
+            RecordError: The existing log is not the one that `key` has signed, or does not match
+                `mark`. An exception of `take` is raised as it is.
+            OSError: A file cannot be read or written.
         """
         self._folder, self._origin, self._key = folder, origin, key
         self.public = NoteKey(origin, key.public_key().public_bytes_raw())
@@ -83,38 +93,41 @@ class LogWriter:
 
     @property
     def size(self) -> int:
-        """Statements so far."""
+        """Number of statements in the log."""
         return self._tree.size
 
     def mark(self) -> Mark:
-        """The end of the log as it is now."""
+        """Return the current end of the log."""
         with self._lock:
             return Mark(self._tree.size, self._file.length, self._tree.roots)
 
     def append(self, entry: str) -> None:
-        """Add a statement; it counts once a checkpoint covers it. Raises `OSError`; then the log
-        holds nothing of it, and it may be added again."""
+        """Append a statement. It counts once a checkpoint covers it.
+
+        Raises `OSError`. After an error the log does not hold any part of the statement, and the
+        caller may append it again.
+        """
         data = entry.encode()
         with self._lock:
             self._file.append(data + b"\n")
             self._tree.append(leaf_hash(data))
 
     def lines(self) -> Iterator[str]:
-        """All entries, one after the other, as they lie on the disk. Raises `OSError`."""
+        """Iterate over all entries, read from the disk. Raises `OSError`."""
         with (self._folder / ENTRIES).open(encoding="utf-8") as file:
             for line in file:
                 yield line.removesuffix("\n")
 
     def sync(self) -> None:
-        """Return when all that was appended will survive a power cut. Raises `OSError`."""
+        """Block until all appended entries would survive a power cut. Raises `OSError`."""
         self._file.sync()
 
     def cover(self) -> str:
-        """Sign what is there now; the signed checkpoint. Raises `OSError`."""
+        """Sign a checkpoint of all current entries, and return it. Raises `OSError`."""
         with self._lock:
             checkpoint = LogCheckpoint(self._origin, self._tree.size, self._tree.root)
         if self._covered != checkpoint.size:
-            # A checkpoint that is there after a power cut must find its entries there.
+            # Entries must be durable before the checkpoint that covers them.
             self.sync()
             self._note = sign_note(checkpoint.text, self._origin, self._key)
             _replace(self._folder / CHECKPOINT, self._note)
@@ -122,19 +135,19 @@ class LogWriter:
         return self._note
 
     def close(self) -> None:
-        """Cover what is there and let go of it. Raises `OSError`."""
+        """Sign a last checkpoint and close the files. Raises `OSError`."""
         try:
             self.cover()
         finally:
             self.release()
 
     def release(self) -> None:
-        """Let go of the log as it is."""
+        """Close the files without a checkpoint."""
         self._file.close()
 
 
 def read_log(folder: Path) -> LogContent:
-    """What is in a log's folder. Raises `RecordError` if files are missing or cut short."""
+    """Read a log's folder into memory. Raises `RecordError` if files are missing or cut short."""
     texts = {name: read_text(folder / name) for name in (ENTRIES, CHECKPOINT, PUBLIC)}
     lines = texts[ENTRIES].split("\n")
     if lines.pop() != "":
@@ -143,24 +156,28 @@ def read_log(folder: Path) -> LogContent:
 
 
 def open_log(folder: Path) -> LogContent:
-    """As `read_log`, with entries that are read from the disk when somebody goes through them."""
+    """Open a log's folder like `read_log`, but read entries from the disk on each pass."""
     note, public = read_text(folder / CHECKPOINT), read_text(folder / PUBLIC)
     return LogContent(FileEntries(folder / ENTRIES), note, public.strip())
 
 
 def read_covered(folder: Path, key: NoteKey) -> LogContent:
-    """The part of a log that is being written which its newest checkpoint covers, with entries
-    that are read from the disk as those of `open_log`.
+    """Open the part of a growing log that its newest checkpoint covers.
 
-    Raises `RecordError` as `read_log` does, and for a checkpoint that `key` has not signed.
+    Entries are read from the disk on each pass, as with `open_log`. Raises `RecordError` like
+    `read_log`, and if `key` has not signed the checkpoint.
     """
-    note = read_text(folder / CHECKPOINT)  # first: what it covers is there
+    # Read the checkpoint first: the entries that it covers are on the disk already.
+    note = read_text(folder / CHECKPOINT)
     size = LogCheckpoint.parse(open_note(note, key)).size
     return LogContent(FileEntries.covered(folder / ENTRIES, size), note, str(key))
 
 
 def read_text(path: Path) -> str:
-    """A file of a record. Raises `RecordError`."""
+    """Read a text file of a record.
+
+    Raises `RecordError` if the path is not a plain file or cannot be read.
+    """
     reason = unsafe_reason(path, path.parent)
     if reason:
         raise RecordError(f"{path}: {reason}; a record is plain files")
@@ -173,9 +190,9 @@ def read_text(path: Path) -> str:
 
 
 def check_log(content: LogContent, key: NoteKey) -> LogCheckpoint:
-    """The checkpoint of a log that holds exactly what `key` has signed.
+    """Check that a log holds exactly the entries that `key` has signed; return its checkpoint.
 
-    Raises `RecordError` if the signature, the size or the root is another.
+    Raises `RecordError` if the signature, the origin, the size or the root does not match.
     """
     checkpoint = LogCheckpoint.parse(open_note(content.note, key))
     if checkpoint.origin != key.name:
@@ -195,10 +212,10 @@ def check_log(content: LogContent, key: NoteKey) -> LogCheckpoint:
 
 
 def as_signed(content: LogContent, key: NoteKey) -> Iterator[str]:
-    """The entries of a log that `check_log` has found to be what `key` has signed.
+    """Iterate over the entries of a log that `check_log` has accepted, hashing them again.
 
-    They are hashed once more as they are read: what is judged is what was signed. Raises
-    `RecordError` after the last one if the log was changed meanwhile.
+    So the caller judges the same bytes that were signed. Raises `RecordError` after the last entry
+    if the log was changed after `check_log`.
     """
     tree = Frontier()
     for entry in content.entries:
@@ -209,10 +226,10 @@ def as_signed(content: LogContent, key: NoteKey) -> Iterator[str]:
 
 
 def check_grown(content: LogContent, key: NoteKey, seen: str) -> LogCheckpoint:
-    """The checkpoint in the note `seen`, kept from an earlier look, of which this log is a
-    continuation.
+    """Check that a log continues the log of an earlier checkpoint; return that checkpoint.
 
-    Raises `RecordError` if it is not: the log was cut back, or another was put in its place.
+    `seen` is the earlier signed checkpoint. Raises `RecordError` if the log was cut back or
+    replaced since.
     """
     earlier = LogCheckpoint.parse(open_note(seen, key))
     if earlier.size > len(content.entries):
@@ -229,14 +246,14 @@ def check_grown(content: LogContent, key: NoteKey, seen: str) -> LogCheckpoint:
 
 
 def leaves_of(entries: Iterable[str]) -> Iterator[bytes]:
-    """Hashes of a log's statements."""
+    """Iterate over the Merkle leaf hashes of a log's entries."""
     return (leaf_hash(entry.encode()) for entry in entries)
 
 
 def _recovered(
     folder: Path, key: NoteKey, take: Callable[[str], None], mark: Mark | None
 ) -> Frontier:
-    """The tree of a log to go on with; what a crash has left half written is taken away."""
+    """Return the tree of the log to continue, and cut off a partly written entry after a crash."""
     path = folder / ENTRIES
     if not path.exists():
         if (folder / CHECKPOINT).exists():
@@ -254,7 +271,8 @@ def _recovered(
         if length and not _ends_line(file, length):
             raise RecordError(f"{path}: no statement ends where a mark is")
         for line in file:
-            # Blocks that a power cut kept from being written read as zeros: no entry has any.
+            # Blocks that a power cut kept from being written read as zeros. No entry has a zero
+            # byte.
             if b"\0" in line or not line.endswith(b"\n"):
                 break
             length += len(line)
@@ -274,7 +292,7 @@ def _recovered(
 
 
 def _ends_line(file: BinaryIO, length: int) -> bool:
-    """Whether a line ends after so many bytes, which are read over."""
+    """Return True if a line ends after `length` bytes, and move `file` to that position."""
     file.seek(length - 1)
     return file.read(1) == b"\n"
 
@@ -288,7 +306,7 @@ def _replace(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         part.replace(path)
     except OSError:
-        # On a full disk the remains would be in the way of the next try.
+        # On a full disk the partial file would take the space that the next attempt needs.
         with contextlib.suppress(OSError):
             part.unlink()
         raise
