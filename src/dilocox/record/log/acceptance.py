@@ -1,9 +1,10 @@
-"""What a site signs first: that it takes part in the run of this manifest, on this data.
+"""Acceptance: a site's first signed statement, that it takes part in the run of a manifest.
 
-The log's first entry is the manifest: the run file, and digests of data and code. Its SHA-256 is
-the run's id, which every later statement names. So whoever holds the log's key cannot put another
-manifest under what the sites have signed. In its acceptance a site also signs its own data digest,
-versions and key, which else were the coordinator's word alone.
+The log's first entry is the manifest: the run file, and digests of data and code. The SHA-256 of
+this entry is the run's id, which every later statement names. So the holder of the log's key cannot
+put another manifest under statements that sites have signed. In its acceptance a site also signs
+its own data digest, versions and key. Otherwise a reader would have only the coordinator's word for
+these.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.state_statements import whole
 
 _CHOSEN = re.compile("[0-9a-f]{32}")
-"""Run ids of records before the id was a digest."""
+"""Form of run ids in records of versions in which the id was random."""
 
 
 @dataclass(frozen=True)
 class OwnFacts:
-    """What a site says of itself when it joins."""
+    """Facts that a site states about itself when it joins."""
 
     data: str | None
-    """Digest of the token files that all sites share, 64 hex digits."""
+    """Digest of the token files that all sites share, 64 hex digits; None: the site has none."""
     own_data: str | None
-    """Digest of token files of the site's own, if it trains on such (`sites.NAME.data`)."""
+    """Digest of the site's own token files (`sites.NAME.data`); None if it has none."""
     code: str
-    """SHA-256 over dilocox's own code there (see `code_digest`)."""
+    """SHA-256 over the site's dilocox source files (see `code_digest`)."""
     versions: Mapping[str, str]
-    """As in the site's request to join."""
+    """Versions by package, as in the site's request to join."""
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """One start of a site, which has signed what it takes part in."""
+    """A site's signed acceptance of a manifest, made at each start of the site."""
 
     site: str
     incarnation: int
@@ -53,11 +54,11 @@ class Acceptance:
     """SHA-256 of the log's first entry."""
     facts: OwnFacts
     number: int
-    """Which statement of the log this is, from 0."""
+    """Index of the statement in the log, from 0."""
 
     @classmethod
     def of(cls, statement: s.Statement, number: int) -> Acceptance:
-        """Raises `RecordError` for a statement that is not whole."""
+        """Parse statement `number` of the log. Raises `RecordError` if it is malformed."""
         said = statement.predicate
         with whole(statement):
             return cls(
@@ -75,7 +76,7 @@ class Acceptance:
             )
 
     def statement(self, run: str) -> s.Statement:
-        """Inverse of `of`, about the run with this id."""
+        """Build the statement for the run with id `run`; the inverse of `of`."""
         return s.Statement(
             s.ACCEPTANCE,
             {"manifest": self.manifest},
@@ -93,20 +94,20 @@ class Acceptance:
 
 
 def digest_of_entry(entry: str) -> str:
-    """SHA-256, hex, of an entry of the log."""
+    """Return the SHA-256, hex, of an entry of the log."""
     return hashlib.sha256(entry.encode()).hexdigest()
 
 
 def is_bound(manifest: Mapping[str, Any]) -> bool:
-    """Whether the run's id is the digest of this manifest; in older records it is a random one."""
+    """Return True if the run's id is this manifest's digest; in older records the id is random."""
     return "run" not in manifest
 
 
 def run_of(entry: str, manifest: Mapping[str, Any]) -> str:
-    """The run's id, by the log's first entry. Raises `RecordError`.
+    """Return the run's id, given the log's first entry and its manifest.
 
-    An older manifest names a random id of 32 digits. A manifest that names a digest is one that
-    somebody has put in the place of the entry with that digest.
+    An older manifest names a random id of 32 hex digits. Raises `RecordError` if the manifest names
+    another form of id: a digest there means that somebody has replaced the entry with that digest.
     """
     if is_bound(manifest):
         return digest_of_entry(entry)
@@ -119,10 +120,17 @@ def run_of(entry: str, manifest: Mapping[str, Any]) -> str:
 
 
 def accept(config: RunConfig, identity: Identity, entry: str, facts: OwnFacts) -> str:
-    """The acceptance of a site that has just joined, signed.
+    """Check the manifest at a site that has just joined; return the site's signed acceptance.
 
-    `entry`: the log's first entry, as the coordinator has shown it. Raises `RecordError` if that is
-    not the manifest of this run: another id, run file or data digest than the site's own.
+    Args:
+        config: The site's run file.
+        identity: The site's identity in the run, with its signing key.
+        entry: The log's first entry, as the coordinator has sent it.
+        facts: The site's facts, to be signed.
+
+    Raises:
+        RecordError: `entry` is not the manifest of this run: its id, run file or data digest
+            differs from the site's own.
     """
     statement, envelope = s.opened(entry)
     manifest = statement.predicate
@@ -147,22 +155,23 @@ def accept(config: RunConfig, identity: Identity, entry: str, facts: OwnFacts) -
 
 @dataclass
 class Acceptances:
-    """What the notary knows of them while a run goes on."""
+    """The notary's state of enrolments and acceptances during a run."""
 
     manifest: str = ""
     """The log's first entry."""
     bound: bool = False
+    """True if the run's id is the digest of the manifest (`is_bound`)."""
     enrolments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The latest by site."""
+    """Latest enrolment by site."""
     accepted: dict[str, Acceptance] = field(default_factory=dict)
-    """By site, since its latest enrolment."""
+    """Acceptance by site, made since the site's latest enrolment."""
 
     def begun(self, entry: str, manifest: Mapping[str, Any]) -> None:
-        """The log begins with this entry."""
+        """Set the log's first entry and its manifest."""
         self.manifest, self.bound = entry, is_bound(manifest)
 
     def remember(self, statement: s.Statement) -> None:
-        """A statement is in the log."""
+        """Process a statement that has been appended to the log."""
         if statement.kind == s.ENROLMENT:
             site = str(statement.predicate["site"])
             self.enrolments[site] = statement.predicate
@@ -172,12 +181,14 @@ class Acceptances:
             self.accepted[found.site] = found
 
     def lacks(self, site: str) -> bool:
-        """The site may sign nothing else yet. (Sites of an older dilocox, which a run began with,
-        sign no acceptance.)"""
+        """Return True if the site must sign an acceptance before any other statement.
+
+        In runs that began with an older dilocox, sites sign no acceptance.
+        """
         return self.bound and site not in self.accepted
 
     def why_not(self, found: Acceptance) -> str | None:
-        """Why a site cannot say this; none if it can."""
+        """Return the reason why an acceptance is refused; None if it is valid."""
         enrolment = self.enrolments.get(found.site, {})
         if found.manifest != digest_of_entry(self.manifest):
             return "accepts another manifest"

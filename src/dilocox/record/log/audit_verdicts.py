@@ -1,4 +1,4 @@
-"""Verdicts of audits: signed statements, one file each in the run's folder `record/audits`."""
+"""Verdicts of audits: signed statements, each in a file of the run's folder `record/audits`."""
 
 from __future__ import annotations
 
@@ -18,37 +18,41 @@ GOOD, BAD = ("EXACT", "WITHIN_TOL"), ("MISMATCH", "FAIL")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an audit of one round of one site has found."""
+    """The result of an audit of one round of one site."""
 
     site: str
     round: int
     verdict: AuditVerdict
-    """EXACT: the same bits. WITHIN_TOL: another determinism class, differences as small as honest
-    ones. MISMATCH: the site did something else. FAIL: it withholds what an audit needs. NOT_RUN:
-    it could not be judged here."""
+    """EXACT: the repetition gave the same bits. WITHIN_TOL: the auditor has another determinism
+    class, and differences are as small as between honest sites. MISMATCH: the site computed
+    something else. FAIL: the site withholds data that an audit needs. NOT_RUN: the auditor could
+    not judge."""
     reason: str
     first_bad_step: int | None = None
-    """Of a mismatch: the inner step of the round, from 0, in or after which it begins; -1: it was
-    there before the first."""
+    """With MISMATCH: the inner step of the round, from 0, in or after which the difference begins;
+    -1 if it was there before the first step."""
     difference: float | None = None
-    """In another class: the largest relative difference of losses, norms and parameters."""
+    """Between different classes: largest relative difference of losses, norms and parameters."""
     same_class: bool | None = None
-    """Whether auditor and site are of one determinism class, if that is known."""
+    """True if auditor and site have the same determinism class; None if unknown."""
     states: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the documents of the states that were begun from, by `STAGE/SHARD`."""
+    """SHA-256 of the documents of the round's start states, by `STAGE/SHARD`."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Why just this round of this site."""
+    """How this round of this site was selected for an audit."""
 
     by: Literal["request", "beacon"]
+    """`request`: somebody asked for it. `beacon`: random selection from public data."""
     rate: float = 1.0
+    """Share of rounds that the beacon selects."""
     size: int = 0
-    """Statements of the log, and their root, by which the beacon selected."""
+    """Number of statements of the log from which the beacon selected."""
     root: str = ""
+    """Merkle root of these statements, hex."""
     randomness: str = ""
-    """Public randomness that went into it, hex; empty if the log alone selected."""
+    """Public randomness that went into the selection, hex; empty if the log alone selected."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Signed:
-    """A verdict in its statement."""
+    """A verdict with its auditor, run and selection, as a statement contains it."""
 
     verdict: Verdict
     selection: Selection
@@ -70,11 +74,11 @@ class Signed:
     """Public key, hex."""
     run: str
     seen: Prefix | None = None
-    """What the auditor had read of the log; verdicts of earlier versions do not say it."""
+    """The part of the log that the auditor had read; None in verdicts of earlier versions."""
 
 
 def to_statement(signed: Signed, code: str) -> s.Statement:
-    """As it is signed. `code`: digest of the auditor's dilocox."""
+    """Build the statement to sign. `code`: digest of the auditor's dilocox source code."""
     said = asdict(signed.verdict)
     states = said.pop("states")
     return s.Statement(
@@ -92,8 +96,19 @@ def to_statement(signed: Signed, code: str) -> s.Statement:
 
 
 def write(folder: Path, signed: Signed, signer: s.Signer, code: str) -> Path:
-    """Keep a verdict below a run's folder, in place of this auditor's earlier one of the same
-    round and site. Raises `RecordError`."""
+    """Sign a verdict and write its file below a run's folder; return the file.
+
+    The file replaces this auditor's earlier verdict on the same round and site.
+
+    Args:
+        folder: The run's folder.
+        signed: The verdict.
+        signer: The auditor's key.
+        code: Digest of the auditor's dilocox source code.
+
+    Raises:
+        RecordError: The file cannot be written.
+    """
     verdict = signed.verdict
     name = f"{verdict.round:06d}-{verdict.site}-{signed.auditor[:16]}.json"
     path = folder / "record" / FOLDER / name
@@ -108,9 +123,10 @@ def write(folder: Path, signed: Signed, signer: s.Signer, code: str) -> Path:
 
 
 def read(path: Path, run: str | None) -> Signed:
-    """A verdict whose signature and run are right. Raises `RecordError`.
+    """Read a verdict's file, and check its signature and its run.
 
-    `run`: none where there is no log that says which it has to be.
+    `run`: id of the run; None accepts a verdict of any run, because there is no log. Raises
+    `RecordError` if the file cannot be read or a check fails.
     """
     line = read_text(path).strip()
     try:
@@ -123,12 +139,12 @@ def read(path: Path, run: str | None) -> Signed:
 
 
 def read_all(folder: Path, run: str) -> list[Signed]:
-    """All verdicts below a run's folder, by round and site. Raises `RecordError`."""
+    """Read all verdicts below a run's folder, sorted by round and site. Raises `RecordError`."""
     return [read(path, run) for path in paths_of(folder)]
 
 
 def paths_of(folder: Path) -> list[Path]:
-    """Files of all verdicts below a run's folder, by round and site."""
+    """List the files of all verdicts below a run's folder, sorted by round and site."""
     return sorted((folder / "record" / FOLDER).glob("[!.]*.json"))
 
 

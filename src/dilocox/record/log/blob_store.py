@@ -1,9 +1,10 @@
-"""A content-addressed store: what is in it is found by its SHA-256, and nothing else.
+"""Content-addressed store: each object is found only by its SHA-256.
 
-`sha256/ab/cdef…` below a folder or any fsspec URL. What is read is hashed again, so it does not
-matter who keeps the store. The states in which rounds begin lie in stores of their own below it,
-one per round: an old one can be removed without a look at what else may need its bytes. So do the
-payloads of rounds that do not stay for ever (see `dilocox.record.writer.windows`).
+Objects are files `sha256/ab/cdef…` below a folder or any fsspec URL. Every read is hashed and
+checked, so readers need not trust the operator of the store. The start states of each round are in
+a store of their own below the main store. So old states can be removed without checking whether
+other objects need the same bytes. Payloads of rounds that are removed later are in stores of their
+own, too (see `dilocox.record.writer.windows`).
 """
 
 from __future__ import annotations
@@ -24,31 +25,30 @@ log = logging.getLogger(__name__)
 
 STATES = "states"
 BF16 = ".bf16"
-"""Ends the name of an fp32 tensor whose values are all in bf16: what lies there is the upper half
-of each value, and the name is the SHA-256 of the fp32 bytes."""
+"""File name suffix of an fp32 tensor whose values are all exact in bf16. The file holds the upper
+half of each value; the rest of the name is the SHA-256 of the fp32 bytes."""
 _WINDOW_DEPTH = 6
 """Folders from the windows to a file: site, rank, round, `sha256`, its first digits."""
 DOCUMENT_BYTES = 1 << 28
-"""Of what is no tensor and no payload: lists of tensors and the like."""
+"""Most bytes of an object that is neither tensor nor payload, such as a list of tensors."""
 WINDOWS = "windows"
-"""Payloads of rounds that are removed one day, with what a replay of them begins from."""
+"""Folder of payloads that are removed later, together with the start states of their replay."""
 
 
 def states_of(where: str, round_: int) -> str:
-    """Where the states in which a round begins lie, of the store at `where`."""
+    """Return the place of the store with a round's start states, below the store at `where`."""
     return f"{where.rstrip('/')}/{STATES}/{round_:08d}"
 
 
 class Removals:
-    """Removes what need not stay. A store that cannot remove anything is warned of once: it grows,
-    and nothing is lost."""
+    """Removes old objects. Warns once if a store cannot remove any: it grows, but loses nothing."""
 
     def __init__(self, warn: Callable[[str], None], stays: str) -> None:
         self._warn, self._stays = warn, stays
         self._warned = False
 
     def attempt(self, remove: Callable[[], object]) -> None:
-        """Call `remove`, which may raise `RecordError`."""
+        """Call `remove`; log a `RecordError` of it, and warn with the first one."""
         try:
             remove()
         except RecordError as error:
@@ -62,8 +62,8 @@ class Removals:
 class Store:
     """One store, at a folder or fsspec URL.
 
-    What fails over a network when something is put there is tried again for `patience` seconds. A
-    full disk is waited for (`room`).
+    A write that fails over a network is retried for `patience` seconds. On a full disk a write
+    waits for room (`room`). The constructor raises `RecordError` if the store cannot be opened.
     """
 
     def __init__(self, where: str, patience: float = 0.0, room: Room | None = None) -> None:
@@ -83,11 +83,14 @@ class Store:
 
     @property
     def folder(self) -> Path | None:
-        """Where it lies on this machine; none if it does not."""
+        """The store's folder on this machine; None for storage elsewhere."""
         return Path(self._root).absolute() if self._local else None
 
     def path(self, digest: str) -> str:
-        """Where the bytes with this digest (64 hex digits) lie. Raises `RecordError`."""
+        """Return the path of the object with this digest, 64 hex digits.
+
+        Raises `RecordError` if `digest` is malformed.
+        """
         try:
             digest_text(digest)
         except ValueError as error:
@@ -95,25 +98,28 @@ class Store:
         return f"{self._root.rstrip('/')}/sha256/{digest[:2]}/{digest[2:]}"
 
     def has(self, digest: str) -> bool:
-        """True if something is there; only `get` says whether it is right."""
+        """Return True if the store has a file for this digest; only `get` checks its bytes."""
         path = self.path(digest)
         there = self._files.exists(path) or self._files.exists(path + BF16)
         return bool(there) or digest in self._in_windows()
 
     def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
-        """Keep `data`; its digest. `digest`: of `data`, if it is known already.
+        """Store `data`; return its digest. `digest`: the digest of `data`, if known already.
 
-        All or nothing where storage allows: in a folder, which survives a power cut, and in object
-        storage. Elsewhere half of it may be there after a break; it is written again then, and
-        `get` refuses it until it is whole. Raises `RecordError`.
+        In a folder and in object storage the write is atomic; in a folder it also survives a power
+        cut. In other storage a partial object may be left after an error. `get` refuses a partial
+        object, and the next `put` writes it again. Raises `RecordError` if the write fails.
         """
         digest = sha256(data) if digest is None else digest
         self._keep(self.path(digest), data)
         return digest
 
     def put_bf16(self, data: bytes | memoryview, digest: str) -> None:
-        """Keep the fp32 tensor with this digest, of which `data` are the values in bf16, which lose
-        nothing: `get` gives the fp32 bytes. Raises `RecordError` as `put`."""
+        """Store an fp32 tensor whose values are all exact in bf16.
+
+        `data`: the values in bf16. `digest`: SHA-256 of the fp32 bytes, which `get` returns. Raises
+        `RecordError` like `put`.
+        """
         self._keep(self.path(digest) + BF16, data)
 
     def _keep(self, path: str, data: bytes | memoryview) -> None:
@@ -127,13 +133,14 @@ class Store:
             raise RecordError(f"{self.where}: cannot be written ({reason})") from None
 
     def states(self, round_: int) -> Store:
-        """The store of the states in which a round begins."""
+        """Return the store of the start states of a round."""
         return Store(states_of(self.where, round_), self._patience, self.room)
 
     def drop_states(self, before: int) -> list[int]:
-        """Remove the states of all rounds below `before`; which rounds. Raises `RecordError`.
+        """Remove the states of all rounds below `before`; return these rounds.
 
-        What another rank removes at the same time is no error.
+        It is no error if another rank removes the same states at the same time. Raises
+        `RecordError` if states cannot be removed.
         """
         place = f"{self._root.rstrip('/')}/{STATES}"
         dropped = []
@@ -150,18 +157,17 @@ class Store:
         return dropped
 
     def window(self, rank: str, round_: int) -> Store:
-        """The store of a rank's window (see `dilocox.record.writer.windows`) that begins with a
-        round.
+        """Return the store of a rank's window that begins with round `round_`.
 
-        `rank`: `SITE/STAGE.SHARD`.
+        `rank`: `SITE/STAGE.SHARD`. See `dilocox.record.writer.windows`.
         """
         place = f"{self.where.rstrip('/')}/{WINDOWS}/{rank}/{round_:08d}"
         found = Store(place, self._patience, self.room)
-        found._index = {}  # a window has none below it
+        found._index = {}  # a window has no windows below it
         return found
 
     def windows(self, rank: str) -> dict[int, int]:
-        """Bytes of a rank's windows, by first round. Raises `RecordError`."""
+        """Return the bytes of each of a rank's windows, by first round. Raises `RecordError`."""
         place = f"{self._root.rstrip('/')}/{WINDOWS}/{rank}"
         try:
             if not self._files.exists(place):
@@ -188,10 +194,10 @@ class Store:
             raise RecordError(f"{self.where}: old rounds cannot be removed ({reason})") from None
 
     def _in_windows(self) -> dict[str, list[str]]:
-        """Paths of the files in windows, by digest; as they were when this was first asked for."""
+        """Return the paths of files in windows by digest, from an index built on first use."""
         if self._index is None:
             place, found = f"{self._root.rstrip('/')}/{WINDOWS}", dict[str, list[str]]()
-            # A store has either windows or states above the same place, and windows have none.
+            # Only the main store has windows; neither windows nor states have windows below them.
             if self._files.exists(place):
                 for path in bounded_reads.find(self._files, place, _WINDOW_DEPTH):
                     *_, kind, head, rest = path.rsplit("/", 3)
@@ -205,19 +211,20 @@ class Store:
             return
         folder = path.rsplit("/", 1)[0]
         self._files.makedirs(folder, exist_ok=True)
-        # Object storage shows a file when it is whole; a file system needs a second name. On one
-        # that is reached over a network, moving may be a copy: there the size tells.
+        # Object storage shows a file only when it is whole. A local file system needs a temporary
+        # name for that. On a file system over a network a move may be a copy: there `_is_whole`
+        # tells from the size whether a file is whole.
         part = f"{folder}/.{secrets.token_hex(8)}.part" if self._local else path
         try:
             with self._files.open(part, "wb") as file:
                 file.write(data)
                 if self._local:
-                    # Before its name: what is there already is never written again.
+                    # Sync before the rename: an existing file is never written again.
                     file.flush()
                     os.fsync(file.fileno())
         except OSError:
             if part != path:
-                # On a full disk the remains would be in the way of the next try.
+                # On a full disk the partial file would take the space that the next attempt needs.
                 with contextlib.suppress(OSError):
                     self._files.rm_file(part)
             raise
@@ -226,17 +233,18 @@ class Store:
             sync_folder(Path(folder))
 
     def _is_whole(self, path: str, size: int) -> bool:
-        """Whether what is to be written there is there: a write may have broken off."""
+        """Return True if the file exists with this size; an interrupted write leaves a smaller."""
         try:
             return bool(self._files.info(path).get("size") == size)
         except OSError:
-            return False  # whatever else is wrong there, writing says
+            return False  # the write that follows reports any other problem
 
     def get(self, digest: str, most: int | None = None) -> bytes:
-        """The bytes with this digest, `most` at the most (None: half of this machine's memory).
+        """Return the bytes with this digest.
 
-        Several windows may hold them: the first right copy is given. Raises `MissingError` if there
-        is no copy, `RecordError` if every copy has another digest, is larger or cannot be read.
+        `most`: most bytes to read; None: half of this machine's memory. If several windows hold a
+        copy, the first correct copy is returned. Raises `MissingError` if there is no copy, and
+        `RecordError` if every copy has wrong bytes, is larger than `most`, or cannot be read.
         """
         path = self.path(digest)
         most = bounded_reads.memory_limit() if most is None else most
@@ -251,18 +259,18 @@ class Store:
         raise problems[0] if problems else MissingError(f"{path}: not in the store")
 
     def _places(self, path: str, digest: str) -> Iterator[str]:
-        """Where the bytes may lie, the likeliest place first."""
+        """Iterate over the paths at which the bytes may be, most likely first."""
         yield path
         yield path + BF16
         known = self._in_windows().get(digest, [])
         yield from known
         if known:
-            # A run that goes on may have removed these windows; newer ones may hold the bytes, too.
+            # A run in progress may have removed these windows; newer windows may hold the bytes.
             self._index = None
             yield from (each for each in self._in_windows().get(digest, []) if each not in known)
 
     def _read(self, path: str, digest: str, most: int) -> bytes:
-        """Raises `FileNotFoundError`, `RecordError`."""
+        """Read and check one copy. Raises `FileNotFoundError` or `RecordError`."""
         unsafe = unsafe_reason(Path(path), Path(self._root)) if self._local else ""
         if unsafe:
             raise RecordError(f"{path}: {unsafe}; a store is plain files")
@@ -281,34 +289,41 @@ class Store:
 
 
 def widened(data: bytes) -> bytes:
-    """fp32 bytes, little-endian, of values in bf16."""
+    """Convert bf16 values to fp32; both are little-endian bytes."""
     if len(data) % 2:
-        return data  # broken off: no digest is that of half a value
+        return data  # a partial file: the caller's digest check refuses it
     found = bytearray(2 * len(data))
     found[2::4], found[3::4] = data[0::2], data[1::2]
     return bytes(found)
 
 
 class Stores:
-    """Several stores, read as one: the first that holds the right bytes gives them."""
+    """Several stores, read as one: reads take the first store that has the correct bytes."""
 
     def __init__(self, stores: list[Store], most: int | None = None) -> None:
-        """`most`: bytes of one object, until `allow` says that there may be more (None: see
-        `Store.get`)."""
+        """Read from `stores`, in order.
+
+        `most`: most bytes of one object, until `allow` raises the limit; None: see `Store.get`.
+        """
         self._stores = stores
         self._most = most
         self._sizes: dict[str, int] = {}
 
     def allow(self, state: int) -> None:
-        """A state of the run has so many bytes, as it was signed. No object has more than twice as
-        many: those of a codec take 8 bytes per value at the most, a state 4."""
+        """Raise the limit for a run with a signed state of `state` bytes.
+
+        No other object is more than twice as large: a codec's payload takes at most 8 bytes per
+        value, a state 4.
+        """
         if self._most is not None:
             most = max(self._most, 2 * state + DOCUMENT_BYTES)
             self._most = min(most, bounded_reads.memory_limit())
 
     def expect(self, tensors: Iterable[TensorDigest]) -> None:
-        """Signed states have these tensors: of each no more is read than that, and of any other
-        object no more than `allow` says for all of them together."""
+        """Limit reads of these tensors of signed states to their sizes.
+
+        Other objects get the limit of `allow` for the sum of all tensors.
+        """
         for each in tensors:
             self._sizes[each.sha256] = max(each.size, self._sizes.get(each.sha256, 0))
         self.allow(sum(self._sizes.values()))
@@ -316,22 +331,26 @@ class Stores:
     def _limit(self, digest: str) -> int | None:
         if self._most is None or digest not in self._sizes:
             return self._most
-        # Of bytes that are a little longer than was signed it is said that they are.
+        # The allowance lets a slightly longer object fail by its digest, with a clear message.
         return min(self._sizes[digest] + DOCUMENT_BYTES, bounded_reads.memory_limit())
 
     def has(self, digest: str) -> bool:
-        """True if something is there in some store; only `get` says whether it is right."""
+        """Return True if a store has a file for this digest; only `get` checks its bytes."""
         return any(store.has(digest) for store in self._stores)
 
     def get(self, digest: str) -> bytes:
-        """As `Store.get`; the error is that of a store which holds something, if one does."""
+        """Return the bytes with this digest.
+
+        Raises the `RecordError` of the first store with a wrong copy, if any store has a copy;
+        `MissingError` otherwise.
+        """
         problems, most = [], self._limit(digest)
         for store in self._stores:
             if not store.has(digest):
                 continue
             try:
                 return store.get(digest, most)
-            except MissingError:  # removed since it was looked for
+            except MissingError:  # removed since `has` found it
                 continue
             except RecordError as error:
                 problems.append(error)
@@ -342,4 +361,4 @@ class Stores:
 
 
 class MissingError(RecordError):
-    """Bytes that no store holds: they may lie elsewhere."""
+    """No store has the bytes; they may be elsewhere."""

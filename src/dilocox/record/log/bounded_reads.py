@@ -1,5 +1,7 @@
-"""Reading what a stranger's storage serves, up to a limit. A web server may send without end, and
-may name more files than there are."""
+"""Reads from a stranger's storage, with limits on bytes and on names.
+
+A malicious web server may send data without end, and may list files without end.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,26 @@ from dilocox.errors import RecordError
 
 CHUNK = 1 << 22
 PAGE_BYTES = 1 << 24
-"""Of a web server's page that lists a folder."""
+"""Most bytes of a web server's page that lists a folder."""
 NAMES = 1_000_000
-"""In one folder, or below it."""
+"""Most names in one folder and below it."""
 _LINK = re.compile(r"""<a\s[^>]*?href\s*=\s*["']([^"'>]+)["']""", re.IGNORECASE)
 
 
 def memory_limit() -> int:
-    """Bytes of one object at the most, whatever a record says: half of this machine's memory."""
+    """Return the limit of one object, whatever a record says: half of this machine's memory, bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def read(files: Any, path: str, most: int) -> bytes:
-    """The bytes of the file `path` of the fsspec file system `files`.
+    """Return the bytes of file `path` of the fsspec file system `files`.
 
-    Raises `RecordError` for more than `most` bytes, at the latest when so many have come, and
-    `OSError` as the storage does.
+    Raises `RecordError` if the file has more than `most` bytes; no more bytes than that are kept.
+    Raises `OSError` if the storage does.
     """
     if _is_web(files):
         return b"".join(_chunks(files, path, most))
-    # Of other storage the size is known, and no more is read than that.
+    # Other storage knows the size of a file and does not send more.
     if (files.info(path).get("size") or 0) > most:
         raise _larger(path, most)
     found: bytes = files.cat_file(path)
@@ -42,7 +44,7 @@ def read(files: Any, path: str, most: int) -> bytes:
 
 
 def copy(files: Any, path: str, target: Path, most: int) -> int:
-    """Copy a file of `files` to `target`; its bytes. Raises as `read`."""
+    """Copy a file of `files` to `target`; return its number of bytes. Raises like `read`."""
     size = 0
     with target.open("wb") as file:
         for chunk in _chunks(files, path, most):
@@ -52,12 +54,13 @@ def copy(files: Any, path: str, target: Path, most: int) -> int:
 
 
 def names(files: Any, place: str) -> list[tuple[str, bool]]:
-    """Names in the folder `place`, and which of them are folders. Raises as `read`."""
+    """List the folder `place` as (name, is a folder). Raises like `read`."""
     if not _is_web(files):
         found = []
         for each in files.ls(place, detail=True):
             where, _, name = str(each["name"]).rstrip("/").rpartition("/")
-            # Object storage may name the folder itself. What is no file is not to be read.
+            # Object storage may list the folder itself, which is left out. An entry that is not a
+            # plain file counts as a folder, so that nobody reads it.
             if each["type"] == "file" or where == place.rstrip("/"):
                 found.append((name, each["type"] != "file"))
         return found
@@ -73,9 +76,9 @@ def names(files: Any, place: str) -> list[tuple[str, bool]]:
 
 
 def find(files: Any, place: str, depth: int) -> Iterator[str]:
-    """Paths of the files below the folder `place`, at most `depth` folders down.
+    """Iterate over the paths of files below the folder `place`, at most `depth` folders down.
 
-    Raises as `read`, and `RecordError` for too many.
+    Raises like `read`, and `RecordError` for more than `NAMES` names.
     """
     if not _is_web(files):
         yield from map(str, files.find(place))
@@ -94,8 +97,8 @@ def find(files: Any, place: str, depth: int) -> Iterator[str]:
 
 
 def _chunks(files: Any, path: str, most: int) -> Iterator[bytes]:
-    # Without blocks an HTTP answer is read as it comes. By blocks each answer is read whole, and a
-    # server may answer a question for one block with anything.
+    # With block size 0 an HTTP answer is read as a stream. With blocks, fsspec reads each answer
+    # whole, and a server may answer a request for one block with any number of bytes.
     options = {"block_size": 0} if _is_web(files) else {}
     size = 0
     with files.open(path, "rb", **options) as file:

@@ -1,8 +1,8 @@
-"""Whether bytes are canonical JSON (RFC 8785), told quickly for almost all that a log holds.
+"""Fast encoding and parsing of canonical JSON (RFC 8785), for almost all entries of a log.
 
-Python's own encoder writes what RFC 8785 asks for, as long as there is no large integer, nothing
-but ASCII, and no float that is a whole number or needs an exponent. All else is for `rfc8785`,
-which takes ten times as long.
+Python's own encoder gives canonical JSON if all text is ASCII, no integer is large, and no float is
+a whole number or needs an exponent. All other values go to the package `rfc8785`, which takes ten
+times as long.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import rfc8785
 
 _DIGITS = 15
-"""Integers of so many digits are below 2^53."""
+"""Integers of at most so many digits are below 2^53."""
 
 
 class _OtherError(Exception):
-    """A number that is for `rfc8785`."""
+    """A number that Python's encoder may not write in canonical form."""
 
 
 def _constant(text: str) -> float:
@@ -25,7 +25,7 @@ def _constant(text: str) -> float:
 
 
 def _float(text: str) -> float:
-    """A float that Python and RFC 8785 write alike: the shortest digits, and no exponent."""
+    """Parse a float that Python and RFC 8785 write alike: shortest digits, no exponent."""
     found = float(text)
     if "e" in text or text.endswith(".0") or repr(found) != text:
         raise _OtherError
@@ -43,9 +43,9 @@ _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys
 
 
 def parsed(text: str) -> tuple[Any, bool]:
-    """The JSON value of `text`, and whether `encoded` gives its canonical form.
+    """Parse JSON; return the value, and whether Python's encoder gives its canonical form.
 
-    Raises ValueError for what is no JSON, and RecursionError.
+    Raises `ValueError` if `text` is not JSON, and `RecursionError` if it is nested too deeply.
     """
     if text.isascii():
         try:
@@ -56,9 +56,10 @@ def parsed(text: str) -> tuple[Any, bool]:
 
 
 def encoded(value: Any, plain: bool) -> bytes:
-    """The canonical JSON of a value, or of its parts put together anew; `plain`: as `parsed` says.
+    """Encode a parsed value, or a new value made of its parts, as canonical JSON.
 
-    Raises `rfc8785.CanonicalizationError`, TypeError and ValueError for what has none.
+    `plain`: the flag that `parsed` returned. Raises `rfc8785.CanonicalizationError`, `TypeError` or
+    `ValueError` if the value has no canonical form.
     """
     if plain:
         return _encoder.encode(value).encode()
@@ -66,11 +67,11 @@ def encoded(value: Any, plain: bool) -> bytes:
 
 
 def dumps(value: Any) -> bytes:
-    """The canonical JSON of a value. Raises as `encoded` does."""
+    """Encode any value as canonical JSON. Raises like `encoded`."""
     try:
         text = _encoder.encode(value)
         found, plain = parsed(text)
     except (TypeError, ValueError, RecursionError):
         return rfc8785.dumps(value)
-    # Not equal: tuples, and names that are no text, of which `rfc8785` has its own opinion.
+    # The parsed value differs for tuples and for keys that are not text: `rfc8785` decides there.
     return text.encode() if plain and found == value else rfc8785.dumps(value)

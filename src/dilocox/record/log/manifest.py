@@ -15,11 +15,14 @@ from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.version import __version__
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
-"""Whose versions the manifest names, beside dilocox's and Python's."""
+"""Packages whose versions the manifest names, beside dilocox and Python."""
 
 
 def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
-    """What is known of a run when it begins."""
+    """Return the predicate of the manifest: the facts of a run that are known at its start.
+
+    `log_key`: the log's public key, as text. Raises `DataError` like `data_digests`.
+    """
     return {
         "name": config.run.name,
         "config": config.shared(),
@@ -41,10 +44,10 @@ def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
 
 
 def data_digests(config: RunConfig) -> dict[str, str] | None:
-    """Of the token files that all sites share: digest of their manifest, and SHA-256 of their
-    Croissant description. None where the coordinator has no token files: the sites name theirs.
+    """Return the digest of the shared token files' manifest, and of their Croissant description.
 
-    Raises `DataError` for a manifest that cannot be read.
+    Both are SHA-256, hex. Returns None if the coordinator has no token files; then the sites name
+    the digests. Raises `DataError` if the token files' manifest cannot be read.
     """
     if not (config.data_folder / MANIFEST).exists():
         return None
@@ -57,7 +60,7 @@ def data_digests(config: RunConfig) -> dict[str, str] | None:
 
 
 def code_digest() -> str:
-    """SHA-256 over the names and bytes of this dilocox's own source files, hex."""
+    """Return the SHA-256, hex, over names and bytes of this dilocox's source files."""
     root = Path(__file__).parents[2]
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):

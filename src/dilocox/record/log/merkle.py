@@ -1,7 +1,7 @@
 """Merkle trees of RFC 6962, section 2.1: roots, inclusion proofs, consistency proofs.
 
-A leaf is hashed as SHA-256(0x00 ‖ data), an inner node as SHA-256(0x01 ‖ left ‖ right); a tree of n
-leaves splits at the largest power of two below n. All hashes are 32 bytes. Pure functions.
+A leaf is hashed as SHA-256(0x00 ‖ data), an inner node as SHA-256(0x01 ‖ left ‖ right). A tree of n
+leaves splits at the largest power of two below n. All hashes are 32 bytes. All functions are pure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Sequence
 
 EMPTY = hashlib.sha256().digest()
-"""Root of the tree without leaves."""
+"""Root of the empty tree."""
 
 
 def leaf_hash(data: bytes) -> bytes:
@@ -24,17 +24,17 @@ def node_hash(left: bytes, right: bytes) -> bytes:
 
 
 class Frontier:
-    """A tree that only grows: the roots of its perfect subtrees, largest first."""
+    """Append-only tree. It stores only the roots of its perfect subtrees, largest first."""
 
     def __init__(self, leaves: Iterable[bytes] = ()) -> None:
-        """`leaves`: hashes, as `leaf_hash` gives them."""
+        """Build the tree over `leaves`, which are hashes from `leaf_hash`."""
         self.size = 0
         self._roots: list[bytes] = []
         for leaf in leaves:
             self.append(leaf)
 
     def append(self, leaf: bytes) -> None:
-        """Add the hash of a leaf."""
+        """Append the hash of a leaf."""
         carry, size = leaf, self.size
         while size & 1:
             carry = node_hash(self._roots.pop(), carry)
@@ -44,12 +44,15 @@ class Frontier:
 
     @property
     def roots(self) -> list[bytes]:
-        """Roots of the perfect subtrees, largest first: with the size all that there is to know."""
+        """Roots of the perfect subtrees, largest first; with `size` they define the tree."""
         return list(self._roots)
 
     @classmethod
     def of(cls, size: int, roots: Sequence[bytes]) -> Frontier:
-        """The tree of so many leaves with these `roots`. Raises `ValueError` if there is none."""
+        """Rebuild the tree of `size` leaves with these `roots`.
+
+        Raises `ValueError` if the number of roots does not match `size`.
+        """
         if size < 0 or size.bit_count() != len(roots) or any(len(each) != 32 for each in roots):
             raise ValueError(f"a tree of {size} leaves has no {len(roots)} subtrees")
         tree = cls()
@@ -58,7 +61,7 @@ class Frontier:
 
     @property
     def root(self) -> bytes:
-        """Root of the tree as it is now."""
+        """Root of the current tree."""
         if not self._roots:
             return EMPTY
         result = self._roots[-1]
@@ -68,14 +71,15 @@ class Frontier:
 
 
 def root_of(leaves: Sequence[bytes]) -> bytes:
-    """Root of the tree over these leaf hashes."""
+    """Return the root of the tree over these leaf hashes."""
     return Frontier(leaves).root
 
 
 def roots_at(leaves: Iterable[bytes], sizes: Collection[int]) -> dict[int, bytes]:
-    """Roots of the trees over the first leaves, for each of `sizes` that there are so many of.
+    """Return the roots of the trees over the first n leaves, for each n of `sizes`.
 
-    `leaves`: hashes. They are gone through once, no further than is needed.
+    Sizes beyond the number of leaves are left out. `leaves`: leaf hashes, which are read once, and
+    no further than the largest size.
     """
     tree, wanted, last = Frontier(), set(sizes), max(sizes, default=-1)
     found = {0: EMPTY} if 0 in wanted else {}
@@ -90,14 +94,14 @@ def roots_at(leaves: Iterable[bytes], sizes: Collection[int]) -> dict[int, bytes
 
 
 def _split(size: int) -> int:
-    """Largest power of two below `size`, which is 2 or more."""
+    """Return the largest power of two below `size`; `size` must be at least 2."""
     return 1 << (size - 1).bit_length() - 1
 
 
 def inclusion_proof(leaves: Sequence[bytes], index: int) -> list[bytes]:
-    """Path of leaf `index` in the tree over `leaves`, from the leaf upwards.
+    """Return the inclusion proof of leaf `index` in the tree over `leaves`, from the leaf upwards.
 
-    Raises `ValueError` if there is no such leaf.
+    Raises `ValueError` if `index` is out of range.
     """
     if not 0 <= index < len(leaves):
         raise ValueError(f"a tree of {len(leaves)} leaves has no leaf {index}")
@@ -110,9 +114,9 @@ def inclusion_proof(leaves: Sequence[bytes], index: int) -> list[bytes]:
 
 
 def is_included(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes) -> bool:
-    """True if `proof` shows `leaf` as number `index` of the tree of `size` leaves with `root`.
+    """Return True if `proof` proves `leaf` at `index` in the tree of `size` leaves with `root`.
 
-    The algorithm of RFC 9162, section 2.1.3.2 (the same tree).
+    Uses the algorithm of RFC 9162, section 2.1.3.2, which has the same trees.
     """
     if not 0 <= index < size:
         return False
@@ -131,7 +135,7 @@ def is_included(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root
 
 
 def consistency_proof(leaves: Sequence[bytes], earlier: int) -> list[bytes]:
-    """Proof that the tree over the first `earlier` leaves is a beginning of the whole one.
+    """Return the proof that the tree over the first `earlier` leaves is a prefix of the whole tree.
 
     Raises `ValueError` unless 0 < `earlier` <= number of leaves.
     """
@@ -152,9 +156,9 @@ def _subproof(leaves: Sequence[bytes], earlier: int, whole: bool) -> list[bytes]
 def is_consistent(
     earlier: int, earlier_root: bytes, size: int, root: bytes, proof: Sequence[bytes]
 ) -> bool:
-    """True if `proof` shows the tree of `earlier` leaves as a beginning of that of `size`.
+    """Return True if `proof` shows that the tree of `size` leaves continues that of `earlier`.
 
-    The algorithm of RFC 9162, section 2.1.4.2.
+    Uses the algorithm of RFC 9162, section 2.1.4.2.
     """
     if not 0 < earlier <= size:
         return False

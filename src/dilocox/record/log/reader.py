@@ -1,8 +1,8 @@
-"""Opens the lines of a log and checks their signatures, a long log's on all cores.
+"""Parses the lines of a log and checks their signatures; for a long log, on all cores.
 
-Run as a module, it is one of the workers: batches of lines come in on its standard input, and on
-its standard output goes what became of each. Both are in the marshal format, which only this
-process and its own workers speak.
+Run as a program, this module is one worker process. The worker reads batches of lines from standard
+input, and writes the parsed lines to standard output. Both are in the marshal format, which is safe
+because only a process and its own workers exchange it.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from dilocox.record.log import statements as s
 BATCH = 1000
 """Lines that a worker gets at once."""
 FEW = 6 * BATCH
-"""So many are opened here: a worker takes half a second to start."""
+"""Lines below which no worker is started, because a worker takes half a second to start."""
 BYTES = 8 * 2**20
-"""A batch is no longer, but for its last line: a stranger's log may have long ones."""
+"""Characters after which a batch ends early: a stranger's log may have long lines."""
 MOST_WORKERS = 6
-"""More open lines faster than one process can judge what they say."""
+"""Most workers. More workers would parse faster than one process can judge the statements."""
 _LENGTH = 4
 
 Raw = tuple[str, dict[str, str], dict[str, Any], str] | str
-"""Type, subjects and predicate of a statement, and who has signed it; or why a line is none."""
+"""(type, subjects, predicate, signing key) of a statement, or the reason why a line is none."""
 
 
 class Line(NamedTuple):
-    """A line of a log, opened."""
+    """A parsed line of a log."""
 
     text: str
     statement: s.Statement | None
-    """None: the line is no statement."""
+    """None if the line is not a statement."""
     signer: str
-    """The key, 64 hex digits, that has signed; empty: none has. Of a statement of an unknown type
-    nobody looks at the signature."""
+    """The key, 64 hex digits, that has signed; empty if the signature is wrong. Signatures of
+    unknown types are not checked, and `signer` is empty."""
     fault: str
-    """Why the line is no statement."""
+    """Reason why the line is not a statement; empty if it is one."""
 
 
 def read_lines(entries: Iterable[str], workers: int | None = None) -> Generator[Line, None, None]:
-    """All lines in their order, opened.
+    """Parse all lines, in order.
 
-    `workers`: processes; None: one for each core, if there are several. An error that `entries`
-    raises comes after the lines before it. Whoever does not go to the end closes the iterator.
+    `workers`: number of worker processes; None: one per core, if there are several cores. An
+    exception of `entries` is raised after the lines before it. A caller that does not read to the
+    end must close the generator.
     """
     most = min(_cores(), MOST_WORKERS) if workers is None else workers
     source = iter(entries)
@@ -71,11 +72,11 @@ def read_lines(entries: Iterable[str], workers: int | None = None) -> Generator[
 
 
 def _next(source: Iterator[str], most: int) -> tuple[list[str], Exception | None]:
-    """The next lines, so many or the bytes of a batch, and the error that has ended them."""
+    """Take the next lines, up to `most` lines or `BYTES`, and the error that ended them, if any."""
     found: list[str] = []
     size = 0
     try:
-        # Line by line: what comes before an error is not lost.
+        # Line by line, so that lines before an error are not lost.
         for text in itertools.islice(source, most):
             found.append(text)
             size += len(text)
@@ -91,7 +92,7 @@ def _size(lines: list[str]) -> int:
 
 
 def _cores() -> int:
-    """Cores for workers; 0: this process has a single one."""
+    """Return the number of cores for workers; 0 if this process has a single core."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return found if found > 1 else 0
 
@@ -122,7 +123,7 @@ def _opened(text: str) -> Raw:
 
 
 class _Pool:
-    """Worker processes, each with a thread here that hands it batches."""
+    """A pool of worker processes, each fed by a thread of this process."""
 
     def __init__(self, workers: int) -> None:
         self._most = workers
@@ -131,7 +132,7 @@ class _Pool:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def lines(self, entries: Iterator[str]) -> Iterator[Line]:
-        """See `read_lines`."""
+        """Parse all lines, in order; see `read_lines`."""
         pending: deque[tuple[list[str], Future[list[Raw]]]] = deque()
         broken: Exception | None = None
         while broken is None:
@@ -139,7 +140,7 @@ class _Pool:
             if not batch:
                 break
             pending.append((batch, self._threads.submit(self._batch, batch)))
-            # A log is larger than memory.
+            # Limit the lines in memory: a log may be larger than memory.
             if len(pending) > 2 * self._most:
                 yield from _done(*pending.popleft())
         while pending:
@@ -148,8 +149,8 @@ class _Pool:
             raise broken
 
     def close(self) -> None:
-        """End the workers."""
-        # First: a thread may be starting its worker just now.
+        """End the threads and the workers."""
+        # Threads first: one of them may be starting its worker just now.
         self._threads.shutdown(cancel_futures=True)
         for process in self.processes:
             with contextlib.suppress(OSError):
@@ -158,7 +159,7 @@ class _Pool:
             process.stdout.close()  # type: ignore[union-attr]
 
     def _batch(self, batch: list[str]) -> list[Raw]:
-        """In a thread, which has a worker of its own. What no worker does is done here."""
+        """Parse a batch in this thread's own worker; parse it here if the worker fails."""
         try:
             process = self._worker()
             assert process.stdin is not None
@@ -169,7 +170,7 @@ class _Pool:
                 found: list[Raw] = marshal.loads(answer)  # noqa: S302 - of our own worker
                 return found
         except (OSError, ValueError, EOFError):
-            pass  # it could not be started, or was killed: all the same, this is opened
+            pass  # the worker could not be started, or was killed: parse the batch here
         return [_opened(text) for text in batch]
 
     def _worker(self) -> subprocess.Popen[bytes]:
@@ -196,7 +197,7 @@ def _send(file: IO[bytes], body: bytes) -> None:
 
 
 def _received(file: IO[bytes]) -> bytes | None:
-    """None: there is no more."""
+    """Receive the next message; None at the end."""
     header = file.read(_LENGTH)
     body = file.read(int.from_bytes(header, "little"))
     whole = len(header) == _LENGTH and len(body) == int.from_bytes(header, "little")
@@ -204,7 +205,7 @@ def _received(file: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    """One worker. It ends without an answer if one has no marshal form: nested too deeply."""
+    """Run one worker. It ends without an answer if a statement is nested too deeply for marshal."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
     while (body := _received(source)) is not None:
         batch: list[str] = marshal.loads(body)  # noqa: S302 - of the process that has started this
@@ -216,6 +217,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The process that has started this is interrupted, too, and says so.
+    # The parent process gets the same interrupt and reports it.
     with contextlib.suppress(KeyboardInterrupt):
         main()

@@ -1,4 +1,4 @@
-"""By which keys the sites of a run have signed, and what lets a name have another one."""
+"""Signing keys of a run's sites, and the rules under which a site may get a new key."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from dilocox.errors import RecordError
 
 @dataclass
 class SiteKeys:
-    """Keys of the record, as its enrolments name them one after the other."""
+    """The keys of all sites, collected from the record's enrolments in order."""
 
     kept: bool = False
-    """The coordinator has held every name to its key; else sites took a new one for every start."""
+    """True if the coordinator required every site to keep its key. False in records of versions
+    in which a site had a new key at every start."""
     known: dict[str, list[str]] = field(default_factory=dict)
-    """By site: its keys, hex, in order."""
+    """Keys by site, hex, in order of enrolment."""
     _free: set[str] = field(default_factory=set)
-    """Sites whose next key may be another one, by the operator's word."""
+    """Sites that may enrol with a new key, because the operator has allowed it."""
 
     def enrolled(self, site: str, key: str) -> None:
-        """Take an enrolment. Raises `RecordError` for another key that nothing lets it have."""
+        """Process an enrolment. Raises `RecordError` for a new key without permission."""
         keys = self.known.setdefault(site, [])
         if key in keys[-1:]:
             return
@@ -33,6 +34,6 @@ class SiteKeys:
         keys.append(key)
 
     def standing(self, said: Mapping[str, Any]) -> None:
-        """Take what the operator says of a name."""
+        """Process an operator's standing statement: `unban` and `forget-key` allow a new key."""
         if said["change"] in ("unban", "forget-key"):
             self._free.add(str(said["site"]))

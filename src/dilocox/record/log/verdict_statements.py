@@ -20,7 +20,7 @@ from dilocox.record.log.digests import digest_text, sha256
 from dilocox.record.log.state_statements import whole
 
 MOST_BYTES = 2048
-"""Largest statement with its envelope, bytes. Names of sites are all that varies in length."""
+"""Largest statement with its envelope, bytes. Only the names of sites vary in length."""
 _SITE = re.compile(SITE_NAME)
 _LAST = 2**53
 
@@ -30,7 +30,7 @@ class HandedIn:
     """A verdict as the log names it, signed by its auditor."""
 
     site: str
-    """Who was audited."""
+    """The site that was audited."""
     round: int
     verdict: AuditVerdict
     auditor: str
@@ -41,13 +41,13 @@ class HandedIn:
     digest: str
     """SHA-256 of the verdict's line in `record/audits`."""
     seen: int
-    """Statements of the log that the auditor had read."""
+    """Number of the log's first statements that the auditor had read."""
     number: int
-    """Which statement of the log this is, from 0."""
+    """Index of the statement in the log, from 0."""
 
     @classmethod
     def of(cls, statement: s.Statement, number: int) -> HandedIn:
-        """Raises `RecordError` for a statement that is not whole."""
+        """Parse statement `number` of the log. Raises `RecordError` if it is malformed."""
         said = statement.predicate
         with whole(statement):
             found = cls(
@@ -67,7 +67,7 @@ class HandedIn:
             return found
 
     def statement(self, run: str) -> s.Statement:
-        """Inverse of `of`, about the run with this id."""
+        """Build the statement for the run with id `run`; the inverse of `of`."""
         return s.Statement(
             s.VERDICT,
             {"verdict": self.digest},
@@ -84,12 +84,12 @@ class HandedIn:
 
     @property
     def file(self) -> tuple[str, ...]:
-        """What the file has to say and to be."""
+        """What the verdict's file must match: digest, auditor, site, round and verdict."""
         return self.digest, self.auditor, self.site, str(self.round), self.verdict
 
     @property
     def text(self) -> str:
-        """What it says, and whose word that is."""
+        """One line for users: the verdict, its auditor, and the member that handed it in."""
         by = f"site {self.by}" if self.by else "the operator"
         return (
             f"round {self.round} of {self.site}: {self.verdict}, signed by {self.auditor[:12]}… "
@@ -98,7 +98,13 @@ class HandedIn:
 
 
 def of_file(signed: Signed, line: str, by: str) -> HandedIn:
-    """What the log is to name of a verdict whose file has this one line."""
+    """Build the entry that names a verdict in the log.
+
+    Args:
+        signed: The verdict.
+        line: The single line of the verdict's file.
+        by: Site that hands the verdict in; empty for the run's operator.
+    """
     verdict = signed.verdict
     seen = 0 if signed.seen is None else signed.seen.size
     digest = digest_of(line)
@@ -108,21 +114,31 @@ def of_file(signed: Signed, line: str, by: str) -> HandedIn:
 
 
 def digest_of(line: str) -> str:
-    """SHA-256, hex, of a verdict's line."""
+    """Return the SHA-256, hex, of the line of a verdict's file."""
     return sha256(line.strip().encode())
 
 
 def latest(handed_in: Iterable[HandedIn]) -> list[HandedIn]:
-    """Of each auditor, the newest verdict on a round of a site: a file, too, takes the place of
-    the one before."""
+    """Keep each auditor's newest verdict on each round of each site, sorted by round and site.
+
+    A newer verdict replaces the earlier one, as its file replaces the earlier file.
+    """
     found = {(each.auditor, each.round, each.site): each for each in handed_in}
     return sorted(found.values(), key=lambda each: (each.round, each.site, each.number))
 
 
 def taken_in(text: str, run: str, by: str, number: int) -> HandedIn:
-    """A verdict that is to become statement `number` of the run's log, handed in by a member.
+    """Check a signed verdict that a member hands in for the log.
 
-    Raises `RecordError` unless its auditor has signed just that.
+    Args:
+        text: The envelope.
+        run: Id of the run.
+        by: Site whose token hands the verdict in; empty for the run's operator.
+        number: Index that the statement will have in the log.
+
+    Raises:
+        RecordError: The auditor has not signed this statement, or it is too long or malformed, or
+            it names another member.
     """
     if len(text) > MOST_BYTES:
         raise RecordError(f"{len(text)} characters; it may have {MOST_BYTES}")
@@ -140,9 +156,10 @@ def taken_in(text: str, run: str, by: str, number: int) -> HandedIn:
 
 
 def check_planned(found: HandedIn, sites: Collection[str], last: int) -> None:
-    """Raise `RecordError` for a verdict on what nobody can have audited.
+    """Raise `RecordError` for a verdict on a site or a round that cannot have been audited.
 
-    `sites` of the run; `last` round that was planned with states for audits, -1: none was.
+    `sites`: all sites of the run. `last`: last round planned with states for audits; -1 if none
+    was.
     """
     if found.site not in sites:
         raise RecordError(f"site {found.site}: not in the run file")
