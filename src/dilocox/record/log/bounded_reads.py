@@ -24,7 +24,7 @@ _LINK = re.compile(r"""<a\s[^>]*?href\s*=\s*["']([^"'>]+)["']""", re.IGNORECASE)
 
 
 def memory_limit() -> int:
-    """Return the limit of one object, whatever a record says: half of this machine's memory, bytes."""
+    """Return the most bytes of any object, whatever a record says: half of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
