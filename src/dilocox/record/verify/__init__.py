@@ -1,1 +1,1 @@
-"""Judges a record: claims, replay of outer steps, audits, published models."""
+"""Verification of a record: claims, replay of outer steps, audits, published models."""

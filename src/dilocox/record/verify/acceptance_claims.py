@@ -1,5 +1,7 @@
-"""Who has signed the run file, the data and the code of a record: the sites, or the coordinator
-alone. Pure."""
+"""Judges which sites signed the run file, the data and the code of a record. Pure.
+
+Without the sites' signatures these are the coordinator's word alone.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,18 @@ from dilocox.record.verify.run_history import RunHistory
 
 
 def counting(course: RunHistory) -> list[str]:
-    """Sites of which a contribution is in the model, or that have signed a state of the model."""
+    """Return the sites with a contribution in the model or a signed state of it, sorted."""
     found = {site for step in course.steps.values() for site in step.set}
     return sorted(found | {state.site for state in course.states})
 
 
 @readable
 def accepted(course: RunHistory, what: str) -> str:
-    """That every site that counts has signed the manifest, for the line of a claim.
+    """Check that every site whose contribution counts has signed the manifest.
 
-    Raises `RecordError` if one contradicts the manifest or what it has joined with, and
-    `NotRunError` if `what` is the coordinator's word alone, as in records of an older dilocox.
+    Returns a phrase for the line of a claim. Raises `RecordError` if an acceptance contradicts the
+    manifest or the site's enrolment, or is missing. Raises `NotRunError` if `what` is the
+    coordinator's word alone, as in records of an older dilocox.
     """
     for each in course.acceptances:
         _check(course, each)
@@ -58,8 +61,11 @@ def _check(course: RunHistory, found: Acceptance) -> None:
 
 @readable
 def accepted_data(course: RunHistory, digest: str, folder: str) -> str:
-    """That the token files in `folder`, of this digest, are those that every site that counts has
-    signed, for the line of the claim. Raises as `accepted` does, and `DataError`."""
+    """Check that every site whose contribution counts has signed the token files in `folder`.
+
+    `digest`: of these token files. Returns a phrase for the line of the claim. Raises `DataError`
+    if the sites named other token files, and raises like `accepted`.
+    """
     named = {str(each["data"]) for each in course.enrolments}
     own = {str(each.facts.data) for each in course.acceptances}
     shared = course.manifest.get("data")
@@ -73,7 +79,7 @@ def accepted_data(course: RunHistory, digest: str, folder: str) -> str:
 
 @readable
 def accepted_code(course: RunHistory) -> str:
-    """Which sites have signed that they ran the coordinator's code, for the line of the claim."""
+    """Return a phrase on which sites signed that they ran the coordinator's code."""
     there = {each.site: each.facts.code for each in course.acceptances}
     if not there:
         return "which code the sites ran is not signed"
@@ -87,5 +93,5 @@ def accepted_code(course: RunHistory) -> str:
 
 
 def names(sites: Iterable[str]) -> str:
-    """Sites for a line, in order."""
+    """Join the names of sites, sorted."""
     return ", ".join(sorted(sites))

@@ -1,4 +1,4 @@
-"""What `dilocox verify` says of the audits whose verdicts lie in a run's folder."""
+"""Judges the claims `audits` and `beacon` by the verdicts of audits in a run's folder."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ class Audits:
 
     course: RunHistory
     entries: Sequence[str]
+    """All entries of the log."""
     folder: Path
+    """The run's folder."""
     auditors: Sequence[str]
-    """Keys, hex, that count; none: all."""
+    """Keys, hex, of auditors whose verdicts count; empty: all auditors."""
     randomness: Mapping[int, bytes] = field(default_factory=dict)
-    """Public randomness by round, as the reader has looked it up."""
+    """Public randomness by round, which the reader has looked up at its source."""
 
     def verdicts(self) -> str:
-        """Every verdict is about this log's states, none is bad, and a round of every site is good.
+        """Judge: every verdict is about this log, none is bad, and each site has a good round.
 
-        Those of a course that the run has left say nothing of it: their rounds are not audited.
+        Verdicts on rounds that a resume has abandoned do not count.
         """
         everything = self._read()
         signed = still_standing(self.course, self.entries, everything)
@@ -63,9 +65,9 @@ class Audits:
         )
 
     def _handed_in(self) -> str:
-        """How many verdicts the log names, all of which have to be in the folder.
+        """Return a phrase on the verdicts that the log names; their files must be in the folder.
 
-        Raises `RecordError` for a bad one that is not, `NotRunError` for any other.
+        Raises `RecordError` if a bad verdict's file is missing, `NotRunError` if another is.
         """
         named = [
             each
@@ -101,9 +103,9 @@ class Audits:
     def _by_site(
         self, due: Mapping[str, int], good: Mapping[str, int], signed: Sequence[Signed]
     ) -> str:
-        """How many of the rounds that are `due` are `good`, by site.
+        """Return a phrase: by site, the number of `good` rounds of those `due`.
 
-        Raises `NotRunError` naming a site with none, whose rounds the run file lets be audited.
+        Raises `NotRunError` naming sites without a good round, unless the run file exempts them.
         """
         parts, unseen = [], []
         for site, count in sorted(due.items()):
@@ -120,7 +122,7 @@ class Audits:
         return told
 
     def _exempt(self, site: str) -> str:
-        """Why no round of a site can be audited, by the run file that all sites agreed on."""
+        """Return the reason in the agreed run file why a site cannot be audited; else empty."""
         own = self.course.config["sites"].get(site, {})
         if own.get("data"):
             return "text of its own"
@@ -128,7 +130,7 @@ class Audits:
         return "code of its own" if allowed else ""
 
     def beacon(self) -> str:
-        """What was to be audited was, and public randomness said so."""
+        """Judge: every round of a site that public randomness selects was audited."""
         signed = still_standing(self.course, self.entries, self._read())
         drawn = [each for each in signed if each.selection.by == "beacon"]
         there = {each.verdict.round for each in drawn if decided(self.course, each.verdict.round)}

@@ -1,10 +1,14 @@
-"""Which rounds of which sites are audited: anyone can work it out, nobody before the round is over.
+"""Random selection of the rounds and sites to audit.
 
-The selection point of a round is the end of the shortest prefix of the log that decides all of its
-exchanges. Beacon = H(size, root of that prefix, public randomness); a site is selected if its draw,
-H(beacon, site) as a fraction of 2^256, is below the rate. By then the log holds the signed state in
-which the round began and every payload that was made in it. Without public randomness the holder
-of the log's key could try several logs until one selects what it likes; with it nobody can.
+Anybody can compute the selection, but nobody can before the round is over. The selection point of a
+round is the end of the shortest prefix of the log that decides all of the round's exchanges.
+
+    beacon = H(size of the prefix, root of the prefix, public randomness)
+    draw   = H(beacon, site) as a fraction of 2^256
+
+A site is selected if its draw is below the rate. By then the log holds the signed state in which
+the round began, and every payload of the round. Without public randomness the holder of the log's
+key could try several logs until one selects as wished. Public randomness prevents that.
 """
 
 from __future__ import annotations
@@ -26,27 +30,30 @@ BEACON, DRAW = b"dilocox/beacon/v1\0", b"dilocox/draw/v1\0"
 
 @dataclass(frozen=True)
 class Point:
-    """Where a round's audits are selected."""
+    """The selection point of a round."""
 
     round: int
     size: int
-    """Statements of the prefix."""
+    """Number of statements of the prefix."""
     root: str
-    """Its Merkle root, hex."""
+    """Merkle root of the prefix, hex."""
 
     def beacon(self, randomness: bytes) -> bytes:
-        """32 bytes. `randomness`: public and unknown before the prefix was; may be empty."""
+        """Return the beacon, 32 bytes.
+
+        `randomness`: public, and unknown before the prefix was complete; may be empty.
+        """
         size = self.size.to_bytes(8, "big")
         return hashlib.sha256(BEACON + size + bytes.fromhex(self.root) + randomness).digest()
 
     def draw(self, randomness: bytes, site: str) -> float:
-        """What selects a site: evenly spread over [0, 1)."""
+        """Return a site's draw, uniform over [0, 1)."""
         data = DRAW + self.beacon(randomness) + f"{self.round}/{site}".encode()
         return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
 
 
 def exchanges_of(course: RunHistory, round_: int) -> list[str]:
-    """Keys of all exchanges whose boundaries lie in a round."""
+    """List the keys of all exchanges whose boundaries are in a round."""
     fragments = int(course.plans[round_]["fragments"])
     return [
         ExchangeKey.outer(round_, stage, fragment).text
@@ -56,12 +63,12 @@ def exchanges_of(course: RunHistory, round_: int) -> list[str]:
 
 
 def decided(course: RunHistory, round_: int) -> bool:
-    """True if the log holds the plan of a round, or the flush, and decides all of its exchanges."""
+    """Return True if the log has the plan of a round (or flush) and decides all its exchanges."""
     plan = course.plans.get(round_)
     if plan is None:
         return False
     number = plan["fragments"]
-    # No log has steps for more: before as many names are made as it claims.
+    # Check the claimed number first, because a stranger's log may claim any number of fragments.
     if not 1 <= number * course.stages <= len(course.steps):
         return False
     keys = exchanges_of(course, round_)
@@ -69,30 +76,32 @@ def decided(course: RunHistory, round_: int) -> bool:
 
 
 def size_of(course: RunHistory, round_: int) -> int:
-    """Statements up to the selection point of a round that is `decided`."""
+    """Return the number of statements up to the selection point of a `decided` round."""
     return 1 + max(course.numbers[key] for key in exchanges_of(course, round_))
 
 
 def points_of(
     course: RunHistory, entries: Sequence[str], rounds: Collection[int]
 ) -> dict[int, Point]:
-    """The selection points of rounds that are `decided`. `entries`: of the whole log, which is gone
-    through once."""
+    """Return the selection points of `decided` rounds.
+
+    `entries`: all entries of the log, which are read once.
+    """
     sizes = {round_: size_of(course, round_) for round_ in rounds}
     roots = roots_at(leaves_of(entries), set(sizes.values()))
     return {round_: Point(round_, size, roots[size].hex()) for round_, size in sizes.items()}
 
 
 def due_rounds(course: RunHistory) -> list[int]:
-    """Rounds that are decided and whose states have to be there."""
+    """List the decided rounds whose states must be stored."""
     return [n for n in sorted(course.plans) if course.keeps_state(n) and decided(course, n)]
 
 
 def sites_of(course: RunHistory, round_: int) -> list[str]:
-    """Who trained a round, by name.
+    """Return the sites that trained a round, sorted.
 
-    A member of its plan that has contributed to none of its exchanges, in whatever attempt, was
-    gone before it or was left behind: nothing of it is in the model, and it has no state to show.
+    A member of the plan that contributed to no attempt of any of the round's exchanges is left out.
+    Such a site was gone or overtaken: none of its work is in the model, and it has no state.
     """
     members = sorted(course.plans[round_]["members"])
     if not decided(course, round_):
@@ -104,7 +113,7 @@ def sites_of(course: RunHistory, round_: int) -> list[str]:
 def _has_part(course: RunHistory, step: Step, site: str) -> bool:
     if site in step.set:
         return True
-    # A log has a statement for each attempt and shard, whatever it names.
+    # A log may claim any number of attempts and shards, but has a statement for each real one.
     attempts = range(1, min(step.attempt, course.read) + 1)
     return any(
         (step.key.text, attempt, site, shard) in course.contributions
@@ -115,7 +124,7 @@ def _has_part(course: RunHistory, step: Step, site: str) -> bool:
 
 
 def read_randomness(path: Path) -> dict[int, bytes]:
-    """Public randomness by round, from lines `ROUND HEX`. Raises `RecordError`."""
+    """Read public randomness by round, from lines `ROUND HEX`. Raises `RecordError`."""
     found: dict[int, bytes] = {}
     try:
         for line in path.read_text(encoding="utf-8").splitlines():

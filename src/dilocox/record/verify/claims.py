@@ -1,4 +1,4 @@
-"""The claims that `dilocox verify` judges: what each proves, and what it does not."""
+"""The claims that `dilocox verify` judges, with what each of them proves and does not prove."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ Verdict = Literal["PASS", "FAIL", "NOT_RUN"]
 
 
 class NotRunError(Exception):
-    """A claim that cannot be judged here, and why."""
+    """A claim cannot be judged here; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that can be true of a record."""
+    """One statement that can be true or false of a record."""
 
     name: str
     required: bool
-    """A verdict other than PASS is not a good end."""
+    """True if any verdict other than PASS makes the verification unsuccessful."""
     proves: str
+    """What PASS proves, for users."""
     not_proved: str
+    """What PASS does not prove, for users."""
 
 
 LOG = Claim(
@@ -150,23 +152,23 @@ CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
     DATA, CODE, START, METRICS, AUDITS, BEACON, ATTESTATIONS,
 )  # fmt: skip
-"""`history` is judged only of a run whose `record.keep` lets old payloads go;
-`audits` and `beacon` are judged only of a run that keeps states for audits, `release` only of a
-model that somebody has signed, `attestations` only where a site has signed one."""
+"""All claims. Some are judged only for certain runs: `history` if `record.keep` removes old
+payloads; `audits` and `beacon` if the run stores states for audits; `release` if the model is
+signed; `attestations` if a site has signed one."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim and what became of it."""
+    """The verdict on one claim."""
 
     claim: Claim
     verdict: Verdict
     reason: str
-    """What was looked at, or why not PASS."""
+    """What was checked, or the reason why the verdict is not PASS."""
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """0: all that is required PASS; 1: any FAIL; 3: something required is NOT_RUN."""
+    """Return 1 if any claim is FAIL, else 3 if a required claim is NOT_RUN, else 0."""
     if any(each.verdict == "FAIL" for each in findings):
         return 1
     if any(each.verdict != "PASS" and each.claim.required for each in findings):

@@ -1,4 +1,4 @@
-"""What is missing from a run's course, or does not fit together. Pure."""
+"""Finds missing or contradictory parts in the history of a run. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dilocox.record.verify.run_history import RunHistory
 
 
 def gaps(course: RunHistory) -> list[str]:
-    """What is missing from a finished run, or does not fit together, one line each."""
+    """List what is missing or contradictory in a finished run, one line for each problem."""
     if not course.steps:
         return ["no outer step is signed"]
     last = max(step.key.round for step in course.steps.values())
@@ -27,7 +27,7 @@ def gaps(course: RunHistory) -> list[str]:
             if any(step.flush != (round_ == last) for step in steps):
                 found.append(f"stage {stage}: round {round_} is the last one, or the flush, alone")
             if not steps:
-                break  # of those that a log names after it there may be any number
+                break  # a stranger's log may name any number of later rounds
     for step in course.steps.values():
         if step.key.stage >= course.stages:
             found.append(f"{step.key.text}: no such fragment")
@@ -42,7 +42,7 @@ def gaps(course: RunHistory) -> list[str]:
 
 
 def _torn(course: RunHistory) -> list[str]:
-    """States to replay from that sites have signed differently, one line each."""
+    """List the start states of replays on which sites' signatures disagree, one line each."""
     roots: dict[tuple[int, int, int], dict[tuple[str, tuple[int, ...]], str]] = {}
     for state in course.anchors:
         place = (state.round, state.stage, state.shard)
@@ -58,8 +58,15 @@ def _torn(course: RunHistory) -> list[str]:
 def _incomplete(
     stage: int, round_: int, steps: Sequence[Step], pieces: int, planned: int | None
 ) -> list[str]:
-    """What is wrong with the outer steps that a stage of so many pieces has of a round, whose plan
-    has so many fragments, if it is in the log."""
+    """List the problems of one stage's outer steps of one round.
+
+    Args:
+        stage: The stage.
+        round_: The round.
+        steps: The stage's outer steps of the round.
+        pieces: Number of pieces of a stage.
+        planned: Number of fragments by the round's plan; None if the plan is not in the log.
+    """
     if not steps:
         return [f"stage {stage}: no outer step of round {round_}"]
     number = steps[0].fragments
@@ -79,9 +86,10 @@ def _incomplete(
 
 
 def broken_commitments(course: RunHistory) -> list[str]:
-    """Contributions that count and were not committed to before any payload, one line each.
+    """List counted contributions without a commitment before any payload was sent, one line each.
 
-    As the log has it: whoever votes had payloads, so all commitments come before all votes.
+    A rank votes after it has received payloads. So in the log all commitments to an exchange must
+    come before the first vote on it.
     """
     found = []
     for step in course.steps.values():
@@ -101,7 +109,7 @@ def broken_commitments(course: RunHistory) -> list[str]:
 
 
 def _unsigned(course: RunHistory, step: Step) -> list[str]:
-    """Payloads of a step that count and that their site has not signed so."""
+    """List the counted payloads of a step that their site has not signed, one line each."""
     other = [f"{step.key.text}: its payloads are not those of its contribution set"]
     if len(step.payloads) != len(step.set) * course.shards:
         return other  # a log may name any number of sites and shards

@@ -1,4 +1,4 @@
-"""Which token ranges a run's model was trained on, from its record or, without one, its ledger."""
+"""Finds the token ranges that a model was trained on, from the record, or else the ledger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dilocox.record.log.transparency_log import ENTRIES, check_log, open_log
 from dilocox.record.verify.run_history import read_history
 
 SHARED = "shared"
-"""The space of token ranges that all sites share; others are a site's own."""
+"""Name of the space of token ranges that all sites share; other spaces belong to one site."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,31 @@ class Consumed:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model had seen."""
+    """The data that a model had seen."""
 
     ranges: tuple[Consumed, ...]
     documents: tuple[Seen, ...]
-    """Of the shared token files."""
+    """Seen documents of the shared token files."""
     total: int
-    """Documents of their training split."""
+    """Number of documents in the training split of the shared token files."""
     sequence_length: int
     signed: bool
-    """From the record, every signature checked; else from the ledger, which nobody has signed."""
+    """True: from the record, with all signatures checked. False: from the unsigned ledger."""
 
 
 def seen_by(
     folder: Path, *, rounds: int | None, tick: int | None, data: Path | None = None
 ) -> Answer:
-    """What the model of the run in `folder` had seen after its first `rounds` rounds, or when
-    `tick` slots had ended; with neither, at its end.
+    """Return what the model of the run in `folder` had seen at some point of the run.
 
-    `data`: the token files, if they are not where the run file says. Raises `DilocoxError`.
+    Args:
+        folder: The run's folder.
+        rounds: After so many rounds; None: see `tick`.
+        tick: After so many slots; None, with `rounds` None: at the end of the run.
+        data: Folder of the token files; None: where the run file says.
+
+    Raises:
+        DilocoxError: The run, its record or its token files cannot be read, or no range is known.
     """
     config = load_written(folder / "run.toml")
     signed = (folder / "record" / ENTRIES).is_file()
@@ -81,7 +87,7 @@ def seen_by(
 def command(
     folder: Path, rounds: int | None, tick: int | None, data: Path | None, as_json_text: bool
 ) -> str:
-    """What `dilocox data show RUN` prints. Raises `DilocoxError`."""
+    """Return the text that `dilocox data show RUN` prints. Raises `DilocoxError`."""
     for name, value in (("--round", rounds), ("--checkpoint", tick)):
         if value is not None and value < 1:
             raise DataError(f"{name} {value}: give 1 or more")
@@ -92,9 +98,9 @@ def command(
 def from_steps(
     steps: Iterable[Mapping[str, Any]], *, rounds: int | None = None, tick: int | None = None
 ) -> list[Consumed]:
-    """Token ranges of the outer-step statements' contribution sets, each once. Pure.
+    """Return the token ranges of outer-step statements, each once. Pure.
 
-    With `tick`, of a round that had not ended the inner steps that were done count.
+    With `tick`, a round in progress counts by its share of finished slots.
     """
     found: dict[Consumed, None] = {}
     for said in steps:
@@ -116,7 +122,7 @@ def from_steps(
 
 
 def from_ledger(ledger: Mapping[str, Any], rounds: int | None) -> list[Consumed]:
-    """Token ranges that a ledger has as trained on. Pure."""
+    """Return the token ranges that a ledger marks as committed. Pure."""
     return [
         Consumed(each["site"], each["round"], each["space"], each["start"], each["count"])
         for each in ledger["entries"]
@@ -125,7 +131,7 @@ def from_ledger(ledger: Mapping[str, Any], rounds: int | None) -> list[Consumed]
 
 
 def _steps(folder: Path) -> list[Mapping[str, Any]]:
-    """The outer steps that count, every signature checked."""
+    """Read the predicates of the outer steps that count, with all signatures checked."""
     content = open_log(folder / "record")
     key = NoteKey.parse(content.public)
     check_log(content, key)
@@ -149,11 +155,11 @@ def _ledger(folder: Path) -> Mapping[str, Any]:
 
 
 LISTED = 40
-"""Lines of files that are shown."""
+"""Most files that the text lists."""
 
 
 def as_text(answer: Answer) -> str:
-    """The answer in lines for people."""
+    """Render the answer as lines of text."""
     by_site: dict[str, int] = {}
     for each in answer.ranges:
         own = "" if each.space == SHARED else ", of its own text, which is not looked at here"
@@ -186,7 +192,7 @@ def as_text(answer: Answer) -> str:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """The same for programs, with every document."""
+    """Return the answer as JSON values, with every document."""
     return {
         "signed": answer.signed,
         "sequence_length": answer.sequence_length,

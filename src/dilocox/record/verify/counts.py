@@ -1,4 +1,4 @@
-"""Of how many, by which site, and by whose word: what the lines of claims say. Pure."""
+"""Texts for the lines of claims: counts of contributions, commitments and signers. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.run_history import RunHistory
 
 _NAMED = 3
-"""Things that a line names before it counts the rest."""
+"""Most items that a line names; it only counts the rest."""
 
 
 @readable
 def told_complete(course: RunHistory) -> str:
-    """How much of the planned run was done, and whose contributions count in it."""
+    """Return a line on how much of the planned run was done, and which contributions count."""
     rounds = {step.key.round: step for step in course.steps.values() if not step.flush}
     done = sum(int(step.said.get("inner_steps", 0)) for step in rounds.values())
     outer = course.config["outer"]
@@ -33,7 +33,7 @@ def told_complete(course: RunHistory) -> str:
 
 
 def told_sites(course: RunHistory) -> str:
-    """By site: how many of its contributions count, of those that could have, and why not all."""
+    """Return a phrase: by site, its counted contributions of all possible ones, with reasons."""
     could: Counter[str] = Counter()
     counted: Counter[str] = Counter()
     reasons: dict[str, Counter[str]] = {}
@@ -65,7 +65,7 @@ def _members(step: Step) -> list[str]:
 
 
 def _reason(step: Step, site: str) -> str:
-    """Why a member does not count. Nothing was decided of an absent one."""
+    """Return the reason why a member does not count. There is no verdict on an absent member."""
     verdict = (step.said.get("verdicts") or {}).get(site) or {}
     code = str(verdict.get("code", "admitted"))
     return "absent or set aside" if code == "admitted" else code
@@ -73,10 +73,10 @@ def _reason(step: Step, site: str) -> str:
 
 @readable
 def told_commitments(course: RunHistory) -> str:
-    """Whose commitments there are, and which ones were made anew after a resume.
+    """Return a line on the commitments, and on those that sites changed after a resume.
 
-    Raises `RecordError` for one of those that counts though contributions are compared, without
-    that it was flagged.
+    Raises `RecordError` if a recommitted contribution counts without a flag in a run that compares
+    contributions.
     """
     counted = sum(len(step.payloads) for step in course.steps.values())
     text = f"{counted} payloads, each committed to before the first vote, as the coordinator has it"
@@ -96,7 +96,7 @@ def _check_flagged(course: RunHistory, step: Step, site: str) -> None:
     admission = course.config.get("admission", {})
     robust = admission.get("gate") or admission.get("aggregation", "mean") != "mean"
     verdict = (step.said.get("verdicts") or {}).get(site) or {}
-    # Coordinators of an older dilocox knew no such flag.
+    # Coordinators of an older dilocox did not set this flag.
     if (
         robust
         and course.bound
@@ -109,7 +109,7 @@ def _check_flagged(course: RunHistory, step: Step, site: str) -> None:
 
 @readable
 def told_signers(course: RunHistory) -> str:
-    """Whose statements they are: sites by name, their keys, and what no reader has looked at."""
+    """Return a line on the signers: number of sites, unusual keys, and statements not checked."""
     keys: dict[str, set[str]] = {}
     for each in course.enrolments:
         keys.setdefault(str(each["site"]), set()).add(str(each["key"]))
@@ -130,7 +130,7 @@ def told_signers(course: RunHistory) -> str:
 
 
 def _some(texts: Iterable[str]) -> str:
-    """The first few of them, and how many more there are."""
+    """Join the first few texts, and add the number of further ones."""
     found = list(texts)
     more = len(found) - _NAMED
     return ", ".join(found[:_NAMED]) + (f" and {more} more" if more > 0 else "")

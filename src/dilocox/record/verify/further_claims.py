@@ -1,5 +1,4 @@
-"""Claims of `dilocox verify` that need the log and more than the record: what a run began from,
-and what its page shows."""
+"""Claims of `dilocox verify` on data outside the record: initial weights and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -25,11 +24,15 @@ def further(
     run: Path,
     progress: Callable[[str, float], None],
 ) -> list[Check]:
-    """Each claim with what judges it.
+    """Return each claim with the function that judges it.
 
-    `course`: what the log says, or `NotRunError`. `listing`: the tensors of a signed state. `get`:
-    an object of the stores. `start`: the model that the run began from, where the reader names it.
-    `run`: the run's folder.
+    Args:
+        course: Returns the history of the run; raises `NotRunError` if the log was not accepted.
+        listing: Returns the tensors of a signed state.
+        get: Returns an object of the stores by SHA-256, hex.
+        start: Folder of the model that the run began from; None if the reader names none.
+        run: The run's folder.
+        progress: Called with an activity and the share of it done.
     """
 
     def begun() -> str:

@@ -1,7 +1,7 @@
-"""What sites sign of the metrics that they report, and whether `metrics.jsonl` says the same.
+"""Signed digests of sites' metric reports, and the comparison of `metrics.jsonl` with them.
 
-A site signs the digest of each report: the loss curve of a run's page is then its sites' own word,
-and the coordinator cannot show another one.
+A site signs the digest of each report. So the loss curve on a run's page is what the sites signed,
+and the coordinator cannot show another curve.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dilocox.record.writer.rank_recorder import SigningIdentity
 
 FILE = "metrics.jsonl"
 _EXACT = 2**53
-"""Largest integer that canonical JSON writes."""
+"""Bound on integers in canonical JSON, which must be smaller."""
 Line = Mapping[str, Any]
 Key = tuple[str, int, str]
-"""(kind, round, site); the evaluation before training is of round -1."""
+"""(kind, round, site); the evaluation before training has round -1."""
 
 
 def report_digest(kind: str, metrics: Mapping[str, Any]) -> str:
-    """SHA-256, hex, of a report as `metrics.jsonl` has it, without what its writer adds."""
+    """Return the SHA-256, hex, of a report in `metrics.jsonl`, without fields its writer adds."""
     added = (*RESERVED, "step") if _is_evaluation(kind) else RESERVED
     said = {key: _plain(value) for key, value in metrics.items() if key not in added}
     return sha256(rfc8785.dumps(said))
@@ -45,7 +45,7 @@ def _is_evaluation(kind: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: no number is null, and a large integer a float."""
+    """Convert a value to its JSON form: a non-finite float to None, a large integer to a float."""
     if isinstance(value, Mapping):
         return {key: _plain(own) for key, own in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -58,7 +58,10 @@ def _plain(value: Any) -> Any:
 def signed_report(
     author: SigningIdentity, kind: str, round_: int, metrics: Mapping[str, Any]
 ) -> str | None:
-    """The signed statement of what a site's leading rank reports; None for what is not signed."""
+    """Sign the report of a site's leading rank; return the envelope.
+
+    Returns None for kinds of reports that are not signed.
+    """
     if kind not in SIGNED_REPORTS:
         return None
     rank = author.rank
@@ -70,9 +73,9 @@ def signed_report(
 
 
 def judge_reports(course: RunHistory, folder: Path) -> str:
-    """Are the lines of a run's `metrics.jsonl` what its sites have signed? What was compared.
+    """Compare a run's `metrics.jsonl` in `folder` with the signed reports.
 
-    Raises `RecordError` (FAIL) and `NotRunError`.
+    Returns a line on what was compared. Raises `RecordError` (FAIL) and `NotRunError`.
     """
     if not course.manifest.get("reports"):
         raise NotRunError("the run was recorded by a dilocox whose sites signed no metrics")
@@ -122,30 +125,30 @@ def _named(key: Key) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What is needed of a line: a long run's lines are larger than memory."""
+    """The needed parts of a line; the whole lines of a long run would not fit into memory."""
 
     digest: str
-    """Of a site's report; empty: the line has none, and nobody can have signed it."""
+    """Digest of a site's report; empty for a line without one, which no site can have signed."""
     tokens: Any
     loss: Any
     sites: Any
 
     @classmethod
     def of(cls, line: Line, kind: str | None) -> _Told:
-        """`kind`: of a site's report; None: the line is about the whole run."""
+        """Take the parts of `line`. `kind`: of a site's report; None for a line on the run."""
         digest = ""
         if kind is not None:
             try:
                 digest = report_digest(kind, line)
             except (ValueError, RecursionError, rfc8785.CanonicalizationError):
-                pass  # as above
+                pass  # no digest: nobody can have signed such a line
         return cls(digest, line.get("tokens"), line.get("loss"), line.get("sites"))
 
 
 def _lines(rows: Iterable[str]) -> tuple[dict[Key, _Told], dict[int, _Told]]:
-    """The sites' lines that count, and those of the whole run by round.
+    """Return the sites' lines that count, and the lines on the whole run by round.
 
-    What was written before a resume counts as far as the run was kept.
+    Of lines before a resume, those of rounds before the resume's round count.
     """
     lines: dict[Key, _Told] = {}
     rounds: dict[int, _Told] = {}
@@ -173,9 +176,10 @@ def _lines(rows: Iterable[str]) -> tuple[dict[Key, _Told], dict[int, _Told]]:
 
 
 def _combined(path: Path, number: int, line: _Told, rows: Sequence[_Told]) -> bool:
-    """Whether a round of the whole run is what the sites' own reports make, all of them.
+    """Check that the line of a round combines the reports of its sites.
 
-    Raises `RecordError` if its loss or its tokens are others.
+    Returns False if reports of some sites are missing. Raises `RecordError` if the loss or the
+    tokens differ.
     """
     if line.sites != len(rows):
         return False
@@ -185,7 +189,7 @@ def _combined(path: Path, number: int, line: _Told, rows: Sequence[_Told]) -> bo
         tokens = sum(own.tokens for own in rows)
         loss = sum(loss * share for loss, share in with_loss) / weight if weight else None
         same = tokens == line.tokens and _same(loss, line.loss)
-    except TypeError:  # what is no number makes none
+    except TypeError:  # a value is not a number
         same = False
     if not same:
         raise RecordError(f"{path}: loss or tokens of round {number} are not what its sites report")

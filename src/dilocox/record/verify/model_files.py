@@ -1,4 +1,4 @@
-"""What lies in a published model's folder beside its tensors."""
+"""Checks of the files in a published model's folder other than tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dilocox.utils.storage import sha256_of
 
 TENSORS = ".safetensors"
 RELEASED = ("README.md", "croissant.json", "model.sig")
-"""What a release adds to a published folder: nothing that a model is loaded from. The release's own
-signature covers them."""
+"""Files that a release adds to a published folder. No model is loaded from them, and the release's
+own signature covers them."""
 
 
 def check_plain_files(folder: Path) -> None:
-    """Raise `RecordError` for a pipe or a device below `folder`: reading one may never end.
+    """Raise `RecordError` for a pipe or a device below `folder`, because reading it may never end.
 
-    Links are followed: hubs keep a model's files elsewhere and link to them.
+    Links are followed, because hubs keep a model's files elsewhere and link to them.
     """
     for path in sorted(folder.rglob("*")):
         if not path.is_file() and not path.is_dir():
@@ -26,7 +26,10 @@ def check_plain_files(folder: Path) -> None:
 
 
 def other_files(folder: Path) -> dict[str, str]:
-    """SHA-256, hex, by name of all files in `folder` that hold no tensors and come with a model."""
+    """Return the SHA-256, hex, by name of the files in `folder` that are published without tensors.
+
+    Hidden files and the files of a release are left out.
+    """
     found = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix != TENSORS and _published(path.name):
@@ -39,11 +42,11 @@ def _published(name: str) -> bool:
 
 
 def published_files(finals: Sequence[State]) -> dict[str, str]:
-    """What `other_files` was when the model was published, as all sites have signed it.
+    """Return `other_files` at the time of publication, as all sites signed it.
 
-    `finals`: final states of stage 0, whose first rank speaks for its site; of a site the last
-    counts. Raises `RecordError` where sites have signed different files: which of them the run has
-    published nobody could say.
+    `finals`: final states of stage 0, whose first rank signs for its site; a site's last state
+    counts. Raises `RecordError` if sites signed different files, because then it is unknown which
+    files the run published.
     """
     by_site = {state.site: dict(state.files) for state in finals}
     (first, files), *others = by_site.items()
@@ -57,7 +60,7 @@ def published_files(finals: Sequence[State]) -> dict[str, str]:
 
 
 def check_other_files(folder: Path, signed: Mapping[str, str]) -> None:
-    """Raises `RecordError` naming a file of `folder` that is not as it was signed."""
+    """Raise `RecordError` naming a file of `folder` that differs from the `signed` digests."""
     found = other_files(folder)
     for name in sorted(signed.keys() | found.keys()):
         if name not in found:

@@ -1,8 +1,8 @@
-"""A published model's folder must hold no weights but those that were compared.
+"""Check that a published model's folder holds no other weights than the compared weights.
 
-transformers takes what it finds first: sharded checkpoints of its own, one file, an index, pickles;
-of a shard it loads all tensors, named by the index or not. So other weights beside those of the run
-may be what a reader gets.
+transformers loads the first form of weights that it finds: its own sharded checkpoints, one file,
+an index, pickles. Of a shard it loads all tensors, even those that the index does not name. So a
+user could get other weights that lie in the folder beside those of the run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ OTHERS = (
 )  # fmt: skip
 """Weights in formats that a run never publishes, signed or not."""
 ADAPTER = "adapter_"
-"""Begins the names of what transformers puts on top of a model, or in its place."""
+"""Prefix of the files that transformers loads on top of a model, or in its place."""
 POINTER = "transformers_weights"
-"""In config.json: the file that transformers loads instead of looking for one."""
+"""Key in config.json that names a file which transformers loads without looking for another."""
 
 
 def check_weights(folder: Path, names: Mapping[str, str]) -> None:
-    """Raise `RecordError` unless a program that loads `folder` gets the tensors `names` (stored
-    name to file name) and nothing else."""
+    """Raise `RecordError` unless loading `folder` gives exactly the tensors `names`.
+
+    `names`: file name by stored tensor name.
+    """
     files = set(names.values())
     if SINGLE_FILE in files and (folder / INDEX_FILE).exists():
         raise RecordError(
@@ -45,10 +47,10 @@ def check_weights(folder: Path, names: Mapping[str, str]) -> None:
 
 
 def _check_other(path: Path) -> None:
-    """A file, or a folder, that holds none of the tensors which are compared."""
+    """Raise `RecordError` if a file or folder without compared tensors may hold other weights."""
     name = path.name.lower()
     if path.is_dir():
-        # What lies in there nobody has signed. Git and hubs keep their own in hidden ones.
+        # Nobody has signed files in subfolders. Git and hubs use hidden folders.
         if not name.startswith("."):
             raise RecordError(f"{path}: a folder, which no model is published with")
     elif name.endswith(TENSORS):

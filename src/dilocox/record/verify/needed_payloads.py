@@ -1,5 +1,7 @@
-"""Whether the stores have what a replay needs, asked for step by step: a long run's list of it is
-larger than memory."""
+"""Checks that the stores have all objects that a replay needs, step by step.
+
+The list of all objects of a long run is larger than memory.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from dilocox.record.verify.replay import behind
 from dilocox.record.verify.run_history import RunHistory
 
 REMEMBERED = 100_000
-"""Objects that are not read once more if they are needed again."""
+"""Latest objects that are not read again when they are needed again."""
 Listing = Callable[[State], list[TensorDigest]]
-"""The tensors of a signed state."""
+"""Returns the tensors of a signed state."""
 
 
 @dataclass
@@ -27,17 +29,18 @@ class Needed:
     """Reads and counts objects."""
 
     get: Callable[[str], bytes]
-    """SHA-256, hex, to the bytes that have it. Raises `RecordError`."""
+    """Returns the bytes of a SHA-256, hex. Raises `RecordError`."""
     count: int = 0
-    """Objects, each once unless it is needed again much later."""
+    """Number of objects read; an object needed again much later counts twice."""
     size: int = 0
-    """Their bytes."""
+    """Bytes of these objects."""
     _seen: dict[str, None] = field(default_factory=dict)
 
     def read(self, digest: str, name: str, step: Step | None = None) -> None:
-        """Read an object, and what it refers to as a payload of `step`.
+        """Read an object, and the objects to which it refers as a payload of `step`.
 
-        Raises `NotRunError` for what no store has, `RecordError` for damaged bytes.
+        `name`: names the object in messages. Raises `NotRunError` if no store has an object, and
+        `RecordError` if its bytes are damaged.
         """
         if digest in self._seen:
             return
@@ -65,7 +68,15 @@ def read_needed(
     needed: Needed,
     progress: Callable[[float], None],
 ) -> None:
-    """Read all that a replay from `origins` needs. Raises as `Needed.read` does."""
+    """Read all objects that a replay needs. Raises like `Needed.read`.
+
+    Args:
+        course: History of the run.
+        origins: Start states of the replay by (stage, shard); others start with theta_0.
+        listing: Returns the tensors of a signed state.
+        needed: Reads and counts the objects.
+        progress: Called with the share of steps done, from 0 to 1.
+    """
     for digest, name in _states(course, origins, listing):
         needed.read(digest, name)
     for number, step in enumerate(course.steps.values()):
@@ -78,7 +89,7 @@ def read_needed(
 def _states(
     course: RunHistory, origins: Mapping[tuple[int, int], Origin], listing: Listing
 ) -> Iterator[tuple[str, str]]:
-    """What is needed beside payloads: digest and name."""
+    """Iterate over the needed objects that are not payloads, as (digest, name for messages)."""
     for origin in origins.values():
         for each in origin.tensors.values():
             yield each.sha256, f"the state of round {origin.state.round}, {each.name}"

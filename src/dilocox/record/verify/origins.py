@@ -36,7 +36,7 @@ from dilocox.record.writer import windows
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF
 
 Has = Callable[[str], bool]
-"""Whether some store has something of this SHA-256."""
+"""Returns True if some store has an object of this SHA-256."""
 Lost = Collection[tuple[str, int]]
 """(exchange key, shard) of payloads that no store has."""
 
@@ -47,15 +47,16 @@ class Origin:
 
     state: AnchorState
     tensors: dict[str, TensorDigest]
+    """The state's tensors by name: `anchor/PIECE` and `momentum/PIECE`."""
 
     @classmethod
     def of(cls, state: AnchorState, get: Get) -> Origin:
-        """Raises `RecordError`."""
+        """Read the state's list of tensors. Raises `RecordError`."""
         listed = read_listing(get, state.listing, state.root)
         return cls(state, {each.name: each for each in listed})
 
     def holds(self, step: Step) -> bool:
-        """Whether this state includes an outer step.
+        """Return True if this state includes an outer step.
 
         Raises `RecordError` if only some of the step's pieces have taken the step.
         """
@@ -68,9 +69,9 @@ class Origin:
     def load(
         self, stage: Stage, run: range, get: Get, momentum_dtype: str
     ) -> tuple[Tensor, Tensor]:
-        """Anchor (flat fp32) and momentum (flat as the run keeps it) of a run of pieces.
+        """Load the anchor, flat fp32, and the momentum, flat in `momentum_dtype`, of `run` pieces.
 
-        Raises `RecordError` for tensors that are not those of the run's pieces.
+        Raises `RecordError` if a tensor does not have the dtype, shape or bytes of its piece.
         """
         if len(self.state.landed) != len(stage.pieces):
             raise RecordError(f"the anchor of round {self.state.round} has other pieces")
@@ -93,10 +94,10 @@ class Origin:
 
 
 def may_lack(course: RunHistory, listed: Callable[[State], list[TensorDigest]]) -> bool:
-    """Whether `record.keep` may have removed payloads of this run.
+    """Return True if `record.keep` may have removed payloads of this run.
 
-    With "auto" the model's size decides. An anchor that a site signs of a smaller model excuses no
-    removal. `listed`: the tensors of a signed state; its errors are raised.
+    With "auto" the model's size decides: for a small model a signed anchor does not permit removal.
+    `listed`: returns the tensors of a signed state; its exceptions are raised.
     """
     if course.keep != "auto":
         return course.keep != "all"
@@ -107,9 +108,9 @@ def may_lack(course: RunHistory, listed: Callable[[State], list[TensorDigest]]) 
 
 
 def lost_payloads(course: RunHistory, has: Has, get: Get) -> set[tuple[str, int]]:
-    """(exchange key, shard) of each counted payload that no store has.
+    """Return (exchange key, shard) of each counted payload that no store has.
 
-    Reads payloads that name other payloads. Raises `RecordError` for bytes with another digest.
+    Reads payloads that name other payloads. Raises `RecordError` for damaged bytes.
     """
     lost = set()
     for step in course.steps.values():
@@ -124,11 +125,11 @@ def lost_payloads(course: RunHistory, has: Has, get: Get) -> set[tuple[str, int]
 def origin_of(
     course: RunHistory, stage: int, shard: int, lost: Lost, has: Has, get: Get
 ) -> Origin | None:
-    """Oldest state that includes every step with a lost payload. None: theta_0.
+    """Return the oldest state that includes every step with a lost payload; None for theta_0.
 
-    A state that cannot be used is passed over: one site that signs nonsense, or damages what it
-    keeps, takes nothing from the others' states. Raises `MissingError` if there is no such state,
-    `RecordError` that names who signed the first unusable one where that is all there is.
+    An unusable state is skipped, so that a site with wrong or damaged states does not harm the
+    states of other sites. Raises `MissingError` if there is no state, and `RecordError` naming the
+    signers of the first state if all states are unusable.
     """
     steps = [step for step in course.of(stage) if (step.key.text, shard) in lost]
     if not steps:
@@ -151,7 +152,7 @@ def origin_of(
 
 
 def signers(course: RunHistory, state: AnchorState) -> list[str]:
-    """Sites that have signed the same root for the same rank and round, sorted."""
+    """Return the sites that signed the same root for the same rank and round, sorted."""
     place = (state.stage, state.shard, state.round, state.root)
     return sorted(
         {
@@ -163,11 +164,10 @@ def signers(course: RunHistory, state: AnchorState) -> list[str]:
 
 
 def origins_of(course: RunHistory, has: Has, get: Get) -> dict[tuple[int, int], Origin]:
-    """Origins of the replays by (stage, shard), of a run that removes old payloads. Each (stage,
-    shard) that is left out begins with theta_0.
+    """Return the origins of replays by (stage, shard), of a run that removes old payloads.
 
-    Raises `NotRunError` if more payloads are gone than `record.keep` lets go, `RecordError` for
-    damaged bytes.
+    A (stage, shard) that is left out begins with theta_0. Raises `NotRunError` if more payloads are
+    gone than `record.keep` allows, and `RecordError` for damaged bytes.
     """
     lost = lost_payloads(course, has, get)
     last = max((step.key.round for step in course.steps.values()), default=0)
@@ -189,7 +189,7 @@ def origins_of(course: RunHistory, has: Has, get: Get) -> dict[tuple[int, int], 
 
 
 def replays(origins: Mapping[tuple[int, int], Origin], digest: str, step: Step) -> bool:
-    """Whether the replay of some shard needs a step's payload with this SHA-256."""
+    """Return True if the replay of some shard needs a step's payload with this SHA-256."""
     own = [
         origins.get((step.key.stage, int(place.rsplit("/", 1)[1])))
         for place, each in step.payloads.items()
@@ -201,11 +201,20 @@ def replays(origins: Mapping[tuple[int, int], Origin], digest: str, step: Step) 
 def origin_before(
     course: RunHistory, stage: int, shard: int, tick: int, besides: str, has: Has, get: Get
 ) -> Origin | None:
-    """The newest usable state of at most `tick` slots into the run that another site than `besides`
-    has signed, too; None: theta_0.
+    """Return the newest usable state at or before `tick` that a site other than `besides` signed.
 
-    Where all payloads of stage and shard before `tick` are kept, theta_0 in any case: a state that
-    one site has signed falsely would convict another. Raises `RecordError` for damaged payloads.
+    Returns None for theta_0 if there is no such state, or if all payloads up to `tick` are stored:
+    theta_0 is safer, because a site's false state would convict another site. Raises `RecordError`
+    for damaged payloads.
+
+    Args:
+        course: History of the run.
+        stage: Stage of the rank.
+        shard: Shard of the rank.
+        tick: Slots of the run that have ended.
+        besides: The audited site, whose signature alone does not suffice.
+        has: Returns True if a store has an object.
+        get: Returns the bytes of an object.
     """
     steps = {
         key: step
@@ -219,7 +228,7 @@ def origin_before(
         others = set(signers(course, state)) - {besides}
         if state.tick > tick or not others or not has(state.listing):
             continue
-        with contextlib.suppress(DilocoxError):  # nonsense of one site stops no audit of another
+        with contextlib.suppress(DilocoxError):  # a bad state of one site stops no audit of others
             found = Origin.of(state, get)
             if all(has(each.sha256) for each in found.tensors.values()):
                 return found
@@ -227,8 +236,11 @@ def origin_before(
 
 
 def _states(course: RunHistory, stage: int, shard: int) -> list[AnchorState]:
-    """States of a rank on which all who have signed them agree, oldest first, each list of tensors
-    once: a site may sign the right root with a list that is in no store."""
+    """Return the states of a rank on which all their signers agree, oldest first.
+
+    Each list of tensors is tried, because a site may sign the right root with a list that is in no
+    store.
+    """
     known: dict[int, list[AnchorState]] = {}
     for state in course.anchors:
         if (state.stage, state.shard) == (stage, shard):
@@ -251,8 +263,10 @@ def replay_from(
     momentum_dtype: str,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """As `replay_steps`, from an origin; of none from theta_0. Steps that the origin holds are
-    passed over."""
+    """Replay like `replay_steps`, but from `origin`; None: from theta_0.
+
+    Steps that the origin includes already are skipped.
+    """
     if origin is None:
         names = stage.names(run)
         start = {name: stage.load(get, name) for name in names}

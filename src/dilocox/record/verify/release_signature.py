@@ -1,4 +1,4 @@
-"""The signature over a released folder (OpenSSF Model Signing), judged by that project's code."""
+"""Check of the signature over a released folder, with the package of OpenSSF Model Signing."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from dilocox.errors import RecordError
 from dilocox.record.verify.claims import NotRunError
 
 SIGNATURE = "model.sig"
-"""In the folder that is signed, over all of its other files."""
+"""Name of the signature file in the signed folder; it covers all other files."""
 
 
 def is_released(folder: Path) -> bool:
-    """True if somebody has signed the folder."""
+    """Return True if the folder has a signature."""
     return (folder / SIGNATURE).is_file()
 
 
 def key_beside(folder: Path) -> Path:
-    """Where a release writes its public key: beside the folder, so that the two can part."""
+    """Return the public key's file: beside the folder, so that both can be published separately."""
     return folder.resolve().with_name(f"{folder.resolve().name}.pub")
 
 
 def check_release(folder: Path, told: Path | None) -> str:
-    """What was found of the signature over `folder`, in words.
+    """Check the signature over `folder`; return a line on what was checked.
 
-    `told`: PEM file of the public key, as its owner has handed it out; none: the one beside the
-    folder. Raises `RecordError` for a signature that does not hold, and `NotRunError`.
+    `told`: PEM file of the public key that the reader got from its owner; None: the key beside the
+    folder. Raises `RecordError` if the signature is wrong, and `NotRunError` if it cannot be
+    checked.
     """
     path = told or key_beside(folder)
     if not is_released(folder):
@@ -47,13 +48,13 @@ def check_release(folder: Path, told: Path | None) -> str:
             "needs the package model-signing; run: pip install model-signing pyopenssl"
         ) from None
     key = _fingerprint(path)
-    # The library compares the ignored path with absolute ones: a relative one matches nothing.
+    # The library compares ignored paths with absolute paths: a relative path would match nothing.
     whole = folder.resolve()
     covered = hashing.Config().set_ignored_paths(paths=[whole / SIGNATURE], ignore_git_paths=True)
     try:
         config = verifying.Config().use_elliptic_key_verifier(public_key=path)
         config.set_hashing_config(covered).verify(whole, whole / SIGNATURE)
-    except Exception as error:  # another project's reader of a file that anybody may have written
+    except Exception as error:  # the library may raise anything for a malicious file
         reason = str(error) or type(error).__name__
         raise RecordError(f"{folder}: not what key {key[:12]}… has signed ({reason})") from None
     known = "" if told else "; it lay beside the folder: compare it with what its owner says"
@@ -61,7 +62,7 @@ def check_release(folder: Path, told: Path | None) -> str:
 
 
 def _fingerprint(path: Path) -> str:
-    """SHA-256 over a public key (DER), hex. Raises `NotRunError`."""
+    """Return the SHA-256, hex, of a public key in DER. Raises `NotRunError` if it is unusable."""
     try:
         key = load_pem_public_key(path.read_bytes())
     except (OSError, ValueError) as error:

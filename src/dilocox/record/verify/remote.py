@@ -1,7 +1,7 @@
-"""A run behind a URL: what is verified of it besides the store, fetched to this machine.
+"""Fetches a run behind a URL to this machine for verification, except its store.
 
-The URL is a stranger's. So nothing is read beyond what the record allows it: the log by the number
-of statements that its checkpoint names, the model by the states that were signed.
+The URL belongs to a stranger, so every download has a limit: the log by the number of statements in
+its checkpoint, the model by the sizes in the signed states.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from dilocox.record.log.state_statements import State
 from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, PUBLIC, open_log, read_text
 
 LOG_FILES = tuple(f"record/{name}" for name in (CHECKPOINT, PUBLIC, ENTRIES))
-"""Without these there is nothing to verify."""
+"""Files without which nothing can be verified."""
 METRICS = "metrics.jsonl"
 AUDITS = f"record/{FOLDER}"
 NOTE_BYTES = 1 << 16
-"""Of the checkpoint, and of the public key."""
+"""Most bytes of the checkpoint, and of the public key."""
 STATEMENT_BYTES = 1 << 16
-"""Of a statement on average, and of what `metrics.jsonl` says beside it."""
+"""Most bytes of a statement on average, and of the lines of `metrics.jsonl` for a statement."""
 SMALL_BYTES = 1 << 24
-"""Of the run file, of a verdict of an audit, and what any log may have beside its statements."""
+"""Most bytes of the run file and of a verdict; also allowed to any log beside its statements."""
 VERDICTS = 10_000
 MODEL_FILES = 10_000
 BESIDE_WEIGHTS = 1 << 28
-"""Bytes of a model's folder beside its weights: tokenizer, settings."""
+"""Most bytes of a model's folder beside its weights: tokenizer, settings."""
 LAST = 100_000
-"""Final states are among so many statements at the end."""
+"""Number of last statements of a log among which the final states are."""
 
 
 @contextmanager
 def fetched(url: str) -> Iterator[Path]:
-    """A folder with the log, the run file and the model of the run at `url`, for as long as it is
-    needed. The store stays where it is. Raises `RecordError`, also for files that are larger, or
-    more, than the record allows."""
+    """Yield a temporary folder with the log, the run file and the model of the run at `url`.
+
+    The store is not fetched. Raises `RecordError` if the run cannot be fetched, or if its files are
+    larger or more than the record allows.
+    """
     with tempfile.TemporaryDirectory(prefix="dilocox-verify-") as place:
         folder = Path(place)
         try:
@@ -58,24 +60,24 @@ def fetched(url: str) -> Iterator[Path]:
 
 
 class _Remote:
-    """The files of a run elsewhere, and the folder that they are copied to."""
+    """The files of a remote run, and the folder that they are copied to."""
 
     def __init__(self, files: Any, root: str, folder: Path) -> None:
         self._files, self._root, self.folder = files, root, folder
 
     def copy(self, path: str, most: int) -> int:
-        """Copy a file of at most `most` bytes; its bytes."""
+        """Copy a file of at most `most` bytes; return its number of bytes."""
         target = self.folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         room = shutil.disk_usage(target.parent).free // 2
         return bounded_reads.copy(self._files, f"{self._root}/{path}", target, min(most, room))
 
     def has(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Return True if the file or folder exists."""
         return bool(self._files.exists(f"{self._root}/{path}"))
 
     def names(self, path: str, most: int) -> list[tuple[str, bool]]:
-        """What is in a folder, at most `most` names, and what of it is a folder."""
+        """List a folder as (name, is a folder); raise `RecordError` for more than `most` names."""
         found = bounded_reads.names(self._files, f"{self._root}/{path}") if self.has(path) else []
         if len(found) > most:
             raise RecordError(f"{self._root}/{path}: names {len(found):,} files, not {most:,}")
@@ -95,27 +97,30 @@ def _fetch(remote: _Remote, url: str) -> None:
     names = remote.names("model", MODEL_FILES)
     left = _weights(remote.folder, url) + BESIDE_WEIGHTS if names else 0
     for name, is_folder in names:
-        if is_folder:  # that it is there is what is to be judged
+        if is_folder:  # the folder itself is what `verify` judges
             (remote.folder / "model" / name).mkdir(parents=True, exist_ok=True)
         else:
             left -= remote.copy(f"model/{name}", left)
 
 
 def _statements(folder: Path) -> int:
-    """How many statements the log has by its checkpoint, whose signature is not looked at yet."""
+    """Return the log's number of statements by its checkpoint, without checking its signature."""
     text, _, _ = read_text(folder / "record" / CHECKPOINT).partition("\n\n")
     try:
         return LogCheckpoint.parse(text + "\n").size
-    except RecordError:  # said where the log is judged
+    except RecordError:  # the claim `log` reports the error
         return 0
 
 
 def _weights(folder: Path, url: str) -> int:
-    """Bytes of a published model by the final states that were signed, whose signatures are not
-    looked at yet. Where none is, or its list of tensors is not at `url`: what the disk takes."""
+    """Return the bytes of a published model by the final states, without checking signatures.
+
+    Returns the free bytes of the disk if there is no final state, or if its list of tensors is not
+    at `url`.
+    """
     try:
         size = _signed_bytes(folder, url)
-    except RecordError:  # what is wrong with the log or the list is said where they are judged
+    except RecordError:  # the claims on the log and the list report the error
         size = 0
     return size or shutil.disk_usage(folder).free
 

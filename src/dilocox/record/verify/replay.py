@@ -1,8 +1,9 @@
-"""Replays outer steps exactly, from theta_0 and the payloads, with the engine's own pure code.
+"""Exact replay of outer steps from theta_0 and the payloads, with the same code as training.
 
 Decoding, averages and the outer optimizer give the same bits on every machine (see
-`dilocox.compression`), so what comes out is the anchor itself or the record is not that of the
-model. Nothing that a site computed alone is repeated: not its inner steps, not a low-rank basis.
+`dilocox.compression`). So if the replay does not give the signed anchor, the record does not belong
+to the model. The replay repeats nothing that one site computed alone: neither inner steps nor a
+low-rank basis.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF
 
 Get = Callable[[str], bytes]
-"""SHA-256, hex, to the bytes that have it. Raises `RecordError`."""
+"""Returns the bytes of a SHA-256, hex. Raises `RecordError`."""
 DIGEST_BYTES = 32
-"""Of one chunk in the index that stands for a contribution in exchange `reduce`; a low-rank payload
-begins with that of its basis."""
+"""Bytes of one SHA-256: of each chunk in a `reduce` index, and of the basis at the beginning of a
+low-rank payload."""
 
 
 def read_listing(get: Get, digest: str, root: str) -> list[TensorDigest]:
-    """The tensors of a signed state, in model order, checked against its root.
+    """Read the list of a signed state's tensors, in model order, and check it against `root`.
 
-    Raises `RecordError`.
+    Raises `RecordError` if the list is missing or malformed, or has another root.
     """
     try:
         tensors = [TensorDigest.from_json(each) for each in json.loads(get(digest))]
@@ -51,20 +52,24 @@ def read_listing(get: Get, digest: str, root: str) -> list[TensorDigest]:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's theta_0 and how it is divided."""
+    """One stage's theta_0, divided into pieces and shards."""
 
     stage: int
     shards: int
     tensors: Mapping[str, TensorDigest]
-    """In model order."""
+    """Tensors of theta_0 by name, in model order."""
     pieces: tuple[tuple[str, ...], ...]
-    """Names by piece: runs of these were exchanged as fragments."""
+    """Tensor names of each piece; neighbouring pieces were exchanged as fragments."""
     momenta: Mapping[str, TensorDigest]
-    """The outer momentum that the run begins with, by the same names; empty: zero."""
+    """Initial outer momentum by the same names; empty: zero."""
 
     @classmethod
     def of(cls, course: RunHistory, stage: int, tensors: Sequence[TensorDigest]) -> Stage:
-        """Raises `RecordError` for tensors that are not fp32, and `ConfigError`."""
+        """Divide a stage's signed initial `tensors`.
+
+        Raises `RecordError` if a tensor is not fp32 or the momentum is incomplete, and
+        `ConfigError` if the stage cannot be divided as the run file says.
+        """
         for each in tensors:
             if each.dtype != "float32":
                 raise RecordError(f"{each.name}: an anchor is fp32, this is {each.dtype}")
@@ -78,7 +83,7 @@ class Stage:
         return cls(stage, course.shards, theta, pieces, momenta)
 
     def layout(self, pieces: range, shard: int) -> Layout:
-        """How neighbouring pieces lie in a rank's buffer."""
+        """Return the layout of neighbouring pieces in a rank's buffer."""
         layouts = []
         for names in self.pieces[pieces.start : pieces.stop]:
             shapes = {name: self.tensors[name].shape for name in names}
@@ -86,17 +91,20 @@ class Stage:
         return Layout.joined(layouts)
 
     def place(self, pieces: range, run: range, shard: int) -> slice:
-        """Where neighbouring pieces lie in the buffer of the `run` that they are of."""
+        """Return the slice of `pieces` in the buffer of the larger range `run` of pieces."""
         first = self.layout(range(run.start, pieces.start), shard).length
         return slice(first, first + self.layout(pieces, shard).length)
 
     def names(self, pieces: range) -> list[str]:
-        """Of these pieces' tensors."""
+        """Return the tensor names of `pieces`, in order."""
         return [name for names in self.pieces[pieces.start : pieces.stop] for name in names]
 
     def blocks(self, steps: Sequence[Step]) -> list[tuple[range, list[Step]]]:
-        """Runs of pieces that can be replayed by themselves, and the steps of each: as small as
-        these steps' fragments allow. Raises `ConfigError` for a fragment that there is not."""
+        """Divide the pieces into the smallest ranges that can be replayed separately.
+
+        Returns (range of pieces, steps of it). Pieces that one of `steps` exchanged together are in
+        one range. Raises `ConfigError` if a step names a fragment that does not exist.
+        """
         number = len(self.pieces)
         found: list[tuple[range, list[Step]]] = [
             (run, []) for run in apart({step.fragments for step in steps}, number)
@@ -107,7 +115,7 @@ class Stage:
         return found
 
     def rows(self, whole: Mapping[str, Tensor], shard: int) -> dict[str, Tensor]:
-        """What a shard holds of whole tensors."""
+        """Return a shard's rows of whole tensors."""
         if self.shards == 1:
             return dict(whole)
         found = {}
@@ -117,11 +125,11 @@ class Stage:
         return found
 
     def load(self, get: Get, name: str) -> Tensor:
-        """A whole tensor of theta_0, fp32. Raises `RecordError`."""
+        """Load a whole tensor of theta_0, fp32. Raises `RecordError`."""
         return self._tensor(get, name, self.tensors[name])
 
     def momentum(self, get: Get, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors of the outer momentum that the run begins with; none if it is zero.
+        """Load whole tensors of the initial outer momentum, fp32; empty if it is zero.
 
         Raises `RecordError`.
         """
@@ -145,12 +153,23 @@ def replay_stage(
     on_step: Callable[[], None],
     replay: Callable[[int, range, list[Step]], tuple[Tensor, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """A stage's tensors after all outer steps of the run, whole fp32, in model order.
+    """Replay all outer steps of one stage.
 
-    `on_step` is called after every step. `replay`: what does a shard's steps of a run of pieces,
-    and returns its flat anchor and momentum; none: from theta_0. Memory: this stage's tensors and
-    the buffers of the pieces that were exchanged together, or with others that were.
-    Raises `RecordError` naming the step that cannot be replayed.
+    Memory: the stage's tensors, and the buffers of one of the `Stage.blocks`.
+
+    Args:
+        course: History of the run.
+        stage: The stage's theta_0.
+        get: Returns the bytes of a digest.
+        on_step: Called after every step.
+        replay: Replays the steps of (shard, range of pieces, steps), and returns flat anchor and
+            momentum. None: replay from theta_0.
+
+    Returns:
+        The stage's tensors after all steps, whole fp32, by name in model order.
+
+    Raises:
+        RecordError: A step cannot be replayed; the message names the step.
     """
     whole = {}
     for run, steps in stage.blocks(course.of(stage.stage)):
@@ -184,11 +203,24 @@ def replay_steps(
     momentum_dtype: str,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Anchor and momentum of a `run` of pieces at a rank after `steps`, each of some of these
-    pieces, in order, from whole tensors of theta_0 `start` and of the momentum `moving` (empty:
-    zero): flat fp32, the momentum flat as the run keeps it.
+    """Replay `steps` for one rank and one range of pieces, from theta_0.
 
-    Raises `RecordError` naming the step that cannot be replayed.
+    Args:
+        steps: Outer steps of these pieces, in order.
+        stage: The stage's theta_0.
+        run: The range of pieces.
+        start: Whole tensors of theta_0 by name.
+        moving: Whole tensors of the initial momentum by name; empty: zero.
+        shard: The rank's shard.
+        get: Returns the bytes of a digest.
+        momentum_dtype: Dtype in which the run keeps the outer momentum.
+        on_step: Called after every step.
+
+    Returns:
+        The rank's anchor, flat fp32, and its momentum, flat in `momentum_dtype`.
+
+    Raises:
+        RecordError: A step cannot be replayed; the message names the step.
     """
     layout = stage.layout(run, shard)
     start, moving = stage.rows(start, shard), stage.rows(moving, shard)
@@ -213,7 +245,7 @@ def replay_flat(
     get: Get,
     on_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """`steps` on a rank's flat `anchor` and `momentum` of a `run` of pieces, in place.
+    """Apply `steps` in place to a rank's flat `anchor` and `momentum` of the range `run` of pieces.
 
     Raises `RecordError` naming the step that cannot be replayed.
     """
@@ -235,10 +267,10 @@ def replay_flat(
 
 
 def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | None:
-    """Δ of one outer step at one rank, flat fp32 [layout.length]; none for an empty set.
+    """Compute Δ, the average of one outer step at one rank, flat fp32 [layout.length].
 
-    Raises `RecordError` for a payload that is not there, `ExchangeError` for one that is no
-    payload of this step.
+    Returns None for an empty contribution set. Raises `RecordError` if a payload is missing, and
+    `ExchangeError` if the bytes are not a payload of this step.
     """
     if not step.set:
         return None
@@ -270,7 +302,7 @@ def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | N
 
 
 def _aggregated(step: Step, decoded: Iterator[Tensor], layout: Layout, shard: int) -> Tensor:
-    """Δ by the run's rule, of what was agreed to count."""
+    """Aggregate decoded contributions by the run's rule, with the agreed weights and shares."""
     shares = [by_shard[shard] for by_shard in step.shares] or [()] * len(step.set)
     return aggregate(step.aggregation, decoded, step.weights, shares, layout.offsets)
 
@@ -281,19 +313,22 @@ def _chunk(indices: Sequence[bytes], number: int) -> Iterator[str]:
 
 
 def payload_tensor(data: bytes) -> Tensor:
-    """A payload's bytes as codecs take them, uint8 [n]."""
+    """Return a payload's bytes as uint8 [n], the form that codecs take."""
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> list[TensorDigest]:
-    """What is signed of a stage's tensors."""
+    """Return the digests of a stage's tensors, which sites sign."""
     return [tensor_digest(name, tensor) for name, tensor in tensors.items()]
 
 
 def behind(step: Step, payload: bytes) -> list[str]:
-    """SHA-256 of what a replay needs besides a payload: chunks in `reduce`, a low-rank basis."""
+    """Return the digests, hex, of further objects that a replay of `payload` needs.
+
+    These are the chunks in `reduce`, and the basis of a low-rank codec.
+    """
     if parse_spec(step.codec).kind == "lowrank":
         return [payload[:DIGEST_BYTES].hex()]
     if step.exchange == "reduce":

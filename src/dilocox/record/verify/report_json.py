@@ -1,4 +1,4 @@
-"""The outcome of `dilocox verify` as values of JSON."""
+"""The result of `dilocox verify` as JSON values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dilocox.record.verify.verify import Report
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the values that `--json` prints."""
     return {
         "run": report.run,
         "log": report.log,

@@ -1,7 +1,7 @@
-"""What the statements of a log say that happened in a run. Pure: nothing is read or replayed.
+"""The history of a run, built from the statements of its log. Pure: nothing is replayed.
 
-A run that was resumed left a course behind: what began after the resume's tick does not count any
-more, and of what was decided again the later decision does.
+A resume abandons the part of the history after the checkpoint's tick: exchanges that began after
+that tick no longer count. If an exchange was decided again, the later decision counts.
 """
 
 from __future__ import annotations
@@ -39,101 +39,105 @@ from dilocox.record.log.verdict_statements import HandedIn
 
 _SITE = re.compile(SITE_NAME)
 MOST_TYPES = 100
-"""Unknown types of statements that are named; a stranger's log may have any number of them."""
+"""Most unknown types of statements that are listed; a stranger's log may have any number."""
 
 
 @dataclass
 class RunHistory:
-    """A whole run."""
+    """The history of one run, as far as its log has been read."""
 
     run: str
+    """Id of the run."""
     log: str
     """The log's key."""
     manifest: Mapping[str, Any]
     enrolments: list[Mapping[str, Any]] = field(default_factory=list)
     acceptances: list[Acceptance] = field(default_factory=list)
-    """What sites have signed when they joined, in the log's order."""
+    """Sites' acceptances of the manifest, in the log's order."""
     accepted: set[str] = field(default_factory=set)
-    """Sites that have signed one since they were let in last."""
+    """Sites that have signed an acceptance since their latest enrolment."""
     unaccepted: dict[str, int] = field(default_factory=dict)
-    """By site: the first statement that the site has signed without an acceptance under that key.
-    Sites of an older dilocox signed none."""
+    """By site: index of the first statement that the site signed without an acceptance after its
+    latest enrolment. Sites of an older dilocox signed no acceptances."""
     first: str = ""
     """SHA-256, hex, of the log's first entry."""
     keys: SiteKeys = field(default_factory=SiteKeys)
     starts: dict[str, list[int]] = field(default_factory=dict)
-    """By site: which statements of the log are its enrolments, from 0: each begins its ranks."""
+    """By site: indices, from 0, of its enrolments in the log. Each enrolment starts its ranks."""
     steps: dict[str, Step] = field(default_factory=dict)
-    """By exchange key, as they stand at the end."""
+    """Outer steps that stand at the end, by exchange key."""
     contributions: Contributions = field(default_factory=Contributions)
     """SHA-256 of payloads by (exchange key, attempt, site, shard)."""
     commitments: Commitments = field(default_factory=Commitments)
-    """By (exchange key, site, shard)."""
+    """Commitments by (exchange key, site, shard)."""
     votes: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Which statement was the first contribution to an (exchange key, attempt)."""
+    """Index of the first contribution statement, by (exchange key, attempt)."""
     since: int = 0
-    """Statements before the latest resume."""
+    """Number of statements before the latest resume."""
     resumes: list[int] = field(default_factory=list)
-    """Which statements are resumes."""
+    """Indices of the resume statements."""
     slots: list[int] = field(default_factory=list)
-    """Which slots they go back to."""
+    """Ticks that these resumes go back to."""
     recommitments: Recommitments = field(default_factory=Recommitments)
-    """What was committed to anew after a resume."""
+    """Commitments that sites changed after a resume."""
     begun: int | None = None
-    """Which statement was the first that commits to something trained, or decides on it."""
+    """Index of the first commitment, contribution or outer step; None before there is one."""
     states: list[State] = field(default_factory=list)
+    """Initial and final states that sites have signed."""
     plans: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By round, where rounds can be repeated; as `RoundPlan` says them."""
+    """Plans by round, as JSON of `RoundPlan`; recorded only in runs that can be audited."""
     rounds: dict[tuple[int, str, int, int], RoundState] = field(default_factory=dict)
-    """By (round, site, stage, shard)."""
+    """States in which rounds began, by (round, site, stage, shard)."""
     again: set[tuple[int, str, int, int]] = field(default_factory=set)
-    """Keys of `rounds` that may be signed once more, since the run was resumed there."""
+    """Keys of `rounds` that may be signed once more, because a resume went back to that state."""
     anchors: list[AnchorState] = field(default_factory=list)
     """States that a replay may begin from."""
     attestations: list[Attestation] = field(default_factory=list)
     reports: dict[tuple[str, int, str], set[str]] = field(default_factory=dict)
-    """SHA-256 of what a site has reported, by (kind, round, site)."""
+    """SHA-256 of a site's reports, by (kind, round, site)."""
     verdicts: list[HandedIn] = field(default_factory=list)
-    """What auditors have handed in, of all courses."""
+    """Verdicts of auditors, including those from before a resume."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """Which statement of the log has decided an exchange, by its key."""
+    """Index of the statement that decided an exchange, by exchange key."""
     read: int = 0
-    """Statements so far."""
+    """Number of statements read so far."""
     unknown: int = 0
-    """Statements of types that this version does not know."""
+    """Number of statements of unknown types."""
     unknown_types: set[str] = field(default_factory=set)
     """Some of these types."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What all sites had agreed on."""
+        """The run file that all sites agreed on, as sections and keys."""
         found: Mapping[str, Any] = self.manifest["config"]
         return found
 
     @property
     def bound(self) -> bool:
-        """The run's id is the digest of its manifest."""
+        """True if the run's id is the digest of its manifest."""
         return is_bound(self.manifest)
 
     @property
     def states_every(self) -> int:
-        """Rounds from one state that is kept to the next; 0: none is."""
+        """Rounds between two stored states; 0: no states are stored."""
         return int(self.config["record"].get("states_every", 0))
 
     @property
     def keep(self) -> int | str:
-        """What of the payloads stays, as `record.keep` says; `all` if nothing was removed by it.
+        """The run's `record.keep`; `all` if the run did not remove any payloads.
 
-        With "auto", which runs from before there was the key go on with, a model that is large
-        enough signs anchors before anything is removed.
+        Runs from before this key continue with "auto". With "auto" the ranks of a large model sign
+        anchors before they remove payloads, so without anchors nothing was removed.
         """
         found: int | str = self.config.get("record", {}).get("keep", "auto")
         by_gradient = self.config["outer"].get("method") in EXCHANGE_GRADIENTS
         return "all" if by_gradient or (found == "auto" and not self.anchors) else found
 
     def keeps_state(self, round_: int) -> bool:
-        """Whether the state in which a planned round begins is kept; that of the flush always,
-        but in runs of before it was."""
+        """Return True if the start state of a planned round is stored.
+
+        The state of the flush is always stored, except in runs of earlier versions.
+        """
         if self.states_every and self.plans[round_]["kind"] == "flush":
             return bool(self.manifest.get("flush_states"))
         return self.states_every > 0 and round_ % self.states_every == 0
@@ -150,36 +154,35 @@ class RunHistory:
 
     @property
     def momentum_dtype(self) -> str:
-        """What the outer momentum is kept in; runs from before there was a choice kept fp32."""
+        """Dtype of the outer momentum; fp32 in runs from before this key."""
         return str(self.config.get("outer", {}).get("momentum_dtype", "fp32"))
 
     @property
     def pieces(self) -> int:
-        """Pieces of each stage, runs of which are exchanged as fragments."""
+        """Number of pieces of each stage; an exchange carries neighbouring pieces as a fragment."""
         return int(self.config["outer"]["fragments"])
 
     def began_again(self, site: str, after: int, before: float = math.inf) -> bool:
-        """Whether the ranks of a site were started between two statements."""
+        """Return True if the ranks of a site were started between two statements, by index."""
         return any(after < number < before for number in self.starts.get(site, ()))
 
     def contributed(self, site: str, stage: int, shard: int, round_: int) -> bool:
-        """Whether a rank has signed a contribution to an exchange of a round, in any attempt."""
+        """Return True if a rank signed a contribution to an exchange of a round, in any attempt."""
         keys = (key for key, _, *who in self.contributions if who == [site, shard])
         found = map(ExchangeKey.parse, keys)
         return any((key.stage, key.round) == (stage, round_) for key in found)
 
     def of(self, stage: int) -> list[Step]:
-        """The outer steps of a stage, in the order in which they land on any piece."""
+        """Return the outer steps of a stage, in the order in which they land on each piece."""
         found = [step for step in self.steps.values() if step.key.stage == stage]
         return sorted(found, key=lambda step: (step.key.round, step.key.fragment))
 
     def state(self, kind: str, stage: int) -> list[State]:
-        """What the sites have signed of a stage; `initial`: what the run began from, if that is
-        signed.
+        """Return the signed states of a stage; with `kind` "initial", at most the one that counts.
 
-        A site that makes theta_0 may die before anything is trained, and the next makes another:
-        what counts is signed before the first commitment, by a site that was there until then. Of
-        several it is the first in the run file's order that begins a run.
+        A site that makes theta_0 may die before any training, and the next site makes another. The
+        state that counts was signed before the first commitment, by a site that did not restart
+        until then. Of several such sites the first one in the run file's order counts.
         """
         found = [each for each in self.states if (each.kind, each.stage) == (kind, stage)]
         if kind != "initial" or self.begun is None:
@@ -197,10 +200,10 @@ class RunHistory:
 
 
 def read_history(entries: Iterable[str], key: NoteKey) -> RunHistory:
-    """What a log's entries say, each signed by whom it has to be and about this run; signatures are
-    checked on all cores.
+    """Read the history from a log's entries, checking signatures on all cores.
 
-    Raises `RecordError` naming the first entry that is not.
+    `key`: the log's key. Raises `RecordError` naming the first entry that is malformed, not signed
+    by the required key, or about another run.
     """
     reader = HistoryReader(key)
     reader.take(entries)
@@ -208,7 +211,7 @@ def read_history(entries: Iterable[str], key: NoteKey) -> RunHistory:
 
 
 class HistoryReader:
-    """Reads the entries of a log that grows."""
+    """Reads the history of a growing log, in several calls."""
 
     def __init__(self, key: NoteKey) -> None:
         self._key = key
@@ -217,13 +220,13 @@ class HistoryReader:
 
     @property
     def course(self) -> RunHistory:
-        """What was read so far. Raises `RecordError` if that is nothing."""
+        """The history read so far. Raises `RecordError` if no entry has been read."""
         if self._course is None:
             raise RecordError("the log holds no statement")
         return self._course
 
     def take(self, entries: Iterable[str]) -> None:
-        """Read the entries that follow. Raises `RecordError` naming the first bad one."""
+        """Read the next entries. Raises `RecordError` naming the first bad entry."""
         with contextlib.closing(read_lines(entries)) as lines:
             for line in lines:
                 number = 0 if self._course is None else self._course.read
@@ -282,7 +285,7 @@ def _check_signer(line: Line, public: str) -> None:
 def _check_bounds(manifest: Mapping[str, Any]) -> None:
     """Raise `RecordError` for a run of more ranks or pieces than any run file may ask for.
 
-    Everybody who judges a record goes through its stages, shards and pieces.
+    The judges of a record iterate over its stages, shards and pieces, so these must be bounded.
     """
     try:
         config = manifest["config"]
@@ -337,7 +340,7 @@ def _committed(course: RunHistory, keys: dict[str, str], statement: s.Statement)
 
 
 _parsed = functools.lru_cache(maxsize=1024)(ExchangeKey.parse)
-"""Every rank of every site names the same exchange."""
+"""Cached parser, because all ranks of all sites name the same exchanges."""
 
 
 def _key_of(said: Mapping[str, Any]) -> ExchangeKey:
@@ -372,8 +375,8 @@ def _began(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> 
     state = RoundState.of(statement, course.read)
     key = (state.round, state.site, state.stage, state.shard)
     known = course.rounds.get(key)
-    # The first counts: who has seen what is audited is not to choose another state. Where a run
-    # was resumed its sites begin again, perhaps on other machines.
+    # The first statement counts, so that a site which knows what is audited cannot choose another
+    # state. After a resume sites may sign once more, because they may be on other machines.
     if known is None:
         course.rounds[key] = state
     elif key in course.again:
@@ -409,7 +412,7 @@ def _resumed(course: RunHistory, keys: dict[str, str], statement: s.Statement) -
     course.slots.append(tick)
     course.recommitments.resumed(tick, course.commitments, course.steps)
     course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
-    # What was signed for an exchange that begins anew is no part of it.
+    # Contributions to an exchange that begins anew do not count for the new exchange.
     course.contributions.keep(course.steps)
     course.states = [state for state in course.states if state.kind == "initial"]
     course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}

@@ -1,7 +1,8 @@
-"""Is theta_0 what the run file says: the weights of `run.seed`, or those of `model.path`?
+"""Judges the claim `start`: theta_0 is the weights of `run.seed`, or the weights of `model.path`.
 
-Weights of a seed are made again, one module at a time. On another processor their last bits differ,
-under other versions all of them may: a difference counts only where it cannot be an honest one.
+Weights of a seed are generated again, one module at a time. On another processor the last bits
+differ, and under other versions all bits may differ. So a difference is a FAIL only if processor
+and versions cannot explain it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from dilocox.models import WeightSource
 
 ROUNDING = 1e-3
-"""Norm of the difference between weights that two processors draw from one seed, over the norm of
-the weights: at most this. Measured: 1e-7."""
+"""Largest relative difference between weights that two processors generate from one seed: norm of
+the difference over norm of the weights. Measured: 1e-7."""
 _COMMIT = 40
-"""Hex digits of a revision that names one state of a hub's model for ever."""
+"""Hex digits of a hub revision that is a commit, so that its files never change."""
 
 Get = Callable[[str], bytes]
 Listing = Callable[[State], Sequence[TensorDigest]]
@@ -37,19 +38,19 @@ Listing = Callable[[State], Sequence[TensorDigest]]
 
 @dataclass(frozen=True)
 class Start:
-    """What the claim `start` is judged by."""
+    """Judges the claim `start`."""
 
     course: RunHistory
     listing: Listing
-    """The tensors of a signed state."""
+    """Returns the tensors of a signed state."""
     get: Get
-    """An object of the record's stores, by SHA-256."""
+    """Returns an object of the record's stores by SHA-256, hex."""
     folder: Path | None
-    """What the reader knows to be `model.path`; none: what this machine has under that name."""
+    """Folder that the reader knows to be `model.path`; None: what this machine has of that name."""
     progress: Callable[[str, float], None]
 
     def judge(self) -> str:
-        """What was compared. Raises `RecordError` (FAIL) and `NotRunError`."""
+        """Compare theta_0; return what was compared. Raises `RecordError` (FAIL), `NotRunError`."""
         states = self._states()
         signed = [(state, each) for state in states for each in self.listing(state)]
         said = self.course.config["model"]
@@ -76,7 +77,7 @@ class Start:
         return [state for states in found for state in states]
 
     def _source(self, said: Mapping[str, Any], tensors: Mapping[str, TensorDigest]) -> _Source:
-        """Where theta_0 comes from by the run file, and that `tensors` are all of its tensors."""
+        """Return the source of theta_0 by the run file; check the names and shapes of `tensors`."""
         from dilocox.models.hf_weights import PretrainedWeights
         from dilocox.models.weight_source import FreshWeights
 
@@ -95,7 +96,7 @@ class Start:
         return _Source(weights, f"{folder} holds", folder, sure, dtype)
 
     def _folder(self, said: Mapping[str, Any]) -> tuple[Path, bool]:
-        """The folder of `model.path`, and whether it is sure to be what the run began from."""
+        """Return the folder of `model.path`, and True if the run certainly began from it."""
         if self.folder is not None:
             if not self.folder.is_dir():
                 raise NotRunError(f"{self.folder}: no such folder; name another one with --start")
@@ -115,7 +116,7 @@ class Start:
         return cached, len(str(revision)) == _COMMIT
 
     def _unlike(self, source: _Source, state: State, signed: TensorDigest, found: Tensor) -> None:
-        """What another tensor than the signed one means. Raises `RecordError`, `NotRunError`."""
+        """Raise the verdict for a tensor that differs: `RecordError` (FAIL) or `NotRunError`."""
         where = f"{signed.name} of theta_0, which {state.site} signed, is not what {source.what}"
         if source.folder is not None:
             if source.sure:
@@ -155,7 +156,7 @@ class Start:
         raise NotRunError(f"{where}{size}; it was made on {made}: verify on such a machine")
 
     def _apart(self, signed: TensorDigest, found: Tensor) -> float | None:
-        """Norm of the difference over that of `found`; none where the bytes are in no store."""
+        """Return the norm of the difference over the norm of `found`; None without the bytes."""
         import torch
 
         try:
@@ -176,19 +177,19 @@ _LIBRARIES = {"torch": "torch", "transformers": "transformers", "fresh": "initia
 
 @dataclass
 class _Source:
-    """Where theta_0 comes from."""
+    """The source of theta_0."""
 
     weights: WeightSource
     what: str
-    """For messages: `run.seed = 3 gives`."""
+    """Phrase for messages, for example `run.seed = 3 gives`."""
     folder: Path | None
-    """Of stored weights; none: weights of a seed."""
+    """Folder of stored weights; None for weights of a seed."""
     sure: bool
-    """It is what the run began from, or nothing is."""
+    """True if this certainly is the source that the run file names."""
     momentum_dtype: str = "fp32"
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of theta_0, or of the outer momentum that a handover brings."""
+        """Return a tensor of theta_0, or of the outer momentum in a handover."""
         if not name.startswith(MOMENTUM_OF):
             return self.weights.tensor(name)
         assert self.folder is not None
@@ -196,7 +197,7 @@ class _Source:
 
 
 def _momentum(folder: Path, name: str, dtype: str) -> Tensor:
-    """A whole tensor of a handover's outer momentum, fp32, as a rank holds it."""
+    """Load a whole tensor of a handover's outer momentum, rounded to `dtype`, as fp32."""
     from safetensors import SafetensorError, safe_open
 
     from dilocox.outer.optimizer import MOMENTUM_DTYPES
@@ -212,7 +213,7 @@ def _momentum(folder: Path, name: str, dtype: str) -> Tensor:
 def _config_of(
     said: Mapping[str, Any], folder: Path | None, tensors: Mapping[str, TensorDigest]
 ) -> Any:
-    """The model's configuration. Raises `ModelError`."""
+    """Load the model's configuration. Raises `ModelError`."""
     from dilocox.config.run_config import ModelSection
     from dilocox.models import load_model_config
 
@@ -225,7 +226,7 @@ def _config_of(
     config = load_model_config(model, None)
     if "vocab_size" in said["architecture"]:
         return config
-    # The tokenizer's, which has as many tokens as the embedding has rows.
+    # The vocabulary size is the tokenizer's, which is the number of rows of the embedding.
     from dilocox.models.meta_model import build_skeleton, find_layout
 
     layout = find_layout(build_skeleton(config))
@@ -236,7 +237,10 @@ def _config_of(
 
 
 def _check_layers(architecture: Mapping[str, Any], tensors: Mapping[str, TensorDigest]) -> None:
-    """A stranger's run file may ask for more layers than a reader can build."""
+    """Raise `RecordError` for more layers than tensors.
+
+    A stranger's run file may ask for more layers than this machine can build.
+    """
     layers = architecture.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(tensors):
         raise RecordError(f"theta_0 has {len(tensors)} tensors, and the model {layers} layers")
@@ -260,22 +264,25 @@ def _check_names(config: Any, tensors: Mapping[str, TensorDigest]) -> None:
 
 
 def _check_plain(folder: Path) -> None:
-    """A stranger's run file may name any folder of this machine: of a pipe reading has no end."""
+    """Raise `NotRunError` if `folder` holds anything other than files and folders.
+
+    A stranger's run file may name any folder of this machine, and reading a pipe never ends.
+    """
     odd = [each.name for each in folder.iterdir() if not each.is_file() and not each.is_dir()]
     if odd:
         raise NotRunError(f"{folder / odd[0]}: not a file; name another folder with --start")
 
 
 def _cached(path: str, revision: str | None) -> Path | None:
-    """The folder of a hub's model that was fetched before; nothing is fetched."""
+    """Return the local cache folder of a hub's model, or None; downloads nothing."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(path, revision=revision, local_files_only=True))
-    except Exception:  # the hub client raises many kinds, none of ours: it is not there
+    except Exception:  # the hub client raises many types of exceptions if the model is missing
         return None
 
 
 def _base(version: Any) -> str:
-    """Without what a build adds, such as `+cpu`."""
+    """Return a version without its build suffix, such as `+cpu`."""
     return str(version).split("+")[0]

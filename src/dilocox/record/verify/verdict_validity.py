@@ -1,7 +1,8 @@
-"""Does a verdict still stand? It is about a round as the log had it when the auditor read it.
+"""Judges whether a verdict of an audit is still about the run.
 
-A run that is resumed leaves a course behind: rounds are trained anew, and states signed anew. What
-an auditor had repeated before is then no part of the run any more, whatever came of it.
+A verdict is about a round as it stood in the log when the auditor read the log. A resume abandons
+part of the history: rounds are trained again, and states are signed again. A verdict on an
+abandoned round no longer counts, whether it was good or bad.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from dilocox.record.verify.run_history import RunHistory
 
 
 def prefixes_of(entries: Sequence[str], sizes: Collection[int]) -> dict[int, Prefix]:
-    """The first statements of a log, for each of `sizes` that it has; read once for all of them."""
+    """Return the log's prefix of each of `sizes`; sizes beyond the log are left out.
+
+    The entries are read once.
+    """
     there = [size for size in sizes if 0 <= size <= len(entries)]
     roots = roots_at(leaves_of(entries), there)
     return {size: Prefix(size, root.hex()) for size, root in roots.items()}
@@ -27,9 +31,9 @@ def prefixes_of(entries: Sequence[str], sizes: Collection[int]) -> dict[int, Pre
 def still_standing(
     course: RunHistory, entries: Sequence[str], signed: Collection[Signed]
 ) -> list[Signed]:
-    """Those of the verdicts that are about the run's course, and not about one that it has left.
+    """Return the verdicts that are about the run's present history, not about an abandoned part.
 
-    Raises `RecordError` for one that was made by another log.
+    `entries`: all entries of the log. Raises `RecordError` for a verdict made from another log.
     """
     known = prefixes_of(entries, [each.seen.size for each in signed if each.seen is not None])
     for each in signed:
@@ -44,13 +48,16 @@ def still_standing(
 
 
 def stands(course: RunHistory, handed_in: HandedIn) -> bool:
-    """Whether what the log names of a verdict is about the run's course."""
+    """Return True if a verdict that the log names is about the run's present history."""
     return not _left_behind(course, handed_in.round, handed_in.site, handed_in.seen)
 
 
 def _left_behind(course: RunHistory, round_: int, site: str, read: int) -> bool:
-    """Whether a round of a site, or the state that it begins or ends in, was signed anew since an
-    auditor has read so many statements."""
+    """Return True if a resume has abandoned a round of a site that an auditor had repeated.
+
+    That is so if the round is undecided now, or if one of its exchanges was decided, or its start
+    or end state signed, again after the resume. `read`: statements that the auditor had read.
+    """
     resumed = min((number for number in course.resumes if number >= read), default=None)
     if resumed is None:
         return False
@@ -66,8 +73,11 @@ def _left_behind(course: RunHistory, round_: int, site: str, read: int) -> bool:
 
 
 def _read(course: RunHistory, signed: Signed) -> int:
-    """Statements that the auditor had read. Of a verdict that does not say it, those before the
-    latest resume."""
+    """Return the number of statements that the auditor had read.
+
+    For a verdict of an earlier version without this number: the statements up to the selection, or
+    up to the latest resume.
+    """
     if signed.seen is not None:
         return signed.seen.size
     if signed.selection.by == "beacon":

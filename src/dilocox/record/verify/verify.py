@@ -1,4 +1,4 @@
-"""Judges the record of a run: what its log says, what its store holds, what a replay gives."""
+"""`verify`: judges every claim about a run from its log, its store and a replay."""
 
 from __future__ import annotations
 
@@ -45,33 +45,33 @@ if TYPE_CHECKING:
     from dilocox.record.verify.replay import Stage
 
 Progress = Callable[[str, float], None]
-"""(what is done, share of it)."""
+"""Callback (name of the activity, share of it done from 0 to 1)."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the parts of a run are."""
+    """Locations of the parts of a run, and facts that the reader knows from elsewhere."""
 
     run: Path
-    """The run's folder: `record/`, `run.toml`, and whatever else is there."""
+    """The run's folder, with `record/` and `run.toml`."""
     stores: Sequence[str] = ()
-    """More stores than the folder's own."""
+    """Further stores, beside the folder's own."""
     model: Path | None = None
-    """The published model, if it is not the run folder's."""
+    """The published model; None: `model/` in the run's folder."""
     data: Path | None = None
-    """Token files, if they are not where the run file says."""
+    """Token files; None: where the run file says."""
     start: Path | None = None
-    """What the reader knows to be `model.path`; none: what this machine has under that name."""
+    """Folder that the reader knows to be `model.path`; None: what this machine has of that name."""
     key: str | None = None
-    """The log's key, as it was told some other way."""
+    """The log's key, from another source than the record; None: the record's `log.pub`."""
     seen: Path | None = None
-    """A checkpoint of the log that was kept from an earlier look."""
+    """A checkpoint of the log that the reader kept from an earlier verification."""
     release_key: Path | None = None
-    """Public key, PEM, of who has to have signed the model's folder; none: the one beside it."""
+    """Public key, PEM, that must have signed the model's folder; None: the key in that folder."""
     auditors: Sequence[str] = ()
-    """Public keys, hex, of auditors whose verdicts count; none: all."""
+    """Public keys, hex, of auditors whose verdicts count; empty: all auditors."""
     randomness: Mapping[int, bytes] = field(default_factory=dict)
-    """Public randomness by round, as the reader has looked it up."""
+    """Public randomness by round, which the reader has looked up at its source."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Report:
     statements: int
     rounds: int
     checkpoint: str
-    """The log's newest signed checkpoint: keep it for `--seen`."""
+    """The log's newest signed checkpoint, which the reader may keep for `--seen`."""
     findings: list[c.Finding]
 
     @property
@@ -94,7 +94,7 @@ class Report:
 
 
 def verify(places: Places, progress: Progress) -> Report:
-    """Judge every claim. Raises `RecordError` where there is no record to judge."""
+    """Judge every claim of a record. Raises `RecordError` if there is no readable record."""
     return _Verification(places, open_log(places.run / "record"), progress).report()
 
 
@@ -105,9 +105,9 @@ class _Verification:
     progress: Progress
     course: RunHistory | None = None
     bad: dict[str, str] = field(default_factory=dict)
-    """Verdicts so far that are not PASS, by claim."""
+    """Verdicts other than PASS so far, by claim."""
     origins: dict[tuple[int, int], Origin] = field(default_factory=dict)
-    """Where replays begin, by (stage, shard); of the others with theta_0."""
+    """Start state of the replay, by (stage, shard); replays not listed start with theta_0."""
 
     def report(self) -> Report:
         folder = self.places.run / "record"
@@ -176,7 +176,7 @@ class _Verification:
         return self.course
 
     def log(self) -> str:
-        """The log is what its key has signed."""
+        """Judge: the log is what its key has signed."""
         key = NoteKey.parse(self.places.key or self.content.public)
         checkpoint = check_log(self.content, key)
         text = f"{checkpoint.size} statements, signed by {key.name}"
@@ -189,7 +189,7 @@ class _Verification:
         return text
 
     def signatures(self) -> str:
-        """Every statement is signed by whom it must be."""
+        """Judge: every statement is signed by the required key."""
         self._need_log()
         key = NoteKey.parse(self.content.public)
         self.course = read_history(as_signed(self.content, key), key)
@@ -200,7 +200,7 @@ class _Verification:
             raise NotRunError(f"claim log is {self.bad[c.LOG.name]}")
 
     def complete(self) -> str:
-        """Nothing is missing."""
+        """Judge: no round and no signature is missing."""
         course = self._need(c.LOG, c.SIGNATURES)
         if not any(state.kind == "final" for state in course.states):
             raise NotRunError("no final state is signed: the run has not finished")
@@ -212,7 +212,7 @@ class _Verification:
         return told_complete(course)
 
     def commitments(self) -> str:
-        """Nobody's contribution was made from another's payload."""
+        """Judge: no contribution was made from another site's payload."""
         course = self._need(c.LOG, c.SIGNATURES)
         if _by_gradient(course):
             raise NotRunError("gradients are exchanged without commitments")
@@ -225,7 +225,7 @@ class _Verification:
         return told_commitments(course)
 
     def run_file(self) -> str:
-        """`run.toml` is the run's."""
+        """Judge: `run.toml` is the run file of the run."""
         course = self._need(c.LOG, c.SIGNATURES)
         path = self.places.run / "run.toml"
         if not path.exists():
@@ -235,7 +235,7 @@ class _Verification:
         return f"digest {course.manifest['config_digest'][:12]}…, {said}"
 
     def payloads(self) -> str:
-        """Everything that a replay needs is there."""
+        """Judge: every object that a replay needs is there."""
         from dilocox.record.verify.needed_payloads import Needed, read_needed
         from dilocox.record.verify.origins import may_lack, origins_of
 
@@ -248,12 +248,12 @@ class _Verification:
         return f"{needed.count} objects, {needed.size / 1e6:.1f} MB{self._since()}"
 
     def _since(self) -> str:
-        """Which rounds a replay covers, if not all."""
+        """Return a phrase with the rounds that the replay covers; empty if it covers all."""
         first = max((origin.state.round for origin in self.origins.values()), default=0)
         return f", of rounds from {first} on" if self.origins else ""
 
     def history(self) -> str:
-        """The replay begins with theta_0."""
+        """Judge: the replay begins with theta_0."""
         course = self._need(c.LOG, c.SIGNATURES, c.PAYLOADS)
         if not self.origins:
             return "the payloads of all rounds are there"
@@ -265,7 +265,7 @@ class _Verification:
         )
 
     def _signers(self, stage: int | None = None) -> str:
-        """Sites that have signed what replays begin with, of one stage or of all."""
+        """List the sites that signed start states of replays, of one stage or of all (None)."""
         from dilocox.record.verify.origins import signers
 
         course = self._need(c.LOG, c.SIGNATURES)
@@ -281,7 +281,11 @@ class _Verification:
         return self.stores.get(digest)
 
     def _listing(self, state: State, form: tuple[str, str] | None = None) -> list[TensorDigest]:
-        """Tensors of a signed state; `form`: as it was published (see `State.published`)."""
+        """Read the list of a signed state's tensors, or of its published `form`.
+
+        `form`: root and listing of the published tensors (see `State.published`); None: the state
+        itself.
+        """
         from dilocox.record.verify.replay import read_listing
 
         try:
@@ -296,7 +300,7 @@ class _Verification:
         return tensors
 
     def replay(self) -> str:
-        """All outer steps, from theta_0 to the final state."""
+        """Judge: all outer steps lead from theta_0, or from a signed anchor, to the final state."""
         course = self._need(c.LOG, c.SIGNATURES)
         if _by_gradient(course):
             raise NotRunError(
@@ -327,7 +331,7 @@ class _Verification:
     def _replay_of(
         self, stage: Stage, count: Callable[[], None]
     ) -> Callable[[int, range, list[Step]], tuple[Tensor, Tensor]] | None:
-        """What replays a shard's steps where not all begin with theta_0."""
+        """Return the function that replays a shard's steps; None if all shards start at theta_0."""
         if not any(number == stage.stage for number, _ in self.origins):
             return None
         from dilocox.record.verify.origins import replay_from
@@ -342,7 +346,7 @@ class _Verification:
         return replay
 
     def _begun_from(self, stage: int) -> str:
-        """Whose state a stage's replay began with, if not with theta_0, for messages."""
+        """Return a phrase on the signed anchor that a stage's replay began with; else empty."""
         first = max((o.state.round for (n, _), o in self.origins.items() if n == stage), default=-1)
         if first < 0:
             return ""
@@ -350,7 +354,10 @@ class _Verification:
         return f"; the replay began with the anchor of round {first} that {who} signed"
 
     def _compare(self, signed: State, whole: dict[str, Tensor]) -> None:
-        """What was signed of a final state, and of its published form, against a replay's."""
+        """Compare a replayed stage with the signed final state and with its published form.
+
+        Raises `RecordError` if either differs.
+        """
         from dilocox.record.log.digests import stage_root
         from dilocox.record.verify.replay import digests_of
         from dilocox.utils.rounding import round_to_bf16
@@ -372,7 +379,7 @@ class _Verification:
             )
 
     def model(self) -> str:
-        """The published folder is the final state."""
+        """Judge: the published folder holds the final state."""
         course = self._need(c.LOG, c.SIGNATURES)
         folder = self._model_folder()
         if not any(state.kind == "final" for state in course.states):
@@ -396,12 +403,16 @@ class _Verification:
         return self.places.model or self.places.run / "model"
 
     def release(self) -> str:
-        """The model's folder is what its release key has signed."""
+        """Judge: the model's folder is what its release key has signed."""
         check_plain_files(self._model_folder())
         return check_release(self._model_folder(), self.places.release_key)
 
     def _tensors(self, folder: Path, states: Sequence[State]) -> tuple[int, list[str]]:
-        """How many tensors of `folder` are those that were signed, and which ones nobody has."""
+        """Compare the tensors of `folder` with the signed `states`.
+
+        Returns the number of signed tensors, and the names of unsigned buffers. Raises
+        `RecordError` if a tensor differs, or if a parameter is not signed.
+        """
         from dilocox.config.run_config import ModelSection
         from dilocox.models import load_model_config
         from dilocox.models.hf_weights import PretrainedWeights, stored_names
@@ -433,7 +444,7 @@ class _Verification:
         return len(signed), unsigned
 
     def data(self) -> str:
-        """The token files are those that the sites named."""
+        """Judge: the token files here are those that the sites named."""
         course = self._need(c.LOG, c.SIGNATURES)
         try:
             folder = self.places.data or folder_of_run(self.places.run)
@@ -446,14 +457,14 @@ class _Verification:
         return accepted_data(course, files.digest, str(folder))
 
     def attestations(self) -> str:
-        """Evidence is there, and nobody here to judge it."""
+        """Judge attestations: always `NotRunError`, because this version judges no evidence."""
         found = self._need(c.LOG, c.SIGNATURES).attestations
         sites = ", ".join(sorted({each.site for each in found}))
         formats = ", ".join(sorted({each.format for each in found}))
         raise NotRunError(f"{len(found)} of {sites} ({formats}); this dilocox judges no evidence")
 
     def code(self) -> str:
-        """This code is the run's."""
+        """Judge: this dilocox has the code of the run."""
         course = self._need(c.LOG, c.SIGNATURES)
         theirs, ours = str(course.manifest["code"]), code_digest()
         if theirs != ours:

@@ -1,1 +1,1 @@
-"""What coordinator and ranks write into the record while a run goes on."""
+"""Code with which the coordinator and the ranks write the record during a run."""

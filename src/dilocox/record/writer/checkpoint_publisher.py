@@ -1,8 +1,9 @@
-"""Takes checkpoints of a run's log to where others can see them, with a command of the operator's.
+"""Publishes checkpoints of a run's log with a command of the operator (`record.anchor`).
 
-The command gets a signed checkpoint on its standard input. Whether it puts it on a chain, stamps it
-with a time or mails it is its own affair: a run never waits for it. Of checkpoints that come while
-it works only the newest is kept, since each covers all that were before it.
+The command gets a signed checkpoint on its standard input. It may, for example, write the
+checkpoint to a blockchain, get a time stamp for it, or mail it. The run never waits for the
+command. Of checkpoints that arrive while the command runs only the newest is kept, because each
+checkpoint covers all earlier ones.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class CheckpointPublisher:
-    """Runs the command beside everything else, one call at a time."""
+    """Runs the command in a background thread, one call at a time."""
 
     def __init__(self, command: Sequence[str], patience: float) -> None:
-        """`command`: word by word. `patience`: seconds that one call may take."""
+        """`command`: program and arguments. `patience`: seconds that one call may take."""
         self._command, self._patience = tuple(command), patience
         self._taken = ""
         self._newest: str | None = None
@@ -27,9 +28,9 @@ class CheckpointPublisher:
         self._beside = ThreadPoolExecutor(1, "anchor")
 
     def take(self, checkpoint: str) -> None:
-        """Anchor this one as soon as the one under way is done, unless it was taken last.
+        """Queue a checkpoint, a signed note; it replaces a checkpoint that still waits.
 
-        `checkpoint`: a signed note.
+        A checkpoint equal to the last one is ignored.
         """
         if checkpoint == self._taken:
             return
@@ -38,20 +39,23 @@ class CheckpointPublisher:
         self._beside.submit(self._anchor_newest)
 
     def trouble(self) -> str | None:
-        """What has gone wrong since this was asked last, if calls before it had gone well."""
+        """Return one line about a failed call since the last `trouble`; None if there is none.
+
+        Only the first of consecutive failures is reported.
+        """
         with self._lock:
             trouble, self._trouble = self._trouble, None
         return trouble
 
     def close(self) -> None:
-        """Anchor what is left, and wait for it: two calls at most, with the one under way."""
+        """Publish the waiting checkpoint and wait: at most two calls, one of them running."""
         self._beside.shutdown()
 
     def _anchor_newest(self) -> None:
         with self._lock:
             checkpoint, self._newest = self._newest, None
         if checkpoint is None:
-            return  # a call before this one has taken it
+            return  # an earlier call has published a newer checkpoint already
         problem = self._called(checkpoint)
         with self._lock:
             if problem is not None and not self._failing:
@@ -59,7 +63,7 @@ class CheckpointPublisher:
             self._failing = problem is not None
 
     def _called(self, checkpoint: str) -> str | None:
-        """What went wrong, or none."""
+        """Run the command once. Returns the reason of a failure, or None."""
         try:
             done = subprocess.run(  # noqa: S603 - the operator's own command
                 self._command,

@@ -1,9 +1,9 @@
-"""What the coordinator knows of its log: enough to go on, and no more the longer a run is.
+"""The coordinator's summary of its log: the state to continue a run, of bounded size.
 
-A mark is this knowledge as it was at some statement, with the place of that in the log. A start
-reads the newest mark and what follows in the log. The signed checkpoint of the log says whether the
-mark fits: a mark that does not, that is damaged or that other code has made is passed over, and the
-whole log is read.
+A mark is the summary at one statement of the log, with the position of that statement. After a
+restart the coordinator reads the newest mark and the entries after it. The log's signed checkpoint
+shows whether the mark fits the log. A mark that does not fit, that is damaged, or that another
+version of the code has made is ignored, and the whole log is read.
 """
 
 from __future__ import annotations
@@ -31,62 +31,66 @@ from dilocox.utils.typed_json import decode, encode
 log = logging.getLogger(__name__)
 
 REMEMBERED = 4
-"""Rounds whose statements are known yet: the event log may lose a decision that the record has,
-which then is taken again."""
+"""Latest rounds whose statements stay in the summary. The event log may lose a decision that the
+record has; then the coordinator takes that decision again."""
 MARK_EVERY = 10_000
-"""Statements from one mark to the next: reading so many takes about a second."""
+"""Statements between two marks; reading this many takes about a second."""
 MARK_FILE = "record-mark"
-"""In the coordinator's folder."""
+"""Name of the mark's file in the coordinator's folder."""
 _FOR_EVER = 2**53
 _BY_ROUND = (s.COMMITMENT, s.CONTRIBUTION, s.ROUND, s.ANCHOR, s.REPORT)
 
 
 @dataclass
 class Memory:
-    """What of the log is known."""
+    """The summary of a log."""
 
     run: str = ""
+    """Id of the run."""
     resumes: int = 0
+    """Number of resumes."""
     acceptances: Acceptances = field(default_factory=Acceptances)
     keys: dict[str, str] = field(default_factory=dict)
+    """Public key by site, 64 hex digits."""
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Outer steps of the latest rounds, as they were said, by exchange."""
+    """Predicates of the latest rounds' outer-step statements, by exchange key."""
     plans: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Plans of the latest rounds."""
     payloads: dict[str, dict[str, str]] = field(default_factory=dict)
-    """SHA-256 of payloads by exchange and attempt, by `SITE/SHARD`."""
+    """SHA-256 of payloads by `EXCHANGE#ATTEMPT`, then by `SITE/SHARD`."""
     commitments: dict[str, dict[tuple[str, int], dict[str, str]]] = field(default_factory=dict)
-    """What was committed to, by exchange, by (site, shard)."""
+    """Subjects of commitments by exchange key, then by (site, shard)."""
     oldest: int = 0
-    """First round of which they are kept."""
+    """First round whose steps, plans, payloads and commitments are kept."""
     filed: dict[bytes, int] = field(default_factory=dict)
-    """SHA-256 of what sites and auditors have signed, and the round that it is about."""
+    """Round by SHA-256 of each statement of a site or an auditor."""
     holds: Holds = field(default_factory=Holds)
     resumed_in: int = 0
-    """The round that the run was resumed in last."""
+    """Round of the latest resume."""
     _courses: Courses | None = field(default=None, compare=False)
     _resumed_lately: bool = field(default=False, compare=False)
 
     @property
     def courses(self) -> Courses | None:
-        """What courses of the run that were left have committed to, as far as it can matter."""
+        """Commitments of courses that a resume has abandoned; None before the first resume."""
         return self._courses
 
     @property
     def resumed_lately(self) -> bool:
-        """A resume was read since the mark: `look_back` is due."""
+        """True if a resume was read after the mark, so that `look_back` must be called."""
         return self._resumed_lately
 
     def look_back(self, entries: Iterable[str], shards: int) -> None:
-        """The run was resumed, as the log's `entries` say: know what was committed to before.
+        """Collect the commitments made before a resume, from all `entries` of the log.
 
-        Exchanges that were in flight at the checkpoint are begun again, too. Raises `RecordError`.
+        Exchanges that were in flight at the checkpoint are begun again, so a few rounds before the
+        resume are read, too. Raises `RecordError` if an entry is malformed.
         """
         oldest = self.resumed_in - REMEMBERED
         self._courses = Courses.read_back(entries, oldest, shards)
 
     def take(self, entry: str) -> None:
-        """An entry of the log. Raises `RecordError`."""
+        """Process the next entry of the log. Raises `RecordError` if it is malformed."""
         statement = s.opened(entry)[0]
         if not self.run:
             self.run = run_of(entry, statement.predicate)
@@ -95,7 +99,7 @@ class Memory:
             self.remember(statement)
 
     def remember(self, statement: s.Statement) -> None:
-        """A statement is in the log."""
+        """Process a statement that has been appended to the log."""
         predicate, kind = dict(statement.predicate), statement.kind
         if kind == s.ENROLMENT:
             self.keys[predicate["site"]] = predicate["key"]
@@ -148,12 +152,12 @@ CODE = (
     "log/statements.py",
     "log/merkle.py",
 )
-"""Modules below `record` whose code makes this knowledge."""
+"""Modules below `record` whose code makes a summary; a change of them invalidates marks."""
 
 
 @functools.cache
 def code() -> str:
-    """SHA-256, hex, of the code that makes this knowledge of a log."""
+    """Return the SHA-256, hex, of the code that makes a summary."""
     total = hashlib.sha256()
     for name in CODE:
         total.update((Path(__file__).parents[1] / name).read_bytes())
@@ -161,8 +165,10 @@ def code() -> str:
 
 
 def marked(path: Path, memory: Memory, mark: Mark) -> Callable[[], None]:
-    """What writes a mark to `path`: `memory` as it is now, of the log up to `mark`. To be called
-    once a checkpoint covers that; raises `OSError`."""
+    """Encode `memory`, the summary of the log up to `mark`; return the function that writes it.
+
+    Call that function once a checkpoint covers `mark`. It writes to `path`, and raises `OSError`.
+    """
     said: Mapping[str, Any] = {
         "code": code(),
         "mark": encode(Mark, mark),
@@ -179,7 +185,7 @@ def marked(path: Path, memory: Memory, mark: Mark) -> Callable[[], None]:
 
 
 def read_mark(path: Path) -> tuple[Memory, Mark | None]:
-    """What was known at the newest mark, and where that is; nothing if there is none to go by."""
+    """Read the newest mark: the summary and its position. (Empty, None) if no mark is usable."""
     if not os.path.exists(path):
         return Memory(), None
     try:

@@ -1,4 +1,4 @@
-"""Writes the log of a run, in the coordinator's process."""
+"""The notary: writes the log of a run, in the coordinator's process."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ from dilocox.utils.storage import when_there_is_room
 log = logging.getLogger(__name__)
 
 KEY_FILE = "record-key"
-"""In the coordinator's folder, readable by its owner: the log's private key, hex."""
+"""File in the coordinator's folder, readable only by its owner: the log's private key, hex."""
 
 
 @dataclass
 class TransparencyLogSink:
-    """A `RecordSink` that writes the log below `folder`. A disk that fails keeps the run
-    waiting."""
+    """A `RecordSink` that writes the transparency log. The run waits while the disk fails."""
 
     config: RunConfig
     writer: LogWriter
     signer: s.Signer
     on_message: Callable[[str], None]
     memory: Memory = field(default_factory=Memory)
-    """What of the log is known."""
+    """Summary of the log."""
     marks: Path | None = None
-    """Where marks of the log are kept; None: nowhere."""
+    """File of the log's marks; None: no marks are written."""
 
     def __post_init__(self) -> None:
         self.log = PatientLog(self.writer, self.on_message)
@@ -75,9 +74,10 @@ class TransparencyLogSink:
     def open(
         cls, config: RunConfig, coordinator: Path, on_message: Callable[[str], None]
     ) -> TransparencyLogSink:
-        """Begin the log of a run, or go on with it.
+        """Begin the log of a run, or continue it.
 
-        `coordinator`: folder of the coordinator's own files. Raises `RecordError`.
+        `coordinator`: folder of the coordinator's own files. Raises `RecordError` if the log cannot
+        be written, or is not the one that the coordinator's key has signed.
         """
         folder = record_folder(config)
         try:
@@ -104,8 +104,7 @@ class TransparencyLogSink:
         return notary
 
     def _first(self, said: Mapping[str, Any]) -> str:
-        """The log's first entry, whose digest is the run's id. The nonce makes it another for every
-        run."""
+        """Sign the log's first entry, whose digest is the run's id; a nonce makes it unique."""
         subjects = {"run-file": said["config_digest"]}
         nonce = secrets.token_hex(16)
         return self.signer.sign(s.Statement(s.MANIFEST, subjects, {"nonce": nonce, **said}))
@@ -116,7 +115,7 @@ class TransparencyLogSink:
         return self.memory.acceptances.manifest
 
     def close(self) -> None:
-        """Cover what is there, anchor that, and let go of the log."""
+        """Sign and publish a last checkpoint, and close the log."""
         self.log.close()
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
@@ -134,7 +133,7 @@ class TransparencyLogSink:
         if self.memory.acceptances.enrolments.get(request.site) != said:
             key = hashlib.sha256(request.record_key.encode()).hexdigest()
             statement = s.Statement(s.ENROLMENT, {f"key of {request.site}": key}, said)
-            # Before the site is let in: if it cannot be said, the site asks again.
+            # Before the site is admitted: if the entry cannot be written, the site asks again.
             self.log.append(self.signer.sign(statement))
             self.memory.remember(statement)
         self.sync()
@@ -176,7 +175,7 @@ class TransparencyLogSink:
         """See `RecordSink`."""
         found = self._signed(rank, statement, s.CONTRIBUTION)
         expected = contribution(self.run, rank, key, attempt, digest)
-        # By their bytes: to Python true is 1, and what is made of the two differs.
+        # Compare bytes: in Python True equals 1, but their encodings differ.
         if found.to_bytes() != expected.to_bytes():
             raise Refused("refused", f"{rank}: its signed contribution to {key.text} is another")
         before = self.memory.commitments.get(key.text, {}).get((rank.site, rank.shard))
@@ -193,10 +192,9 @@ class TransparencyLogSink:
         return {(site, int(shard)): known[place] for place, (site, shard) in places.items()}
 
     def checkpoint(self, rank: RankId, statement: str) -> None:
-        """See `RecordSink`. An attestation is about a site, the others about a rank.
+        """See `RecordSink`. An attestation is about a site, other statements about a rank.
 
-        What no reader of the log could take apart is not kept: one such statement would keep all
-        others from being read.
+        A malformed statement is refused, because it would stop every reader of the log.
         """
         kinds = (s.CHECKPOINT, s.ROUND, s.ANCHOR, s.ATTESTATION, s.REPORT, s.ACCEPTANCE)
         found = self._signed(rank, statement, *kinds)
@@ -219,8 +217,8 @@ class TransparencyLogSink:
         if why is not None:
             raise Refused("refused", f"{rank}: {why}")
         self._file(statement, found)
-        # It is said once: after the answer nobody would say it again. Reports decide nothing: a
-        # power cut may take them, and a sync per site and round costs more than they are worth.
+        # A rank sends its statement only once, so it is synced before the answer. Reports decide
+        # nothing: a power cut may take them, and a sync per site and round would cost too much.
         if found.kind != s.REPORT:
             self.sync()
 
@@ -248,7 +246,7 @@ class TransparencyLogSink:
         return f"audit: {found.text}" if news and found.verdict in BAD else None
 
     def planned(self, plan: RoundPlan) -> None:
-        """See `RecordSink`. Who repeats a round takes its plan as given; else nobody needs it."""
+        """See `RecordSink`. Only audits need a plan, as the given input of a repeated round."""
         self.memory.holds.planned(plan)
         said = {"round": plan.round, "plan": plan.model_dump(mode="json")}
         if self.config.record.states_every and self.memory.plans.get(plan.round) != said["plan"]:
@@ -268,16 +266,15 @@ class TransparencyLogSink:
             **outer_step(decision, self.config.site.stages, self._behind(decision)),
             "aggregation": self.config.admission.aggregation,
         }
-        # After a restart the coordinator says again what may have been said before; who owned which
-        # chunk it may then not know any more.
+        # After a restart the coordinator repeats decisions that the log may have already. It may
+        # then no longer know the owners of chunks, so an equal decision is not appended again.
         known = self.memory.steps.get(decision.key.text, {})
         if (known.get("attempt"), known.get("set")) != (decision.attempt, list(decision.set)):
-            # Sites are told next, and what they have heard they do not ask for again.
+            # Sites hear of the decision next, and do not ask for it again.
             self._say(s.STEP, predicate, payloads, synced=True)
 
     def _behind(self, decision: Decision) -> list[str]:
-        """Sites whose text is in the model by a decision, now or later: error feedback brings in
-        what was left out."""
+        """List the sites whose text enters the model by a decision, now or by error feedback."""
         known = self.memory.commitments.get(decision.key.text, {})
         kept = {site for site, _ in known} if self.config.compression.error_feedback else set()
         return [name for name in decision.plan.members if name in decision.set or name in kept]
@@ -288,7 +285,7 @@ class TransparencyLogSink:
         self._look_back()
 
     def _look_back(self) -> None:
-        """The run was resumed. What was committed to before is forgotten by now."""
+        """Read the commitments made before a resume from the log; the summary has dropped them."""
         shards = self.config.site.shards
         try:
             when_there_is_room(lambda: self.memory.look_back(self.log.lines(), shards), "record")
@@ -338,8 +335,9 @@ class TransparencyLogSink:
         return found
 
     def _file(self, text: str, statement: s.Statement) -> bool:
-        """Keep what a site or an auditor has signed; the same again (an answer was lost) only
-        once. Whether it was news."""
+        """Append a statement of a site or an auditor; return False if the log has it already.
+
+        A statement comes again if its sender missed the answer."""
         if hashlib.sha256(statement.to_bytes()).digest() in self.memory.filed:
             return False
         self.log.append(text)
@@ -360,14 +358,14 @@ class TransparencyLogSink:
 
 
 def record_folder(config: RunConfig) -> Path:
-    """Where a run's log is."""
+    """Return the folder of a run's log."""
     return config.folder / "record"
 
 
 def _opened(
     folder: Path, origin: str, key: Ed25519PrivateKey, marks: Path
 ) -> tuple[Memory, LogWriter]:
-    """What is known of a log, and who goes on with it: from a mark if there is one that fits."""
+    """Open the log; return its summary and its writer. Starts from the mark if one fits."""
     memory, mark = read_mark(marks)
     if mark is not None:
         try:
@@ -381,10 +379,10 @@ def _opened(
 def commitment(
     run: str, rank: RankId, key: ExchangeKey, values: str, payload: str | None
 ) -> s.Statement:
-    """What a rank signs before any payload of an exchange is sent, whatever the attempt.
+    """Build the commitment that a rank signs before any payload of an exchange is sent.
 
-    `values`: SHA-256, hex, of its contribution u, flat fp32. `payload`: of what it will send,
-    where that follows from u alone. Both are `sealed`.
+    `values`: SHA-256, hex, of u, flat fp32. `payload`: SHA-256, hex, of the payload; None if it
+    does not depend on u alone. The statement holds both in sealed form, and no attempt number.
     """
     digests = {"values": values} | ({} if payload is None else {"payload": payload})
     return s.Statement(
@@ -406,7 +404,7 @@ def commitment(
 def contribution(
     run: str, rank: RankId, key: ExchangeKey, attempt: int, digest: str
 ) -> s.Statement:
-    """What a rank signs when it votes with a payload of this SHA-256."""
+    """Build the statement that a rank signs when it votes with a payload of SHA-256 `digest`."""
     return s.Statement(
         s.CONTRIBUTION,
         {"payload": digest},
@@ -422,8 +420,9 @@ def contribution(
 
 
 def outer_step(decision: Decision, stages: int, behind: Collection[str]) -> dict[str, Any]:
-    """Everything that a replay of one outer step takes as given, beside the payloads; and the token
-    ranges of the sites that are `behind` it."""
+    """Return the predicate of an outer step: all inputs of its replay except the payloads.
+
+    It also names the token ranges of the sites that are `behind` the step."""
     key, plan = decision.key, decision.plan
     flush = plan.kind == "flush"
     slot = (

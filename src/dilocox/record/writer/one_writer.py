@@ -1,4 +1,4 @@
-"""One process at a time writes the log of a run: its coordinator, or who hands in a verdict."""
+"""Lock by which only one process writes a run's log: the coordinator, or one with a verdict."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LOCK = "record.lock"
-"""In the coordinator's folder."""
+"""Name of the lock file in the coordinator's folder."""
 _LOOK = 0.05
-"""Seconds between two looks."""
+"""Seconds between two attempts to take the lock."""
 
 
 @contextlib.contextmanager
 def held(folder: Path, patience: float = 0.0, name: str = LOCK) -> Iterator[bool]:
-    """Keep other processes from writing the log meanwhile; false where one writes it.
+    """Hold the lock of the log within the context; yields False if another process holds it.
 
-    `folder`: the coordinator's own, which is made. `patience`: seconds in which the other one may
-    end. `name`: another lock of the folder. Raises `OSError`.
+    Args:
+        folder: The coordinator's own folder; created if missing.
+        patience: Seconds to wait for the other process.
+        name: File name of the lock in the folder.
+
+    Raises:
+        OSError: The lock file cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + patience
@@ -32,7 +37,7 @@ def held(folder: Path, patience: float = 0.0, name: str = LOCK) -> Iterator[bool
         yield own
     finally:
         if own:
-            # A process that was forked meanwhile has the descriptor, too.
+            # Unlock explicitly: a process forked in the meantime has the descriptor, too.
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 

@@ -1,8 +1,8 @@
-"""The log of a run on a disk that may be full for a while: nothing is lost, and the run waits.
+"""A log writer that survives a full disk: no entry is lost, and the run waits for room.
 
-What a site has signed is in the log before the site is answered, or the site asks again. What the
-coordinator has decided is owed to the log from then on: it is added before anything else is, and
-before anybody hears of it.
+A statement of a site is in the log before the site gets its answer; otherwise the site asks again.
+A decision of the coordinator that cannot be written is queued. Queued entries are written before
+any other entry, and before any site hears of the decision.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ log = logging.getLogger(__name__)
 
 
 class PatientLog:
-    """Writes a log, and goes on where the disk had kept it from that.
+    """Writes a log and a queue of entries that the disk has not taken yet.
 
-    All calls are of one thread; checkpoints are signed in another one.
+    Only one thread may call it; checkpoints are signed in a background thread.
     """
 
     def __init__(self, writer: LogWriter, say: Callable[[str], None]) -> None:
-        """`say` is told in one line when the disk fails, and when it is written again."""
+        """`say` gets one line when a write fails, and one when writes succeed again."""
         self.writer, self._say = writer, say
         self.anchor: CheckpointPublisher | None = None
-        """Takes checkpoints elsewhere."""
+        """Publishes checkpoints; None if the run file has no `record.anchor`."""
         self._owed: deque[str] = deque()
+        """Entries that could not be written yet."""
         self._heard = True
-        """What had to be synced before sites hear of it is."""
+        """False while a decision that sites may not hear of yet is not synced."""
         self._failing = False
         self._beside = ThreadPoolExecutor(1, "checkpoint-of-the-log")
         self._uncovered = ""
-        """Why the newest checkpoint could not be written; none: it was."""
+        """Reason why the newest checkpoint could not be written; empty if it was written."""
         self._covering_failed = False
 
     def append(self, entry: str) -> None:
-        """Add what a site has signed. Raises `TrainingError`; then nothing was added."""
+        """Append a site's statement. Raises `TrainingError` if nothing could be appended."""
 
         def write() -> None:
             self._pay()
@@ -50,21 +51,21 @@ class PatientLog:
         self._attempt(write)
 
     def owe(self, entry: str, *, synced: bool = False) -> None:
-        """Add what was decided, now or as soon as that can be; `settle` says whether it was.
+        """Append a decision now, or queue it until the disk takes it. `settle` waits for that.
 
-        `synced`: nobody may hear of it before it survives a power cut.
+        `synced`: sites may hear of the decision only once it survives a power cut.
         """
         self._owed.append(entry)
         self._heard = self._heard and not synced
         try:
             self.settle() if synced else self._attempt(self._pay)
         except TrainingError as error:
-            log.debug("%s", error)  # said already; `settle` raises it
+            log.debug("%s", error)  # `say` has been told; `settle` raises the error
 
     def settle(self) -> None:
-        """Return when all that was decided is in the log and survives a power cut.
+        """Block until all decisions are in the log, and synced ones survive a power cut.
 
-        Raises `TrainingError`.
+        Raises `TrainingError` if the disk fails.
         """
         if not self._heard:
             self.sync()
@@ -72,7 +73,7 @@ class PatientLog:
             self._attempt(self._pay)
 
     def sync(self) -> None:
-        """Return when all that was said survives a power cut. Raises `TrainingError`."""
+        """Block until all entries survive a power cut. Raises `TrainingError` if the disk fails."""
 
         def write() -> None:
             self._pay()
@@ -82,25 +83,25 @@ class PatientLog:
         self._heard = True
 
     def lines(self) -> Iterator[str]:
-        """All that was said, the end of which may be owed to the log. Raises `OSError`."""
+        """Iterate over all entries, those on the disk and then queued ones. Raises `OSError`."""
         yield from self.writer.lines()
         yield from list(self._owed)
 
     @property
     def settled(self) -> bool:
-        """All that was said is in the log."""
+        """True if no entry is queued."""
         return not self._owed
 
     def cover(self, then: Callable[[], None] | None = None) -> None:
-        """Sign what is there, beside everything else: disks take their time to keep something.
+        """Sign a checkpoint in the background thread, because a sync to disk takes time.
 
-        `then`: what is to be written once that is done.
+        `then`: called in that thread after the checkpoint is written.
         """
         self._beside.submit(self._cover, then)
         self._tell()
 
     def tend(self) -> None:
-        """Try again what has failed. To be called every few seconds."""
+        """Retry failed writes and report changes. Call this every few seconds."""
         if self._owed or not self._heard or self._failing:
             try:
                 self.sync()
@@ -111,7 +112,7 @@ class PatientLog:
         self._tell()
 
     def close(self) -> None:
-        """Cover what is there, anchor that, and let go of the log. A full disk is waited for."""
+        """Sign and publish a last checkpoint, and close the log. Waits while the disk is full."""
         self._beside.shutdown()
 
         def finish() -> None:
@@ -156,7 +157,7 @@ class PatientLog:
             self._say("record: is written again, nothing is missing; the run goes on")
 
     def _cover(self, then: Callable[[], None] | None = None) -> None:
-        """In the other thread. What goes wrong is told by `_tell`, and tried again by `tend`."""
+        """Sign a checkpoint, in the background thread. `_tell` reports an error, `tend` retries."""
         try:
             note = self.writer.cover()
             if self.anchor is not None:
@@ -164,7 +165,7 @@ class PatientLog:
             if then is not None:
                 then()
             self._uncovered = ""
-        except Exception as error:  # also what nobody has thought of: it is told, and tried again
+        except Exception as error:  # any error is reported and retried
             self._uncovered = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
     def _tell(self) -> None:

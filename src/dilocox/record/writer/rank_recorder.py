@@ -1,7 +1,7 @@
-"""What a rank does for the record: it signs its contributions and keeps payloads in the store.
+"""A rank's part in the record: it signs contributions and puts payloads into the store.
 
-Keeping runs in a thread of its own behind a short queue, beside training and exchanges. A store
-that fails ends the keeping, not the run; a full disk is waited for.
+A background thread with a short queue writes to the store. If the store fails, the rank stops
+writing but goes on training. If a disk is full, the thread waits for room.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from dilocox.utils.rounding import is_bf16, round_to_bf16
 log = logging.getLogger(__name__)
 
 WAITING = 4
-"""Exchanges whose payloads may wait for the store; then the exchanges wait for it a while."""
+"""Exchanges whose payloads may be queued for the store. When the queue is full, exchanges wait."""
 
 Submit = Callable[[Contribution], "Future[Outcome]"]
 
 
 @dataclass(frozen=True)
 class _Start:
-    """What a window begins with."""
+    """The start state of a window."""
 
     round: int
     tick: int
@@ -52,25 +52,25 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """What is to be kept together."""
+    """One item of the queue for the store."""
 
     payloads: tuple[Tensor, ...] = ()
     start: _Start | None = None
-    """A window begins, before the payloads are kept."""
+    """Start state of a window that begins before these payloads; None: no window begins."""
     over: threading.Event = field(default_factory=threading.Event)
-    """They are kept, or nothing is kept any more."""
+    """Set once the item is stored, or once the rank has stopped storing."""
 
 
 class Coordinator(Protocol):
-    """The calls of `CoordinatorClient` that this needs."""
+    """The calls of `CoordinatorClient` that the record needs."""
 
     def record_state(self, statement: str) -> None:
-        """What model state this rank holds, signed."""
+        """Send a signed statement of this rank's state to the log."""
 
 
 @dataclass(frozen=True)
 class SigningIdentity:
-    """In whose name statements are signed."""
+    """The run, rank and key with which statements are signed."""
 
     run: str
     rank: RankId
@@ -89,9 +89,16 @@ class RankRecord:
         patience: float,
         windows: Windows | None = None,
     ) -> None:
-        """`warn` is told once if something cannot be kept. `patience`: seconds that an exchange
-        waits for a store that is slow, before the keeping ends. `windows`: where payloads go that
-        are removed one day; none: all stay in `store`."""
+        """Start the background thread.
+
+        Args:
+            author: The identity that signs.
+            store: Store for states, and for payloads without `windows`.
+            coordinator: Takes signed statements.
+            warn: Called once with one line if something cannot be stored.
+            patience: Seconds that an exchange waits for a slow store before the rank stops storing.
+            windows: Windows for payloads that are removed later. None: all payloads stay.
+        """
         self._patience, self._windows = patience, windows
         self._author, self._store = author, store
         self._coordinator, self._warn = coordinator, warn
@@ -103,9 +110,9 @@ class RankRecord:
         self._thread.start()
 
     def commit(self, given: Contribution, payload: bytes | None) -> str:
-        """The signed statement of what this rank will contribute; `given` has values.
+        """Sign the commitment to a contribution, which must have values; return the envelope.
 
-        `payload`: SHA-256 of what will be sent, where it follows from the values alone.
+        `payload`: SHA-256 of the payload; None if the payload does not depend on the values alone.
         """
         assert given.values is not None
         author = self._author
@@ -116,13 +123,13 @@ class RankRecord:
             return author.signer.sign(said)
 
     def sign(self, key: ExchangeKey, attempt: int, digest: str) -> str:
-        """The signed statement that this rank contributes a payload of this SHA-256."""
+        """Sign that this rank contributes a payload of SHA-256 `digest`, hex."""
         author = self._author
         said = contribution(author.run, author.rank, key, attempt, digest)
         return author.signer.sign(said)
 
     def watching(self, submit: Submit) -> Submit:
-        """`submit` whose outcomes' payloads are kept."""
+        """Wrap `submit` so that the payloads of each outcome are stored."""
 
         def submitted(given: Contribution) -> Future[Outcome]:
             future = submit(given)
@@ -133,10 +140,11 @@ class RankRecord:
         return submitted
 
     def keep(self, payloads: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to keep `payloads`; what waits until they are kept, or given up.
+        """Begin to store `payloads`; return a function that waits until they are stored.
 
-        For what no other site has, before it counts: whoever replays the run needs it, also if this
-        process is killed at once. Nobody waits for a store that is slow beyond the patience.
+        This is for payloads that no other site has, before they count: a replay needs them even if
+        this process is killed right afterwards. The wait ends early if the store makes no progress
+        for `patience` seconds.
         """
         waiting = self._put(_Waiting(tuple(payloads)))
 
@@ -148,9 +156,12 @@ class RankRecord:
         return wait
 
     def begin_round(self, round_: int, tick: int, copy: Callable[[], AnchorCopy | None]) -> None:
-        """A round begins, `tick` slots into the run; a window may begin with it.
+        """Begin a new window if one is due with this round.
 
-        `copy`: what the rank holds of the anchor then; none if that is not the run's.
+        Args:
+            round_: The round that begins.
+            tick: Slots of the run that have ended.
+            copy: Copies the rank's anchor and outer momentum; None if these are not the run's.
         """
         if self._windows is None or self._broken or not self._windows.due(round_):
             return
@@ -159,8 +170,8 @@ class RankRecord:
         if anchor is None:
             return
         self._put(_Waiting(start=_Start(round_, tick, anchor)))
-        # Payloads that were queued before the start lie in the window before, and a replay needs
-        # them in this one. An exchange that ends from now on queues its payloads behind the start.
+        # Payloads that were queued before the start are in the previous window, and a replay needs
+        # them in this one, too. An exchange that ends later queues its payloads after the start.
         for payloads in anchor.ended():
             self._put(_Waiting(payloads))
 
@@ -174,10 +185,16 @@ class RankRecord:
     ) -> None:
         """Sign that this rank's stage holds `tensors`, whole and in model order, after `round_`.
 
-        Of `kind` "initial" the tensors are kept, in half the bytes if all their values are in bf16,
-        as those of weights that began so; of "final" their digests alone, with those of the
-        published folder's other `files` (SHA-256 by name). `rounded`: what a tensor was published
-        as, if not as it is; its digests are signed, too. What cannot be kept or said is warned of.
+        Initial tensors are stored, in bf16 if all their values are exact in bf16. Of final tensors
+        only the digests are stored. An error is reported with `warn`, and not raised.
+
+        Args:
+            kind: "initial" or "final".
+            round_: The last finished round.
+            tensors: Tensors of the stage by name.
+            files: SHA-256 of the published folder's other files, by name.
+            rounded: Converts a tensor to its published form, whose digests are signed, too. None if
+                tensors are published as they are.
         """
         try:
             with tracing.span("record state"):
@@ -211,9 +228,9 @@ class RankRecord:
             self._give_up(error)
 
     def wait(self) -> None:
-        """Return when all that is known so far is kept, or was warned of."""
+        """Block until all queued payloads are stored, or until a failure has been reported."""
         last, kept = self._put(_Waiting()), -1
-        # As long as something is kept within the patience, the store is slow and not stuck.
+        # A store that finishes an item within `patience` seconds is slow, but not stuck.
         while not self._broken and not last.over.wait(self._patience):
             if self._kept == kept:
                 self._slow()
@@ -233,7 +250,7 @@ class RankRecord:
         return waiting
 
     def _slow(self) -> None:
-        """Give up, unless the store waits for a full disk to be freed."""
+        """Stop storing, unless the store waits for room on a full disk."""
         if self._store.room.awaited:
             return
         slow = f"{self._store.where}: has kept nothing for {self._patience:.0f} s"
@@ -247,7 +264,7 @@ class RankRecord:
                     self._begin_window(waiting.start)
                 if not self._broken:
                     self._keep(waiting.payloads)
-            except Exception as error:  # other people's storage, over a network
+            except Exception as error:  # remote storage may raise any error
                 self._give_up(error)
             finally:
                 self._kept += 1
@@ -259,14 +276,14 @@ class RankRecord:
                 self._put_bytes(tensor_bytes(payload))
 
     def _put_bytes(self, data: memoryview, digest: str | None = None) -> str:
-        """Keep what stays as long as the newest window does, or for ever; its digest."""
+        """Store `data` in the newest window, or without windows in the store; return its digest."""
         if self._windows is None:
             return self._store.put(data, digest)
         self._windows.add(len(data))
         return self._windows.current.put(data, digest)
 
     def _begin_window(self, start: _Start) -> None:
-        """Keep and sign what a window begins with; then old windows go."""
+        """Store and sign the start state of a window; then remove old windows."""
         assert self._windows is not None
         author, anchor = self._author, start.anchor
         with tracing.span("keep anchor", round=start.round):
@@ -294,7 +311,7 @@ class RankRecord:
 
 
 def _in_bf16(tensor: Tensor) -> bool:
-    """Whether an fp32 tensor began as bf16, so that half of its bytes tell all of it."""
+    """Return True if `tensor` is fp32 and all its values are exact in bf16."""
     return tensor.dtype == torch.float32 and is_bf16(tensor.detach().cpu())
 
 
@@ -306,7 +323,16 @@ def anchor_state(
     landed: Sequence[int],
     subjects: Mapping[str, str],
 ) -> s.Statement:
-    """What a rank signs of its anchor and outer momentum when a round begins."""
+    """Build a rank's statement of its anchor and outer momentum when a round begins.
+
+    Args:
+        run: Id of the run.
+        rank: The rank.
+        round_: The round that is about to begin.
+        tick: Slots of the run that have ended.
+        landed: By piece: the last round whose outer step the piece has taken; -1 if none has.
+        subjects: Root (`state`) and listing (`tensors`), SHA-256 in hex.
+    """
     return s.Statement(
         s.ANCHOR,
         subjects,
@@ -318,10 +344,10 @@ def anchor_state(
 
 
 MOMENTUM_OF = "outer-momentum/"
-"""Begins the names of the outer momentum in the state that a run begins with, where it goes on from
-another run; without it the momentum is zero."""
+"""Prefix of the outer momentum's tensor names in the initial state of a run that continues another
+run. Without such tensors the momentum is zero."""
 
 
 def listing_of(tensors: list[TensorDigest]) -> bytes:
-    """The tensors of a state as they lie in the store: canonical JSON, in model order."""
+    """Encode a list of tensors, in model order, as canonical JSON, the form in the store."""
     return rfc8785.dumps([each.to_json() for each in tensors])

@@ -1,9 +1,9 @@
-"""What a rank does so that its rounds can be repeated: it keeps and signs the states they begin in.
+"""Stores and signs the states in which a rank begins its rounds, so that audits can repeat them.
 
-A state is copied at the round's beginning (from a GPU beside the first step, which waits before it
-changes anything) and hashed, kept and signed by a thread beside training.
-No contribution is voted on before its round's state is signed and in the log, so that nobody can
-choose a state that fits it afterwards.
+A state is copied when the round begins. From a GPU the copy runs beside the first step, which waits
+for the copy before it changes anything. A background thread hashes, stores and signs the copy. A
+rank votes on a contribution only after the round's state is signed and in the log. So no site can
+choose a state afterwards that fits its contribution.
 """
 
 from __future__ import annotations
@@ -36,37 +36,44 @@ Capture = Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
 
 
 class RoundWatch(Protocol):
-    """Who looks on while a rank trains its rounds."""
+    """Observer of a rank's rounds and inner steps."""
 
     def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
-        """A round is about to begin, `tick` slots into the run; `trains`: with inner steps. The
-        flush has none, and its state is kept whichever round it is."""
+        """Called before a round begins.
+
+        Args:
+            round_: The round that is about to begin.
+            tick: Slots of the run that have ended.
+            trains: True if the round has inner steps. The flush has none; its state is stored
+                whatever its round number is.
+            capture: Returns the rank's tensors and numbers.
+        """
 
     def step(self, numbers: Tensor, parameters: Iterable[Tensor]) -> None:
-        """An inner step was taken: float64 [loss, norm], and this rank's parameters after it."""
+        """Called after an inner step with float64 [loss, norm] and this rank's parameters."""
 
     def wait(self) -> None:
-        """Return when all that is known so far is kept, or was warned of."""
+        """Block until all states are stored, or until a failure has been reported."""
 
 
 @dataclass(frozen=True)
 class RecordingPolicy:
-    """How a rank computes and what it shows."""
+    """Which states of a rank are stored, and the facts that their documents name."""
 
     every: int
-    """Rounds from one state that is kept to the next."""
+    """Rounds between two stored states."""
     keep: int
-    """How many such rounds have their states in the store, the newest; 0: all."""
+    """Number of newest such rounds whose states stay in the store; 0: all."""
     private: bool
-    """The site trains on text of its own: its states are signed, not kept."""
+    """True if the site trains on text of its own: its states are signed but not stored."""
     facts: Mapping[str, Any]
     """The determinism class."""
     replaced: Sequence[str] = ()
-    """See `Document`."""
+    """Parts of dilocox that the site's program replaces; see `Document`."""
 
 
 class InnerRecord:
-    """One rank's `RoundWatch` in a run that is recorded."""
+    """The `RoundWatch` of one rank in a recorded run."""
 
     def __init__(
         self,
@@ -77,8 +84,16 @@ class InnerRecord:
         warn: Callable[[str], None],
         patience: float,
     ) -> None:
-        """`warn` is told once if something cannot be kept or said. `patience`: seconds that a round
-        waits for a store that is slow, before the keeping ends."""
+        """Create the observer of one rank.
+
+        Args:
+            author: The identity that signs.
+            manner: Which states are stored, and the facts of their documents.
+            store: Store of the record.
+            coordinator: Takes signed statements.
+            warn: Called once with one line if a state cannot be stored or signed.
+            patience: Seconds that a round waits for a slow store before the rank stops storing.
+        """
         self._patience = patience
         self._author, self._manner = author, manner
         self._store, self._coordinator, self._warn = store, coordinator, warn
@@ -90,7 +105,7 @@ class InnerRecord:
         self._removals = Removals(warn, "all states are kept")
 
     def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
-        """See `RoundWatch`. Waits for the state before, of which there is one copy at a time."""
+        """See `RoundWatch`. Waits until the previous state is stored: only one copy may exist."""
         steps, self._steps = self._steps, None
         begins = not trains or round_ % self._manner.every == 0
         if self._broken or (steps is None and not begins) or not self._is_kept():
@@ -115,13 +130,13 @@ class InnerRecord:
         self._is_kept()
 
     def wait_signed(self) -> None:
-        """Return when the newest state is signed and in the log, or that was warned of."""
+        """Block until the newest state is signed and in the log, or a failure has been reported."""
         while not self._signed.wait(self._patience):
             if not self._store.room.awaited:
                 self._too_slow()
 
     def _is_kept(self) -> bool:
-        """Wait until the state before is kept; whether it was in time."""
+        """Wait until the previous state is stored; False if the store was too slow."""
         while self._keeping is not None:
             try:
                 self._keeping.result(self._patience)
@@ -160,10 +175,10 @@ class InnerRecord:
                     for each in document.tensors:
                         place.put(tensor_bytes(tensors[each.name]), each.sha256)
             if begins and manner.keep:
-                # One more than asked for: the last of them may just be on its way to somebody.
+                # Keep one state more than asked for: an auditor may be reading the oldest one.
                 oldest = (round_ // manner.every - manner.keep) * manner.every
                 self._removals.attempt(lambda: self._store.drop_states(oldest))
-        except Exception as error:  # other people's storage, over a network
+        except Exception as error:  # remote storage may raise any error
             self._give_up(error)
         finally:
             self._signed.set()
@@ -200,7 +215,16 @@ def round_state(
     served: str,
     subjects: Mapping[str, str],
 ) -> s.Statement:
-    """What a rank signs of the state in which it begins a round."""
+    """Build a rank's statement of the state in which it begins a round.
+
+    Args:
+        run: Id of the run.
+        rank: The rank, with `site`, `stage` and `shard`.
+        round_: The round that is about to begin.
+        tick: Slots of the run that have ended.
+        served: See `dilocox.record.log.state_statements.RoundState`.
+        subjects: `state`, `document` and possibly `steps`, SHA-256 in hex.
+    """
     return s.Statement(
         s.ROUND,
         subjects,

@@ -1,8 +1,8 @@
-"""Which states of the model a site can hold, as far as the log of a run that goes on tells.
+"""Rules by which the notary accepts or refuses sites' signed statements of model states.
 
-The state that a run begins from is signed before anything is trained, the one that it ends with by
-those who take part in the flush, after it. A site that signs one at another time is not believed:
-beside the others' it would make the record contradict itself.
+The initial state is signed before any training. The final state is signed after the flush, by sites
+that take part in the flush. The notary refuses such a statement at any other time, because the
+record would then contradict itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from dilocox.record.log.state_statements import AnchorState, Attestation, Report
 
 
 def taken_apart(statement: s.Statement) -> State | None:
-    """The model state that a site's statement is about, if it is about one. Raises `RecordError`
-    for a statement that is not whole."""
+    """Parse a site's statement. Returns its model state; None if it is about something else.
+
+    Raises `RecordError` if the statement is malformed.
+    """
     if statement.kind == s.CHECKPOINT:
         return State.of(statement, 0)
     if statement.kind == s.ROUND:
@@ -37,47 +39,48 @@ def taken_apart(statement: s.Statement) -> State | None:
 
 @dataclass
 class Holds:
-    """What the states that sites sign are judged by."""
+    """The facts of the log by which signed states are judged."""
 
     theta: dict[int, State] = field(default_factory=dict)
-    """What the run begins from, by stage, as it was signed last."""
+    """Initial state by stage, as signed last."""
     begun: bool = False
-    """Something was trained: what the run began from stands."""
+    """True once something was trained: from then on the initial state is fixed."""
     first: list[str] | None = None
-    """Members of round 0 in the run file's order, once it is planned."""
+    """Members of round 0 in the run file's order; None before round 0 is planned."""
     flush: list[str] | None = None
-    """Members of the flush, once it is planned."""
+    """Members of the flush; None before the flush is planned."""
 
     def planned(self, plan: RoundPlan) -> None:
-        """A round's plan is made."""
+        """Process the plan of a round."""
         if plan.round == 0:
             self.first = list(plan.members)
         if plan.kind == "flush":
             self.flush = list(plan.members)
-        # Methods that exchange gradients commit to nothing.
+        # Methods that exchange gradients make no commitments, so a plan after round 0 tells.
         self.begun = self.begun or plan.round > 0
 
     def remember(self, statement: s.Statement) -> None:
-        """A statement is in the log."""
+        """Process a statement that has been appended to the log."""
         if statement.kind == s.COMMITMENT:
             self.begun = True
         elif statement.kind == s.ENROLMENT and not self.begun:
-            # A site that begins again would make another theta_0.
+            # A site that starts again may make another theta_0.
             site = statement.predicate["site"]
             self.theta = {n: held for n, held in self.theta.items() if held.site != site}
         elif statement.kind == s.RESUME:
             self.flush = None
         elif statement.kind == s.CHECKPOINT:
-            # A log that an earlier version has begun may hold one that is not whole.
+            # A log begun by an earlier version may hold a malformed statement.
             with contextlib.suppress(RecordError):
                 state = State.of(statement, 0)
                 if state.kind == "initial" and not self._is_known(state):
                     self.theta[state.stage] = state
 
     def why_not(self, state: State, steps: Collection[Mapping[str, Any]] | None) -> str | None:
-        """Why a site cannot hold this state now; none if it can.
+        """Return the reason why the notary refuses a state now; None if it is valid.
 
-        `steps`: what was decided, as outer-step statements say it; none where there are none.
+        `steps`: predicates of the outer-step statements so far; None if the run's method has no
+        outer steps.
         """
         if state.kind == "initial":
             return self._not_first(state)
@@ -99,9 +102,11 @@ class Holds:
         return known is not None and (known.root, known.listing) == (state.root, state.listing)
 
     def _not_first(self, state: State) -> str | None:
-        """Why a run does not begin from this state. Who makes theta_0 may die before anything is
-        trained, and another makes it anew: its bits may be others. Who says the same again does no
-        harm."""
+        """Return the reason why the notary refuses an initial state; None if it is valid.
+
+        The site that makes theta_0 may die before any training. Then another site makes theta_0
+        again, possibly with other bits. A repeated equal statement is always accepted.
+        """
         if self._is_known(state):
             return None
         if self.begun:
@@ -111,7 +116,7 @@ class Holds:
         if state.site not in self.first:
             return "the run begins without this site"
         known = self.theta.get(state.stage)
-        # Readers go by the same order (`Course.state`).
+        # Readers use the same order (`RunHistory.state`).
         before = itertools.takewhile(lambda name: name != state.site, self.first)
         if known is None or known.site not in before:
             return None

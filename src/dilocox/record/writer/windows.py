@@ -33,9 +33,9 @@ class Bound:
     """Bound on a site's payloads: in rounds or in bytes, never in both."""
 
     rounds: int | None = None
-    """The newest rounds that stay, at least."""
+    """Number of newest rounds that always stay."""
     bytes: int | None = None
-    """Bytes of one site's windows. Two windows always stay, also where their rounds are larger."""
+    """Bytes of one site's windows. The two newest windows stay even if they are larger."""
 
     def for_one_of(self, ranks: int) -> Bound:
         """The bound of each of a site's ranks."""
@@ -43,7 +43,10 @@ class Bound:
 
 
 def bound_of(config: RunConfig, parameters: int) -> Bound | None:
-    """Bound that `record.keep` sets for a model of so many parameters. May be None: all stays."""
+    """Return the bound of `record.keep` for a model of `parameters` parameters.
+
+    Returns None if all payloads stay.
+    """
     keep = config.record.keep
     if config.exchanges_gradients or keep == "all":
         return None
@@ -57,18 +60,17 @@ def bound_of(config: RunConfig, parameters: int) -> Bound | None:
 
 
 def has_windows(config: RunConfig, parameters: int) -> bool:
-    """Whether the ranks of a model of so many parameters keep payloads in windows."""
+    """Return True if the ranks of a model of `parameters` parameters keep payloads in windows."""
     return config.record.enabled and bound_of(config, parameters) is not None
 
 
 def start_bytes_per_parameter(config: RunConfig) -> int:
-    """Bytes of a window's start state: the anchor (fp32) and the outer momentum."""
+    """Return the bytes per parameter of a window's start state: fp32 anchor and outer momentum."""
     return 4 + MOMENTUM_DTYPES[config.outer.momentum_dtype].itemsize
 
 
 def small_budget(config: RunConfig, parameters: int) -> int | None:
-    """Least byte budget of this model, if `record.keep` is below that. None: `record.keep`
-    suffices."""
+    """Return the least byte budget of this model if `record.keep` is smaller, else None."""
     bound = bound_of(config, parameters)
     least = STARTS * start_bytes_per_parameter(config) * parameters
     return least if bound is not None and bound.bytes is not None and bound.bytes < least else None
@@ -78,34 +80,37 @@ class Windows:
     """The windows of one rank. Only the record's thread calls `open`, `add` and `drop`."""
 
     def __init__(self, store: Store, rank: str, bound: Bound) -> None:
-        """`rank`: `SITE/STAGE.SHARD`. `bound`: for this rank. Raises `RecordError`."""
+        """Find the rank's windows in `store`. Raises `RecordError` if it cannot be read.
+
+        `rank`: `SITE/STAGE.SHARD`. `bound`: the bound of this rank.
+        """
         self._store, self._rank, self._bound = store, rank, bound
-        # A rank that is started again goes on with the windows that it has left.
+        # A restarted rank continues with the windows that it wrote before.
         self._sizes = store.windows(rank) or {0: 0}
         self._newest = max(self._sizes)
         self._before = self._sizes[self._newest]
         self.current = store.window(rank, self._newest)
-        """Where payloads go."""
+        """Store of the newest window, into which payloads are put."""
 
     def due(self, round_: int) -> bool:
-        """Whether a window begins with this round. Call once for every round."""
+        """Return True if a window begins with this round. Call exactly once for each round."""
         if self._bound.rounds is not None:
             return round_ > 0 and round_ % max(1, -(-self._bound.rounds // PARTS)) == 0
         assert self._bound.bytes is not None
         size = self._sizes[self._newest]
         grown, self._before = size - self._before, size
-        # With one more round like the last one the window would be above its part.
+        # After one more round as large as the last one the window would exceed its part.
         return round_ > self._newest and size + grown > self._bound.bytes // PARTS
 
     def open(self, round_: int) -> Store:
-        """Begin a window; its store."""
+        """Begin the window of round `round_`; return its store."""
         self._newest, self._before = round_, 0
         self._sizes.setdefault(round_, 0)
         self.current = self._store.window(self._rank, round_)
         return self.current
 
     def add(self, size: int) -> None:
-        """So many bytes were put into the newest window."""
+        """Count `size` bytes that were put into the newest window."""
         self._sizes[self._newest] += size
 
     def drop(self) -> None:
@@ -129,5 +134,5 @@ class Windows:
         return closed + self._bound.bytes // PARTS > self._bound.bytes
 
     def _holds_enough(self, first: int) -> bool:
-        """Whether the windows from that of round `first` on hold all the rounds of the bound."""
+        """Return True if the windows from round `first` on hold all the rounds of the bound."""
         return self._bound.rounds is not None and self._newest - first >= self._bound.rounds
