@@ -88,9 +88,9 @@ def test_a_site_that_goes_is_not_waited_for(scene: Scene) -> None:
     [
         ({"signer": "b"}, "not one of key"),
         ({"run": "0" * 32}, "is of run"),
-        ({"key": ExchangeKey.outer(1, 0, 0)}, "signed commitment for outer/0/0/0 is another"),
-        ({"rank": m.RankId(site="a", stage=0, shard=1)}, "is another"),
-        ({"payload": None}, "is another"),
+        ({"key": ExchangeKey.outer(1, 0, 0)}, "signed commitment does not match outer/0/0/0"),
+        ({"rank": m.RankId(site="a", stage=0, shard=1)}, "does not match"),
+        ({"payload": None}, "does not match"),
     ],
 )
 def test_a_commitment_is_its_rank_s_own(scene: Scene, changes: dict[str, Any], reason: str) -> None:

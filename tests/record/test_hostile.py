@@ -170,7 +170,7 @@ def test_only_digests_name_what_is_in_a_store(tmp_path: Path, digest: str) -> No
     }  # fmt: skip
     whole = s.Statement(s.STEP, {"a/0": ONE}, said)
     assert Step.of(whole).payloads == {"a/0": ONE}
-    with pytest.raises(RecordError, match="not whole"):
+    with pytest.raises(RecordError, match="is malformed"):
         Step.of(s.Statement(s.STEP, {"a/0": digest}, said))
 
 

@@ -59,7 +59,7 @@ def changed(**parts: Any) -> str:
         (ONE.sign(SAID), TWO.public, "r", (s.CONTRIBUTION,), "not one of key"),
         (ONE.sign(SAID), "", "r", (s.CONTRIBUTION,), "not one of key"),
         (ONE.sign(SAID), ONE.public, "other", (s.CONTRIBUTION,), "of run 'r'"),
-        (ONE.sign(SAID), ONE.public, "r", (s.STEP,), "outer-step is due"),
+        (ONE.sign(SAID), ONE.public, "r", (s.STEP,), "expected outer-step"),
         (changed(payload=base64.b64encode(
             SAID.to_bytes().replace(b"0.8", b"0.9")).decode()), ONE.public, "r",
          (s.CONTRIBUTION,), "not one of key"),

@@ -83,17 +83,17 @@ def test_what_is_bad_is_told_in_the_run(audited: Scene) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"site": "d"}, "site d: not in the run file"),
-    ({"site": "\x1b[2J"}, "not whole"),
+    ({"site": "\x1b[2J"}, "is malformed"),
     ({"round": 1}, "round 1 of b: not planned to be audited; the newest is round 0"),
-    ({"round": -1}, "not whole"),
-    ({"round": True}, "not whole"),
-    ({"verdict": "GOOD"}, "not whole"),
-    ({"by": "b"}, "names b as who hands it in, and a does"),
-    ({"by": ""}, "names the operator as who hands it in, and a does"),
+    ({"round": -1}, "is malformed"),
+    ({"round": True}, "is malformed"),
+    ({"verdict": "GOOD"}, "is malformed"),
+    ({"by": "b"}, "says that b hands it in, but a does"),
+    ({"by": ""}, "says that the operator hands it in, but a does"),
     ({"auditor": SIGNERS["a"].public}, "signature is not one of key"),
     ({"auditor": "x"}, "names no auditor's key"),
-    ({"digest": "x"}, "not whole"),
-    ({"seen": 10**6}, "not whole"),
+    ({"digest": "x"}, "is malformed"),
+    ({"seen": 10**6}, "is malformed"),
 ]
 
 
@@ -106,8 +106,8 @@ def test_what_is_refused(audited: Scene) -> None:
     more = s.Statement(said.kind, said.subjects, {**said.predicate, "reason": "because"})
     large = s.Statement(said.kind, said.subjects, {**said.predicate, "site": "x" * 1500})
     for text, why in {
-        AUDITOR.sign(more): "says more than a verdict does",
-        AUDITOR.sign(large): f"may have {MOST_BYTES}",
+        AUDITOR.sign(more): "has fields that a verdict does not have",
+        AUDITOR.sign(large): f"the limit is {MOST_BYTES}",
         AUDITOR.sign(GOOD.statement("1" * 32)): "is of run '1111",
         AUDITOR.sign(s.Statement(s.AUDIT, said.subjects, said.predicate)): "type audit;",
         audited.entries()[-1]: "names no auditor's key",
@@ -155,7 +155,7 @@ def test_a_site_s_own_process_hands_in_in_the_site_s_name(audited: Scene) -> Non
     reply = core.verdicts.take(HandInRequest(), Caller("b", 1))
     assert (reply.by, reply.run) == ("b", audited.notary.run)
     assert core.verdicts.take(HandInRequest(), OWNER).by == ""
-    with pytest.raises(Refused, match="names a as who hands it in, and b does"):
+    with pytest.raises(Refused, match="says that a hands it in, but b does"):
         core.verdicts.take(HandInRequest(statement=signed(audited, GOOD)), Caller("b", 1))
 
 
@@ -219,7 +219,7 @@ def test_it_is_handed_in_by_a_token_or_by_the_operator(
     other = str(run.core.tokens.of("a", 7))
     with pytest.raises(JoinError, match="not a token of this run, or no longer valid"):
         hand_in(run.url, other, limits, None)
-    with pytest.raises(JoinError, match="names a as who hands it in, and b does"):
+    with pytest.raises(JoinError, match="says that a hands it in, but b does"):
         hand_in(run.url, run.token("b"), limits, AUDITOR.sign(GOOD.statement(notary.run)))
 
 

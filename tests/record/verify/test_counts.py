@@ -63,7 +63,7 @@ def test_who_was_planned_and_never_voted_is_absent(scene: Scene) -> None:
 
 def test_the_coordinator_s_word_is_called_so(scene: Scene) -> None:
     scene.exchange()
-    assert told_commitments(scene.course()).endswith("as the coordinator has it")
+    assert told_commitments(scene.course()).endswith("in the coordinator's order")
 
 
 def test_keys_and_unknown_statements_are_named(tmp_path: Path) -> None:
@@ -93,5 +93,5 @@ def test_what_a_stranger_says_ends_in_one_line(scene: Scene, said: dict[str, Any
     course = scene.course()
     step = course.steps[KEY.text]
     course.steps[KEY.text] = replace(step, set=("a",), said={**step.said, **said})
-    with pytest.raises(RecordError, match="is not whole"):
+    with pytest.raises(RecordError, match="is malformed"):
         told_complete(course)

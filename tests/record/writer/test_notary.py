@@ -91,10 +91,10 @@ def test_gradients_are_not_recorded(tmp_path: Path) -> None:
         ({"statement": "rubbish"}, "not a DSSE envelope"),
         ({"signer": "b"}, "not one of key"),
         ({"run": "0" * 32}, "is of run"),
-        ({"digest": "2" * 64}, "signed contribution to outer/0/0/0 is another"),
-        ({"attempt": 2}, "is another"),
-        ({"key": ExchangeKey.outer(1, 0, 0)}, "is another"),
-        ({"site": "b", "signer": "a"}, "is another"),
+        ({"digest": "2" * 64}, "signed contribution does not match outer/0/0/0"),
+        ({"attempt": 2}, "does not match"),
+        ({"key": ExchangeKey.outer(1, 0, 0)}, "does not match"),
+        ({"site": "b", "signer": "a"}, "does not match"),
     ],
 )
 def test_a_payload_counts_only_with_its_signature(
@@ -117,14 +117,14 @@ def test_true_is_not_one(scene: Scene, changes: dict[str, Any]) -> None:
     rank = m.RankId(site="a", stage=0, shard=0)
     said = contribution(scene.notary.run, rank, KEY, 1, own_digest("a"))
     odd = replace(said, predicate={**said.predicate, **changes})
-    with pytest.raises(Refused, match="its signed contribution to outer/0/0/0 is another"):
+    with pytest.raises(Refused, match="its signed contribution does not match outer/0/0/0"):
         scene.vote("a", statement=SIGNERS["a"].sign(odd))
     key = ExchangeKey.outer(0, 0, 1)
     said = commitment(scene.notary.run, rank, key, ONE, ONE)
     changes = {name: value for name, value in changes.items() if name in said.predicate}
     if changes:
         odd = replace(said, predicate={**said.predicate, **changes})
-        with pytest.raises(Refused, match="its signed commitment for outer/0/0/1 is another"):
+        with pytest.raises(Refused, match="its signed commitment does not match outer/0/0/1"):
             scene.driver.begin(key, "a", commitment=SIGNERS["a"].sign(odd))
     scene.reopen()
 

@@ -59,7 +59,7 @@ def test_what_cannot_be_read_is_not_kept(
     scene: Scene, kind: str, subjects: dict[str, Any], said: dict[str, Any]
 ) -> None:
     before = scene.kinds()
-    with pytest.raises(Refused, match="not whole"):
+    with pytest.raises(Refused, match="is malformed"):
         signed(scene, kind, subjects, **said)
     assert scene.kinds() == before
     assert scene.course().read == len(before)

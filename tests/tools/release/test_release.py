@@ -105,7 +105,7 @@ def test_the_signature_is_judged_as_its_own_tool_does(
     assert (
         check_release(made.folder, made.public_key) == f"all files of {made.folder}, by key {key}"
     )
-    assert check_release(made.folder, None).endswith("compare it with what its owner says")
+    assert check_release(made.folder, None).endswith("compare it with its owner's")
     with pytest.raises(RecordError, match="not what key"):
         check_release(made.folder, other.public_key)
     for name in ("README.md", "config.json", "model-00001-of-00001.safetensors", SIGNATURE):

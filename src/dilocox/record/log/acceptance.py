@@ -135,7 +135,7 @@ def accept(config: RunConfig, identity: Identity, entry: str, facts: OwnFacts) -
     statement, envelope = s.opened(entry)
     manifest = statement.predicate
     if statement.kind != s.MANIFEST or run_of(entry, manifest) != identity.record_run:
-        raise RecordError("the coordinator's manifest is not the one with the digest that it names")
+        raise RecordError("the coordinator's manifest does not have the digest that it announced")
     s.check_signature(envelope, NoteKey.parse(str(manifest.get("log"))).public.hex())
     with whole(statement):
         check_own_run_file(config, manifest)
@@ -191,12 +191,12 @@ class Acceptances:
         """Return the reason why an acceptance is refused; None if it is valid."""
         enrolment = self.enrolments.get(found.site, {})
         if found.manifest != digest_of_entry(self.manifest):
-            return "accepts another manifest"
+            return "its acceptance names another manifest"
         for name, here in (
             ("incarnation", found.incarnation), ("key", found.key), ("data", found.facts.data),
             ("versions", dict(found.facts.versions)),
         ):  # fmt: skip
             if enrolment.get(name) != here:
-                return f"accepts with another {name} than it has joined with"
+                return f"its acceptance names another {name} than its request to join"
         known = self.accepted.get(found.site)
-        return None if known in (None, found) else "has accepted before, and otherwise"
+        return None if known in (None, found) else "it has signed a different acceptance before"

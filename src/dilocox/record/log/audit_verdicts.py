@@ -178,4 +178,4 @@ def _parsed(statement: s.Statement) -> Signed:
         prefix = None if seen is None else Prefix(int(seen["size"]), str(seen["root"]))
         return Signed(verdict, selection, str(said["auditor"]), statement.run, prefix)
     except (KeyError, TypeError, ValueError):
-        raise RecordError("an audit statement that is not whole") from None
+        raise RecordError("the audit statement is malformed") from None

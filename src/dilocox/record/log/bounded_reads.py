@@ -110,7 +110,7 @@ def _chunks(files: Any, path: str, most: int) -> Iterator[bytes]:
 
 
 def _larger(path: str, most: int) -> RecordError:
-    return RecordError(f"{path}: larger than the {most:,} bytes that it may have")
+    return RecordError(f"{path}: larger than the {most:,} bytes that are allowed")
 
 
 def _is_web(files: Any) -> bool:

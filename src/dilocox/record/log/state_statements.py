@@ -181,7 +181,7 @@ def readable(told: Callable[P, str]) -> Callable[P, str]:
         try:
             return told(*args, **kwargs)
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise RecordError("a statement of the coordinator is not whole") from None
+            raise RecordError("a statement of the coordinator is malformed") from None
 
     return line
 
@@ -220,4 +220,4 @@ def whole(statement: s.Statement) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise RecordError(f"{statement.kind}: not whole") from None
+        raise RecordError(f"{statement.kind} is malformed") from None

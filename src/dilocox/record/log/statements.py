@@ -216,7 +216,7 @@ def open_signed(line: str, public: str, *, run: str, kinds: Sequence[str]) -> St
     """
     statement, envelope = opened(line)
     if statement.kind not in kinds:
-        raise RecordError(f"a statement of type {statement.kind}; {' or '.join(kinds)} is due")
+        raise RecordError(f"a statement of type {statement.kind}; expected {' or '.join(kinds)}")
     if statement.run != run:
         raise RecordError(f"statement {statement.kind} is of run {statement.run[:12]!r}")
     check_signature(envelope, public)

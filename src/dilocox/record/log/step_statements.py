@@ -72,7 +72,7 @@ class Step:
             )
             named = (int(said["round"]), int(said["stage"]), int(said["fragment"]))
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise RecordError("an outer-step statement is not whole") from None
+            raise RecordError("an outer-step statement is malformed") from None
         if named != (key.round, key.stage, key.fragment):
             raise RecordError(f"the outer-step statement of {key.text} names another round")
         if not 0 <= key.fragment < step.fragments:

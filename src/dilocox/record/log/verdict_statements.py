@@ -141,17 +141,17 @@ def taken_in(text: str, run: str, by: str, number: int) -> HandedIn:
             it names another member.
     """
     if len(text) > MOST_BYTES:
-        raise RecordError(f"{len(text)} characters; it may have {MOST_BYTES}")
+        raise RecordError(f"it has {len(text)} characters; the limit is {MOST_BYTES}")
     auditor = _auditor(s.opened(text)[0].predicate)
     statement = s.open_signed(text, auditor, run=run, kinds=(s.VERDICT,))
     found = HandedIn.of(statement, number)
     if found.by != by:
         raise RecordError(
-            f"it names {found.by or 'the operator'} as who hands it in, and "
-            f"{by or 'the operator'} does; sign it anew"
+            f"it says that {found.by or 'the operator'} hands it in, but "
+            f"{by or 'the operator'} does; sign it again"
         )
     if statement != found.statement(run):
-        raise RecordError("it says more than a verdict does")
+        raise RecordError("it has fields that a verdict does not have")
     return found
 
 

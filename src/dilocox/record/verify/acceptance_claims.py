@@ -55,8 +55,8 @@ def _check(course: RunHistory, found: Acceptance) -> None:
     )
     for name, own in (("key", found.key), ("versions", dict(found.facts.versions))):
         if enrolment.get(name) != own:
-            raise RecordError(f"{found.site} has accepted with another {name} than the coordinator "
-                              "says that it joined with")  # fmt: skip
+            raise RecordError(f"{found.site}'s acceptance names another {name} than its enrolment "
+                              "by the coordinator")  # fmt: skip
 
 
 @readable

@@ -140,7 +140,7 @@ class Audits:
         public = [each for each in drawn if each.selection.randomness]
         if not public:
             how = "the log alone has selected" if drawn else "no audit was selected by the log"
-            raise NotRunError(f"{how}: public randomness was not at hand")
+            raise NotRunError(f"{how}: without public randomness")
         judged = {(s.verdict.round, s.verdict.site) for s in public if s.verdict.verdict in GOOD}
         rate = float(self.course.config["record"].get("audit_rate", 0.0))
         values: dict[int, str] = {}
@@ -150,7 +150,9 @@ class Audits:
                 raise RecordError(f"two audits of round {each.verdict.round} name other randomness")
         for round_, text in values.items():
             if self.randomness.get(round_, bytes.fromhex(text)).hex() != text:
-                raise RecordError(f"round {round_} was selected by other randomness than was told")
+                raise RecordError(
+                    f"round {round_} was selected with other randomness than --randomness gives"
+                )
             point = points[round_]
             for site in sites_of(self.course, round_):
                 if point.draw(bytes.fromhex(text), site) < rate and (round_, site) not in judged:

@@ -28,16 +28,17 @@ class Claim:
 LOG = Claim(
     "log",
     True,
-    "the statements are those, in that order and number, that the log's key has signed",
-    "that this key is the one you trust: compare it, or give it with --key; that the signer showed "
-    "others the same log: give a checkpoint that you kept, with --seen",
+    "the log holds exactly the statements that its key has signed, in the signed order",
+    "that this key is the one that you trust: compare it, or give it with --key; that other "
+    "readers saw the same log: give a checkpoint that you kept, with --seen",
 )
 SIGNATURES = Claim(
     "signatures",
     True,
-    "each statement is of this run and signed by whom it must be: the coordinator, or the site",
-    "who stands behind a site's key: the coordinator has let it in; statements of types that this "
-    "dilocox does not know, which are named",
+    "each statement is about this run and signed by the required key, the coordinator's or the "
+    "site's",
+    "who owns a site's key: the coordinator alone admitted it; anything about statements of types "
+    "that this dilocox does not know, which the line names",
 )
 COMPLETE = Claim(
     "complete",
@@ -48,47 +49,47 @@ COMPLETE = Claim(
 COMMITMENTS = Claim(
     "commitments",
     True,
-    "each site had signed what it would contribute to an exchange before any vote on it, and with "
-    "it before any payload was sent, as the coordinator has it: nobody has chosen its own after it "
-    "had seen another's, but for those named as recommitted after a resume",
-    "that no payload went other ways; with low-rank codecs and in `reduce` only an audit shows "
-    "that a payload was made from what was committed to",
+    "each site had signed a commitment to its contribution before any vote on the exchange, and so "
+    "before any payload was sent, in the coordinator's order: no site chose its contribution after "
+    "it had seen another's, except contributions named as recommitted after a resume",
+    "that no payload was sent in another way; with low-rank codecs and in `reduce`, only an audit "
+    "shows that a payload was made from the committed contribution",
 )
 RUN_FILE = Claim(
     "run-file",
     True,
     "run.toml is the run file that each site whose contribution counts had signed before it "
     "signed anything else",
-    "that the run followed it; keys that are one machine's own matter (folders, ports, devices) "
-    "are not compared",
+    "that the run followed the run file; keys that concern one machine alone (folders, ports, "
+    "devices) are not compared",
 )
 START = Claim(
     "start",
     False,
-    "theta_0 is, bit for bit, what the run file says that the run began from: the weights that "
-    "run.seed gives, or those of model.path",
-    "where the weights of model.path come from; that files which you name with --start are those",
+    "theta_0 is, bit for bit, the initial weights that the run file names: the weights that "
+    "run.seed gives, or the weights of model.path",
+    "where the weights of model.path come from; that a folder given with --start is model.path",
 )
 METRICS = Claim(
     "metrics",
     False,
-    "the losses and figures in metrics.jsonl, which a run's page shows, are what its sites have "
-    "signed, and those of the whole run are made of them",
-    "that a site has said the truth of its own loss; times and bytes of the whole run",
+    "the losses and figures of sites in metrics.jsonl, which a run's page shows, are what the "
+    "sites have signed, and the losses and tokens of the whole run are computed from these",
+    "that a site reported its own loss truthfully; times and bytes of the whole run",
 )
 PAYLOADS = Claim(
     "payloads",
     True,
-    "the bytes of every payload that counts, and of theta_0, are there and are those signed",
+    "the bytes of every payload that counts, and of theta_0, are there and match the signatures",
     "that an honest training step made them",
 )
 REPLAY = Claim(
     "replay",
     True,
-    "from theta_0 and the payloads every outer step gives, bit for bit, the final state that was "
-    "signed: nothing else went into the model between the sites",
-    "that the sites' inner steps were honest, or what text they were made on; of rounds before a "
-    "signed state that the replay begins from, anything (claim history)",
+    "all outer steps, replayed from theta_0 and the payloads, give the signed final state bit for "
+    "bit: nothing else that sites exchanged went into the model",
+    "that the sites' inner steps were honest, or which text they trained on; anything about rounds "
+    "before a signed state that the replay begins from (claim history)",
 )
 HISTORY = Claim(
     "history",
@@ -99,8 +100,8 @@ HISTORY = Claim(
 MODEL = Claim(
     "model",
     True,
-    "the published folder holds that final state bit for bit, and the files that came with it; "
-    "no other weights lie there",
+    "the published folder holds the signed final state bit for bit, and the other files that were "
+    "published with it; it holds no other weights",
     "that the model is good, or safe to use",
 )
 RELEASE = Claim(
@@ -108,7 +109,7 @@ RELEASE = Claim(
     False,
     "every file of the released folder is the one that the holder of the release key has signed, "
     "and none was added",
-    "that this key is its owner's: compare it, or give it with --release-key; where the weights "
+    "who owns this key: compare it, or give the owner's key with --release-key; where the weights "
     "come from (claim model)",
 )
 DATA = Claim(
@@ -116,37 +117,39 @@ DATA = Claim(
     False,
     "the token files here are those that each site whose contribution counts had signed before "
     "it signed anything else",
-    "that the sites trained on them; private token files of a site are not looked at",
+    "that the sites trained on them; private token files of a site are not checked",
 )
 CODE = Claim(
     "code",
     False,
     "this dilocox has, byte for byte, the code that the coordinator ran",
-    "what code the sites ran: the digest that they signed is their own word",
+    "which code the sites ran: nobody but the site can check the digest that it signed",
 )
 AUDITS = Claim(
     "audits",
     False,
     "the rounds that were audited are what their sites signed: the same steps on the assigned "
-    "text, repeated from the state in which they began, give the same payloads; every verdict "
-    "that the log names is here; a round of every site was found good, but of sites whose text or "
-    "code is their own by the run file",
-    "rounds that were not audited; that no bad verdict was taken out of this folder that nobody "
-    "had handed in to the log; that an auditor's key is one you trust: name it with --auditor",
+    "text, repeated from the state in which the round began, give the same payloads; every verdict "
+    "that the log names is here; a round of every site was found good, except of sites that use "
+    "text or code of their own by the run file",
+    "anything about rounds that were not audited; that nobody removed a bad verdict from this "
+    "folder that the log does not name; that an auditor's key is one that you trust: give it with "
+    "--auditor",
 )
 BEACON = Claim(
     "beacon",
     False,
-    "all that the log and public randomness select was audited, and no site could know before "
-    "what that would be",
+    "every round of a site that the log and public randomness select was audited, and no site "
+    "could know the selection in advance",
     "that the randomness was unknown when the log was signed: look it up at its source, and give "
     "it with --randomness",
 )
 ATTESTATIONS = Claim(
     "attestations",
     False,
-    "each site that has signed evidence of the machine it ran on ran what that evidence says",
-    "anything yet: this version keeps evidence, and judges none",
+    "each site that has signed evidence of its machine ran on the machine that the evidence "
+    "describes",
+    "anything yet: this version stores evidence, but does not judge it",
 )
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,

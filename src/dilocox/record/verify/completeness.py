@@ -25,7 +25,10 @@ def gaps(course: RunHistory) -> list[str]:
             planned = course.plans.get(round_, {}).get("fragments")
             found += _incomplete(stage, round_, steps, course.pieces, planned)
             if any(step.flush != (round_ == last) for step in steps):
-                found.append(f"stage {stage}: round {round_} is the last one, or the flush, alone")
+                found.append(
+                    f"stage {stage}: round {round_} is the last round but not the flush, or the "
+                    "flush but not the last round"
+                )
             if not steps:
                 break  # a stranger's log may name any number of later rounds
     for step in course.steps.values():

@@ -71,7 +71,7 @@ def seen_by(
     else:
         found = from_ledger(_ledger(folder), rounds)
     if not found:
-        raise DataError(f"{folder}: no token range is known to be trained on by then")
+        raise DataError(f"{folder}: no token range is known that the model had seen by then")
     files = TokenFiles.open(data or folder_of_run(folder))
     space = SequenceSpace(files, seed=config.run.seed, sequence_length=config.data.sequence_length)
     shared = ((each.start, each.count) for each in found if each.space == SHARED)

@@ -79,7 +79,7 @@ def told_commitments(course: RunHistory) -> str:
     contributions.
     """
     counted = sum(len(step.payloads) for step in course.steps.values())
-    text = f"{counted} payloads, each committed to before the first vote, as the coordinator has it"
+    text = f"{counted} payloads, each committed to before the first vote in the coordinator's order"
     again: dict[str, list[str]] = {}
     for key, site, _ in sorted(course.recommitments.found):
         step = course.steps.get(key)

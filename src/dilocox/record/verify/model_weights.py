@@ -35,8 +35,8 @@ def check_weights(folder: Path, names: Mapping[str, str]) -> None:
     files = set(names.values())
     if SINGLE_FILE in files and (folder / INDEX_FILE).exists():
         raise RecordError(
-            f"{folder / SINGLE_FILE}: there beside {INDEX_FILE}, and loaded instead of what that "
-            "names"
+            f"{folder / SINGLE_FILE}: lies beside {INDEX_FILE}, and would be loaded instead of the "
+            "files that the index names"
         )
     for path in sorted(folder.iterdir()):
         if path.name not in files:
@@ -52,13 +52,13 @@ def _check_other(path: Path) -> None:
     if path.is_dir():
         # Nobody has signed files in subfolders. Git and hubs use hidden folders.
         if not name.startswith("."):
-            raise RecordError(f"{path}: a folder, which no model is published with")
+            raise RecordError(f"{path}: a folder, but published models have no subfolders")
     elif name.endswith(TENSORS):
         raise RecordError(
-            f"{path}: its tensors are none of those that were published, and may be loaded instead"
+            f"{path}: its tensors are not those that were published, and may be loaded instead"
         )
     elif _is_weights(name):
-        raise RecordError(f"{path}: weights in a form in which no run publishes any")
+        raise RecordError(f"{path}: weights in a format that no run publishes")
 
 
 def _is_weights(name: str) -> bool:
@@ -68,16 +68,16 @@ def _is_weights(name: str) -> bool:
 
 def _check_keys(path: Path, expected: set[str]) -> None:
     if path.suffix != TENSORS:
-        raise RecordError(f"{path}: named as one that holds tensors, and is no {TENSORS} file")
+        raise RecordError(f"{path}: named as a file of tensors, but not a {TENSORS} file")
     try:
         with safe_open(path, framework="numpy") as file:
             found = set(file.keys())
     except (OSError, SafetensorError) as error:
         raise RecordError(f"{path}: cannot be read ({error})") from None
     for name in sorted(found - expected):
-        raise RecordError(f"{path}: holds {name}, which is not named as one of its tensors")
+        raise RecordError(f"{path}: holds {name}, which is not listed as one of its tensors")
     for name in sorted(expected - found):
-        raise RecordError(f"{path}: {name} is missing, which is named as one of its tensors")
+        raise RecordError(f"{path}: lacks {name}, which is listed as one of its tensors")
 
 
 def _check_pointer(folder: Path, allowed: set[str]) -> None:

@@ -63,7 +63,10 @@ class Origin:
         landed = [self.state.landed[piece] for piece in step.pieces(len(self.state.landed))]
         inside = {step.key.round <= last for last in landed}
         if len(inside) > 1:
-            raise RecordError(f"{step.key.text}: in the state of round {self.state.round} in part")
+            raise RecordError(
+                f"{step.key.text}: the state of round {self.state.round} includes only some of its "
+                "pieces"
+            )
         return inside.pop()
 
     def load(

@@ -40,7 +40,7 @@ def check_release(folder: Path, told: Path | None) -> str:
     if not is_released(folder):
         raise NotRunError(f"{folder / SIGNATURE}: not there, the folder is not signed")
     if not path.is_file():
-        raise NotRunError(f"{path}: not there; say with --release-key who has to have signed")
+        raise NotRunError(f"{path}: not there; give the signer's public key with --release-key")
     try:
         from model_signing import hashing, verifying
     except ImportError:
@@ -57,7 +57,7 @@ def check_release(folder: Path, told: Path | None) -> str:
     except Exception as error:  # the library may raise anything for a malicious file
         reason = str(error) or type(error).__name__
         raise RecordError(f"{folder}: not what key {key[:12]}… has signed ({reason})") from None
-    known = "" if told else "; it lay beside the folder: compare it with what its owner says"
+    known = "" if told else "; the key lay beside the folder: compare it with its owner's"
     return f"all files of {folder}, by key {key}{known}"
 
 

@@ -46,7 +46,7 @@ def read_listing(get: Get, digest: str, root: str) -> list[TensorDigest]:
     except (ValueError, TypeError):
         raise RecordError(f"{digest[:12]}…: not a list of tensors") from None
     if stage_root(tensors).hex() != root:
-        raise RecordError(f"{digest[:12]}…: a list of tensors with another root than was signed")
+        raise RecordError(f"{digest[:12]}…: this list of tensors does not have the signed root")
     return tensors
 
 

@@ -292,7 +292,7 @@ def _check_bounds(manifest: Mapping[str, Any]) -> None:
         ranks = [config["site"]["stages"], config["site"]["shards"]]
         pieces = config["outer"]["fragments"]
     except (KeyError, TypeError):
-        raise RecordError("the manifest's run file is not whole") from None
+        raise RecordError("the manifest's run file is malformed") from None
     for number in (*ranks, pieces):
         if type(number) is not int or not 1 <= number <= MOST_RANKS:
             raise RecordError(f"the manifest's run file has {str(number)[:20]} stages, shards or "

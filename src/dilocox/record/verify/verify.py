@@ -217,7 +217,7 @@ class _Verification:
         if _by_gradient(course):
             raise NotRunError("gradients are exchanged without commitments")
         if not course.manifest.get("commitments"):
-            raise NotRunError("the run was recorded by a dilocox that asked for none")
+            raise NotRunError("the run was recorded by a dilocox version without commitments")
         self._need(c.COMPLETE)
         problems = broken_commitments(course)
         if problems:
@@ -385,7 +385,7 @@ class _Verification:
         if not any(state.kind == "final" for state in course.states):
             raise NotRunError("no final state is signed: the run has not finished")
         if not folder.is_dir():
-            raise NotRunError(f"{folder}: not there; say where the model is with --model")
+            raise NotRunError(f"{folder}: not there; give the model's folder with --model")
         finals = [course.state("final", stage)[-1:] for stage in range(course.stages)]
         if not all(finals):
             raise NotRunError("the final states of some stages are not signed")
@@ -428,7 +428,7 @@ class _Verification:
         check_weights(folder, stored_names(folder))
         weights = PretrainedWeights(folder, load_model_config(ModelSection(path=str(folder)), None))
         if weights.strays:
-            raise RecordError(f"{folder}: {weights.strays[0]} is stored there, none of the model's")
+            raise RecordError(f"{folder}: holds {weights.strays[0]}, not a tensor of the model")
         for number, each in enumerate(signed):
             self.progress("comparing the model", number / len(signed))
             found = weights.tensor(each.name)
@@ -451,7 +451,7 @@ class _Verification:
         except ConfigError as error:
             raise NotRunError(str(error)) from None
         if not (folder / "manifest.json").exists():
-            raise NotRunError(f"{folder}: no token files there; say where with --data")
+            raise NotRunError(f"{folder}: has no token files; give their folder with --data")
         files = TokenFiles.open(folder)
         files.verify(self.progress)
         return accepted_data(course, files.digest, str(folder))

@@ -197,5 +197,5 @@ def read_mark(path: Path) -> tuple[Memory, Mark | None]:
             raise ValueError("another dilocox has made it")
         return decode(Memory, said["memory"]), decode(Mark, said["mark"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        log.warning("%s: passed over, the whole log is read (%s)", path, error)
+        log.warning("%s: ignored, the whole log is read (%s)", path, error)
         return Memory(), None

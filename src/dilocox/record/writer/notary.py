@@ -149,7 +149,7 @@ class TransparencyLogSink:
         named = {"values", "payload"} if bound else {"values"}
         said = dict(commitment(self.run, rank, key, "", None).predicate)
         if dumps(dict(found.predicate)) != dumps(said) or set(found.subjects) != named:
-            raise Refused("refused", f"{rank}: its signed commitment for {key.text} is another")
+            raise Refused("refused", f"{rank}: its signed commitment does not match {key.text}")
         known = self.memory.commitments.get(key.text, {}).get((rank.site, rank.shard))
         if known is not None and known != dict(found.subjects):
             raise Refused(
@@ -177,7 +177,7 @@ class TransparencyLogSink:
         expected = contribution(self.run, rank, key, attempt, digest)
         # Compare bytes: in Python True equals 1, but their encodings differ.
         if found.to_bytes() != expected.to_bytes():
-            raise Refused("refused", f"{rank}: its signed contribution to {key.text} is another")
+            raise Refused("refused", f"{rank}: its signed contribution does not match {key.text}")
         before = self.memory.commitments.get(key.text, {}).get((rank.site, rank.shard))
         if before is None or not in_time:
             return False
@@ -229,7 +229,7 @@ class TransparencyLogSink:
             raise Refused("refused", f"{rank}: its signed {error}") from None
         why = self.memory.acceptances.why_not(found)
         if found.site != rank.site or why is not None:
-            raise Refused("refused", f"{rank}: {why or 'accepts in the name of another site'}")
+            raise Refused("refused", f"{rank}: {why or 'its acceptance names another site'}")
         self._file(text, statement)
         self.sync()
 
@@ -291,8 +291,8 @@ class TransparencyLogSink:
             when_there_is_room(lambda: self.memory.look_back(self.log.lines(), shards), "record")
         except OSError as error:
             self.on_message(
-                f"record: cannot be read back ({error.strerror}); who commits to something else "
-                "than before the resume is not noticed in this run, but by verify"
+                f"record: cannot be read back ({error.strerror}); this run will not notice a site "
+                "that changes a commitment after the resume, but `dilocox verify` will"
             )
 
     def recommitted(self, rank: RankId, key: ExchangeKey, plan: RoundPlan) -> bool:
@@ -331,7 +331,7 @@ class TransparencyLogSink:
         except RecordError as error:
             raise Refused("refused", f"{rank}: {error}") from None
         if found.kind != s.ACCEPTANCE and self.memory.acceptances.lacks(rank.site):
-            raise Refused("refused", f"{rank}: its site has not signed yet what it takes part in")
+            raise Refused("refused", f"{rank}: its site has not signed an acceptance of the run")
         return found
 
     def _file(self, text: str, statement: s.Statement) -> bool:
@@ -371,7 +371,7 @@ def _opened(
         try:
             return memory, LogWriter(folder, origin, key, memory.take, mark)
         except RecordError as error:
-            log.warning("%s: passed over, the whole log is read (%s)", marks, error)
+            log.warning("%s: ignored, the whole log is read (%s)", marks, error)
     memory = Memory()
     return memory, LogWriter(folder, origin, key, memory.take)
 
@@ -469,7 +469,7 @@ def _log_key(path: Path, fresh: bool) -> Ed25519PrivateKey:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text().strip()))
     if not fresh:
         raise RecordError(
-            f"{path}: missing, and the run's log cannot be gone on with without it; put it back, "
+            f"{path}: missing, and the run's log cannot be continued without it; put it back, "
             "or begin a new run"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
