@@ -124,7 +124,7 @@ def test_a_fork_is_found(tmp_path: Path) -> None:
     seen = written(tmp_path / "told", "one", "two").note
     fork = written(tmp_path / "fork", "one", "other", "three")
     assert check_log(fork, PUBLIC).size == 3, "on its own it looks whole"
-    with pytest.raises(RecordError, match="the same key has signed two courses"):
+    with pytest.raises(RecordError, match="the same key has signed two different logs"):
         check_grown(fork, PUBLIC, seen)
 
 

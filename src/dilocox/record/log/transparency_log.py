@@ -201,7 +201,7 @@ def check_log(content: LogContent, key: NoteKey) -> LogCheckpoint:
     if count != checkpoint.size:
         how = "cut" if count < checkpoint.size else "added to"
         added = count > checkpoint.size
-        goes_on = " (as that of a run that goes on is: wait for its end)" if added else ""
+        goes_on = " (the log of a run in progress grows: wait for the end)" if added else ""
         raise RecordError(
             f"the log holds {count} statements, its signed checkpoint {checkpoint.size}: it was "
             f"{how} after it was signed{goes_on}"
@@ -239,8 +239,8 @@ def check_grown(content: LogContent, key: NoteKey, seen: str) -> LogCheckpoint:
         )
     if Frontier(leaves_of(content.entries[: earlier.size])).root != earlier.root:
         raise RecordError(
-            f"the log's first {earlier.size} statements are not those that were seen: the same "
-            "key has signed two courses (the seen checkpoint and this one are the evidence)"
+            f"the log's first {earlier.size} statements differ from the seen log: the same key has "
+            "signed two different logs (the seen checkpoint and this one are the evidence)"
         )
     return earlier
 
@@ -257,7 +257,7 @@ def _recovered(
     path = folder / ENTRIES
     if not path.exists():
         if (folder / CHECKPOINT).exists():
-            raise RecordError(f"{path}: missing, though a checkpoint of it is there; put it back")
+            raise RecordError(f"{path}: missing, but its checkpoint is there; put the file back")
         return Frontier()
     covered = LogCheckpoint(key.name, 0, EMPTY)
     if (folder / CHECKPOINT).exists():
@@ -269,7 +269,7 @@ def _recovered(
     root = tree.root if tree.size == covered.size else None
     with path.open("rb") as file:
         if length and not _ends_line(file, length):
-            raise RecordError(f"{path}: no statement ends where a mark is")
+            raise RecordError(f"{path}: no statement ends at the position of the mark")
         for line in file:
             # Blocks that a power cut kept from being written read as zeros. No entry has a zero
             # byte.

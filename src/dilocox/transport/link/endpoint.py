@@ -250,13 +250,13 @@ class LinkEndpoint:
                     self._open.add(connection)
                     oldest = self._strangers.add(stranger, where[0], time.monotonic())
                     if oldest is not None:
-                        # Its thread wakes, and ends it.
+                        # The shutdown wakes the thread of this connection, which closes it.
                         oldest.turned_away = True
                         _shut(oldest.socket)
                 self._start(self._meet, stranger, where[0], name="links-from")
 
     def _meet(self, stranger: _Stranger, where: str) -> None:
-        """Check who comes and where to, and hand the connection to its link."""
+        """Authenticate an accepted connection, and attach it to the link that its route names."""
         stream: SecureStream | None = None
         try:
             self._first_word(stranger.socket)
