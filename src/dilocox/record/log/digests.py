@@ -92,7 +92,7 @@ class TensorDigest:
         except (KeyError, TypeError, ValueError):
             raise RecordError("a statement names a tensor without dtype, shape or digest") from None
         if min(shape, default=0) < 0 or result.to_json() != dict(found):
-            raise RecordError(f"a statement describes tensor {result.name!r} in an unknown form")
+            raise RecordError(f"a statement names tensor {result.name!r} in an unknown form")
         return result
 
 
