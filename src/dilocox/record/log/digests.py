@@ -1,9 +1,9 @@
-"""Digests of tensors and of whole model states.
+"""Digests of tensors and of the stages of a model.
 
 A tensor's leaf is the canonical JSON of its name, dtype, shape and the SHA-256 of its little-endian
 bytes. The root of a stage is the root of the RFC 6962 Merkle tree over its leaves, sorted by name.
-The root of a model state is the root of the tree over its stages. Digests do not depend on a file
-format, because the same weights can be stored in many different safetensors files.
+Digests do not depend on a file format, because the same weights can be stored in many different
+safetensors files.
 """
 
 from __future__ import annotations
