@@ -52,30 +52,42 @@ def train(
 ) -> Result:
     """Train a run with all of its sites as processes on this machine.
 
-    Functions run in the ranks' processes, and what they print goes to `logs/` in the run folder,
-    one file per rank.
+    The functions that are given run in the ranks' processes. Their output goes to `logs/` in the
+    run folder, one file per rank.
 
     Args:
-        dataset: `dataset(start, count)` gives sequences `start` up to `start + count` as int64
-            [count, sequence_length + 1], a pure function that is the same at every site. Without
-            it the token files of `[data]` are read; they are prepared in any case, since tokenizer
-            and held-out text come from them.
-        loss: `loss(logits [b, L, V], labels int64 [b, L])` is a mean over the micro-batch.
-        validation: like `dataset`, asked once for sequences from 0 on: what evaluations read,
-            instead of the held-out text. A loss for sequences of a form of their own needs it.
-        optimizer: `optimizer(parameters)` makes a `torch.optim.Optimizer` of a rank's tensors by
-            full name (fp32, this shard's rows). The run file needs `inner.optimizer = "sgd"`.
-        schedule: `schedule(step, steps)` is the learning rate of an inner step, counted from 0, in
-            a run of so many. Groups of an own optimizer keep their ratio of rates.
+        config: the run, as `load_run` or `resolve_run` returns it.
+        dataset: `dataset(start, count)` returns the sequences `start` to `start + count - 1` as
+            int64 [count, sequence_length + 1]. It must be a pure function and return the same at
+            every site. Without it, the token files of `[data]` are read. Token files are prepared
+            in any case, since tokenizer and held-out text come from them.
+        loss: `loss(logits [b, L, V], labels int64 [b, L])` returns the mean over the micro-batch.
+        validation: a function like `dataset`. It is called once, for sequences from 0 on, and
+            evaluations read these sequences instead of the held-out text. A loss function needs
+            it if its sequences have a format of their own.
+        optimizer: `optimizer(parameters)` returns a `torch.optim.Optimizer` for a rank's tensors.
+            `parameters` maps full names to tensors (fp32, this shard's rows). The run file needs
+            `inner.optimizer = "sgd"`.
+        schedule: `schedule(step, steps)` returns the learning rate of inner step `step`, counted
+            from 0, in a run of `steps` inner steps. Parameter groups of an optimizer of your own
+            keep the ratio of their learning rates.
         on_evaluation: called with (round, held-out loss) in the process of the first rank of the
-            first site. If it returns True, the run ends early, as if its steps were done: after
-            the rounds that are planned already come the flush and the published model. The result
-            is `finished`, and its reason says why.
-        trace: write what every rank does when to `trace.json` in the run folder, a Chrome trace.
+            first site. If it returns True, the run ends early, as if all its steps were done: the
+            rounds that are already planned are trained, then the flush is applied and the model
+            is published. The result is then `finished`, and its reason says why.
+        resume: go on from the last checkpoint of the run folder.
+        overwrite: replace an earlier run in the same folder.
+        debug: show tracebacks.
+        trace: write a timeline of every rank to `trace.json` in the run folder, as a Chrome trace.
 
-    Returns a `Result`; raises `DilocoxError`.
+    Returns:
+        How the run ended.
+
+    Raises:
+        DilocoxError: the run cannot be started, or it failed.
     """
-    # Imported here: torch costs seconds, which loading a run file or showing help need not wait.
+    # Imported here: importing torch takes seconds, and loading a run file or showing help does
+    # not need it.
     from dilocox.training.launch.local import train_here
 
     hooks = _hooks(dataset, loss, validation, optimizer, schedule, on_evaluation)
@@ -101,19 +113,26 @@ def join(
 ) -> int:
     """Take part in a run over a network as `site`, as the command `dilocox join` does.
 
-    The functions are those of `train`. All sites have to bring the same: the SHA-256 of their code
-    (`code_digest`) stands in the run file of the coordinator and of all sites as `run.code`, and a
-    site that brings others, or none, is refused. `on_evaluation` is no part of it; it is called at
-    the site that evaluates, the first of the run.
+    The functions are those of `train`, and all sites must use the same functions. The run file of
+    the coordinator and of every site names the SHA-256 of their code (`code_digest`) as
+    `run.code`; a site with other functions, or with none, is refused. `on_evaluation` is not part
+    of this digest. It is called at the site that evaluates, which is the first site of the run.
 
     Args:
+        config: the run, as `load_run` returns it.
+        site: name of this site in the run file.
         address: HOST:PORT of the coordinator.
-        token_file: file with the join token; without it the variable DILOCOX_TOKEN, or a prompt.
-        key_file: where the site keeps its key, if not in its run folder.
+        token_file: file with the join token. Without it, the environment variable DILOCOX_TOKEN
+            is read; without that, the token is asked for at the terminal.
+        key_file: file in which the site keeps its key. By default the file is in its run folder.
         trace: write this site's timeline to `trace-SITE.json` in its run folder.
 
-    Returns 0 when the run is done, 130 if this site was asked to go, and 1 if it failed; the line
-    that says why is on standard error. Raises `DilocoxError` before the first start.
+    Returns:
+        0 if the run is finished, 130 if this site was asked to leave, 1 if the site failed. The
+        reason is printed to standard error.
+
+    Raises:
+        DilocoxError: the site cannot be started.
     """
     from dilocox.training.launch import local
 
@@ -139,11 +158,12 @@ def code_digest(
     optimizer: OptimizerFactory | None = None,
     schedule: Callable[[int, int], float] | None = None,
 ) -> str:
-    """What `run.code` has to be for these functions: SHA-256, hex, over the source of their
-    modules.
+    """Return the value of `run.code` for these functions.
 
-    Modules that these import, and values that closures hold, are not part of it. Raises
-    `ConfigError` for a function without a source file.
+    The value is the SHA-256, in hex, over the source of the modules that define the functions.
+    Modules that these modules import, and values that closures hold, are not part of it.
+
+    Raises `ConfigError` for a function without a source file.
     """
     from dilocox.training import own_code
 
@@ -168,9 +188,10 @@ def _hooks(
 
 
 def _with_permission(config: RunConfig, replaced: bool, resume: bool) -> RunConfig:
-    """`config` whose sites may have code of their own (`own_code`) if it is `replaced`.
+    """Return a copy of `config` in which every site has the right value of `own_code`.
 
-    A run that is resumed goes on with the permissions that it was begun with.
+    `own_code` permits a site to run code that is not dilocox's own. Every site gets it if a part
+    of the inner step is `replaced`. A resumed run keeps the permissions that it was started with.
     """
     permitted = {name for name, own in config.sites.items() if own.own_code}
     if resume and (config.folder / "run.toml").exists():

@@ -1,11 +1,11 @@
-"""Errors that users see as one line. The text names the thing, the reason and the mend."""
+"""Errors that users see as one line. The text names the thing, the reason and the remedy."""
 
 
 class DilocoxError(Exception):
     """Base of every error that dilocox raises on purpose."""
 
     permanent = False
-    """What failed would fail again in the same way: starting it again is of no use."""
+    """Whether a retry is useless, because the same action would fail again in the same way."""
 
 
 class ConfigError(DilocoxError):
@@ -15,7 +15,7 @@ class ConfigError(DilocoxError):
 
 
 class ModelError(DilocoxError):
-    """A model that cannot be loaded, cut or trained."""
+    """A model that cannot be loaded, divided into stages or trained."""
 
     permanent = True
 
@@ -51,7 +51,10 @@ class TrainingError(DilocoxError):
 
 
 class DifferentAnchorsError(TrainingError):
-    """Sites hold another anchor than most: `sites`, by the majority's word."""
+    """Some sites hold another anchor than the majority does.
+
+    `sites` holds the names of the sites that differ from the majority.
+    """
 
     def __init__(self, text: str, sites: list[str]) -> None:
         super().__init__(text)
@@ -59,14 +62,14 @@ class DifferentAnchorsError(TrainingError):
 
 
 class RunEndedError(TrainingError):
-    """The run has ended: nothing can take part in it any more."""
+    """The run has ended: no site can take part in it any more."""
 
     permanent = True
 
 
 class RunStoppedError(RunEndedError):
-    """The run was stopped where it stands: the site ends, and nothing has failed."""
+    """The run was stopped before its end. The site ends, too, and this is no failure."""
 
 
 class RecordError(DilocoxError):
-    """A record of a run that cannot be written, read or believed."""
+    """A record of a run that cannot be written or read, or that is not authentic."""

@@ -159,7 +159,7 @@ def test_a_table_of_ones_own(plan: Command, file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "--gpu: say what each site has, as NAME:GPUSxNODES; known: a100-40g"),
+        ([], "--gpu: name the GPUs of each site, as NAME:GPUSxNODES; known: a100-40g"),
         (["--gpu", "h99", "--link", "1gbit"], 'no GPU "h99" in the planner\'s table'),
         (["--gpu", "l40s"], "--link: say how fast the sites' links are"),
         (["--gpu", "l40s:2y3", "--link", "1gbit"], "write NAME:GPUSxNODES for each site"),
@@ -173,9 +173,9 @@ def test_a_table_of_ones_own(plan: Command, file: Path, tmp_path: Path) -> None:
         (["--gpu", "local", "--link", "1gbit"], "`dilocox plan --calibrate` measures"),
         (["--gpu", "l40s", "--link", "measured"], "`dilocox plan --calibrate --peer HOST:PORT`"),
         (["--gpu", "l40s", "--link", "1gbit", "--host-memory", "0"], "--host-memory 0"),
-        (["--gpu", "l40s", "--link", "1gbit", "--peer", "lyon:1"], "--peer: add --calibrate"),
+        (["--gpu", "l40s", "--link", "1gbit", "--peer", "lyon:1"], "--peer needs --calibrate"),
         (["--calibrate", "--peer", "lyon"], '--peer "lyon": write HOST:PORT'),
-        (["--answer", "29600"], "--answer: plans and measures nothing itself"),
+        (["--answer", "29600"], "--answer neither plans nor calibrates"),
         (
             ["--gpu", "l40s", "--link", "1gbit", "--set", "site.stages=2"],
             "1 GPUs for site.stages x site.shards = 2",

@@ -1,1 +1,1 @@
-"""The `dilocox` command: one module per subcommand parses, calls one function and prints."""
+"""The `dilocox` command. A module of a subcommand parses, calls one function and prints."""

@@ -1,4 +1,4 @@
-"""`dilocox audit` and `dilocox auditor`: repeat rounds, say and sign what came of it."""
+"""`dilocox audit` and `dilocox auditor`: repeat rounds, and print and sign the verdicts."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ if TYPE_CHECKING:
     from dilocox.tools.audit.audited_run import AuditedRun, Chosen
     from dilocox.training.launch.verdict_hand_in import HandIn
 
-HELP = "repeat rounds of a site, from the states that it has kept"
-AUDITOR_HELP = "audit a run that goes on, as its log selects"
+HELP = "repeat rounds of a site from the states that the site has kept"
+AUDITOR_HELP = "audit a run while it goes on: the rounds that its log selects"
 COLOURS = {"EXACT": "green", "WITHIN_TOL": "green", "NOT_RUN": "yellow"}
 LOOK_EVERY = 1.0
-"""Seconds after which an auditor looks whether the log has grown."""
+"""Seconds between two looks of an auditor at the log, to see whether it has grown."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `dilocox audit`."""
+    """Add the arguments of `dilocox audit` to `parser`."""
     _add_common(parser)
-    parser.add_argument("--site", help="rounds of this site (default: all sites)")
-    parser.add_argument("--round", type=int, metavar="N", help="this round (default: all)")
+    parser.add_argument("--site", help="audit rounds of this site (default: all sites)")
+    parser.add_argument("--round", type=int, metavar="N", help="audit this round (default: all)")
     parser.add_argument(
         "--sample", type=share, metavar="SHARE",
-        help="only this share of them, 5%% or 0.05, as the log selects; at least one",
+        help="audit only this share of the rounds, 5%% or 0.05, which the log selects; at least "
+        "one round",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     parser.set_defaults(call=run)
 
 
 def add_auditor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `dilocox auditor`."""
+    """Add the arguments of `dilocox auditor` to `parser`."""
     _add_common(parser)
     parser.add_argument(
         "--sample", type=share, metavar="SHARE",
-        help="this share, 5%% or 0.05 (default: the run file's record.audit_rate)",
+        help="audit this share of the rounds, 5%% or 0.05 (default: record.audit_rate of the run "
+        "file)",
     )  # fmt: skip
     parser.set_defaults(call=run_auditor)
 
@@ -58,9 +60,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--key", type=Path, metavar="FILE",
-        help="the auditor's own key; made if it is not there (default: a key for this once)",
+        help="file of the auditor's own key; it is created if it does not exist (default: a new "
+        "key that is not kept)",
     )  # fmt: skip
-    parser.add_argument("--log-key", metavar="NAME+HASH+KEY", help="the log's key, as told to you")
+    parser.add_argument(
+        "--log-key", metavar="NAME+HASH+KEY", help="the log's key, as its owner has told it to you"
+    )
     parser.add_argument(
         "--store", action="append", default=[], metavar="PLACE",
         help="a further store of states and payloads, folder or URL; may be given several times",
@@ -68,26 +73,29 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the run's token files")
     parser.add_argument(
         "--hand-in", action="store_true",
-        help="name the verdicts in the run's log, so that none can be taken away unseen",
+        help="have the verdicts named in the run's log, so that nobody can remove one unnoticed",
     )  # fmt: skip
     parser.add_argument(
         "--coordinator", metavar="HOST:PORT",
-        help="with --hand-in: the run's coordinator, while the run goes on (default: RUN is the "
-        "coordinator's own folder)",
+        help="with --hand-in: address of the run's coordinator, while the run goes on. Without "
+        "it, RUN must be the coordinator's own folder",
     )  # fmt: skip
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE",
-        help="with --coordinator: file with a site's join token (else: the variable "
-        "DILOCOX_TOKEN, else a prompt)",
+        help="with --coordinator: file with a site's join token (default: the environment "
+        "variable DILOCOX_TOKEN, else a prompt)",
     )  # fmt: skip
     parser.add_argument(
         "--randomness", type=Path, metavar="FILE",
-        help="public randomness that enters the selection, lines of `ROUND HEX`",
+        help="file with lines `ROUND HEX`: public randomness from which rounds are selected",
     )  # fmt: skip
 
 
 def share(text: str) -> float:
-    """A share of a whole, `5%` or `0.05`. Raises `argparse.ArgumentTypeError`."""
+    """Return the share above 0 and up to 1 that `text` names, such as `5%` or `0.05`.
+
+    Raises `argparse.ArgumentTypeError` for any other text.
+    """
     try:
         value = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:
@@ -98,16 +106,24 @@ def share(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Audit and print; exit code 0, 1 or 3."""
+    """Audit rounds and print the verdicts. Returns the exit code, see `exit_code`.
+
+    Raises `ConfigError` if options contradict each other, and `RecordError` if the record or a
+    key cannot be read.
+    """
     from dilocox.record.verify.audit_sampling import read_randomness
     from dilocox.training.launch import verdict_hand_in
     from dilocox.training.launch.local import stay_forkable
 
     stay_forkable()
     if options.sample is not None and (options.site or options.round is not None):
-        raise ConfigError("--sample: selects by itself; leave out --site and --round, or this")
+        raise ConfigError(
+            "--sample selects sites and rounds itself: leave out --site and --round, or --sample"
+        )
     if options.randomness is not None and options.sample is None:
-        raise ConfigError("--randomness: enters a selection; add --sample, or leave this out")
+        raise ConfigError(
+            "--randomness is used to select rounds: add --sample, or leave --randomness out"
+        )
     audited, signer = _opened(options), _signer(options.key)
     _check_site(audited, options.site)
     log = verdict_hand_in.opened(options, audited.folder, audited.course, signer)
@@ -127,7 +143,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_auditor(options: argparse.Namespace) -> int:
-    """Audit what is selected until the run ends; exit code 0, 1 or 3."""
+    """Audit the selected rounds until the run ends. Returns the exit code, see `exit_code`.
+
+    The exit code is also 0 if no round was selected and no verdict failed to be handed in.
+    """
     from dilocox.record.log.audit_verdicts import read_all
     from dilocox.training.launch import verdict_hand_in
     from dilocox.training.launch.local import stay_forkable
@@ -164,10 +183,11 @@ def run_auditor(options: argparse.Namespace) -> int:
 def _selected(
     audited: AuditedRun, rate: float, randomness: Path | None, done: set[tuple[int, int, int]]
 ) -> Iterator[Chosen]:
-    """What is selected in rounds that are due and not `done`; they are, then.
+    """Yield the selected audits of the rounds that are due and not in `done`.
 
-    A round counts as another one where the run was resumed since, or has decided it anew. Where
-    public randomness is to enter, a round waits for its own.
+    Adds these rounds to `done`. A round that was decided again, or after which the run was
+    resumed, counts as another round. If the selection uses public randomness, a round waits
+    until the file `randomness` holds its value.
     """
     from dilocox.record.verify.audit_sampling import due_rounds, read_randomness, size_of
 
@@ -184,7 +204,7 @@ def _selected(
 
 
 def _is_audited(audited: AuditedRun, chosen: Chosen, own: Sequence[Signed]) -> bool:
-    """Whether one of an auditor's `own` verdicts is about this and still stands."""
+    """Whether one of an auditor's `own` verdicts is about `chosen` and is still valid."""
     from dilocox.record.verify.verdict_validity import still_standing
 
     where = (chosen.round, chosen.site)
@@ -209,7 +229,10 @@ def _check_site(audited: AuditedRun, site: str | None) -> None:
 
 
 def _signer(path: Path | None) -> Signer:
-    """The auditor's key."""
+    """Return the auditor's key from the file `path`, which is created if it does not exist.
+
+    None makes a new key that is not kept. Raises `RecordError` if the file holds no key.
+    """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from dilocox.coordinator.identity import write_private
@@ -281,18 +304,18 @@ def _conclude(
     _tell(log, console)
     if not found:
         console.print(
-            "nothing was audited: no round that keeps a state is decided and selected "
+            "nothing was audited: no decided and selected round has a kept state "
             "(record.states_every)"
         )
         return
-    once = "" if key else " (made for this once: --key FILE keeps one)"
+    once = "" if key else " (this key was not kept: --key FILE keeps a key)"
     place = audited.folder / "record" / "audits"
     verdicts = f"{len(found)} verdict" + ("" if len(found) == 1 else "s")
     console.print(f"{verdicts} in {place}, signed by {signer.public}{once}")
 
 
 def _tell(log: HandIn | None, console: Console) -> None:
-    """What became of the verdicts that were to be handed in."""
+    """Print which verdicts were handed in, and why others were not."""
     if log is None:
         return
     console.print(f"named in the run's log: {log.done}")
@@ -303,7 +326,10 @@ def _tell(log: HandIn | None, console: Console) -> None:
 def as_json(
     audited: AuditedRun, found: Sequence[Verdict], signer: Signer, log: HandIn | None = None
 ) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the verdicts `found`, and what was handed in, in the form that `--json` prints.
+
+    `log` is None if no verdict was to be handed in.
+    """
     told = {} if log is None else {"handed_in": log.done, "not_handed_in": log.failed}
     return {
         "run": audited.course.run,
@@ -315,8 +341,11 @@ def as_json(
 
 
 def exit_code(found: Sequence[Verdict], log: HandIn | None = None) -> int:
-    """0: all that was audited is good; 1: something is not; 3: something, or all, was not run, or
-    was not handed in."""
+    """Return the exit code for the verdicts `found`.
+
+    0: all verdicts are good. 1: a verdict is bad. 3: there is no verdict, an audit was not run,
+    or a verdict was not handed in.
+    """
     from dilocox.record.log.audit_verdicts import BAD, GOOD
 
     if any(verdict.verdict in BAD for verdict in found):

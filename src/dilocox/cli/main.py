@@ -1,4 +1,4 @@
-"""The `dilocox` command: parse, call one function, print."""
+"""The `dilocox` command: parse the arguments, call one function, print its result."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ examples:
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
-  dilocox status runs/run                    (what it is doing; at the coordinator or at a site)
+  dilocox status runs/run                    (what the run does; at the coordinator or at a site)
   dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
-  dilocox publish runs/run --to public       (all of it in one folder, without keys)
+  dilocox publish runs/run --to public       (page, record and model in one folder, without keys)
   dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
-  dilocox auditor runs/run --key mine        (the same beside a run, until it ends)
+  dilocox auditor runs/run --key mine        (audits a run while it goes on, until it ends)
   dilocox export runs/quickstart --to my-model
   dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `dilocox` and `python -m dilocox`."""
+    """Run the command line of `dilocox` and of `python -m dilocox`, and exit with its code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not hasattr(options, "call"):
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("dilocox: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output has gone, as `dilocox ... | head` does.
+        # The reader of the output has closed the pipe, as `head` does in `dilocox ... | head`.
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     train = commands.add_parser(
-        "train", parents=[common, run_file], help="train a run, all of its sites on this machine"
+        "train", parents=[common, run_file], help="train a run with all its sites on this machine"
     )
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     train.add_argument(
@@ -112,9 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     coordinator.add_argument("--resume", action="store_true", help="go on with a stopped run")
     coordinator.add_argument(
-        "--wait-for", type=int, metavar="N", help="begin with N sites (default: all of the file)"
+        "--wait-for",
+        type=int,
+        metavar="N",
+        help="start training when N sites have joined (default: all sites of the run file)",
     )
-    coordinator.add_argument("--verbose", action="store_true", help="print all time-outs, too")
+    coordinator.add_argument("--verbose", action="store_true", help="also print all time-outs")
     coordinator.set_defaults(call=_coordinator)
 
     join = commands.add_parser("join", parents=[common], help="join a run as one site")
@@ -125,8 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     join.add_argument(
         "--token-file", type=Path, metavar="FILE",
-        help="file with the site's join token, a copy of RUN_FOLDER/coordinator/tokens/SITE (else: "
-        "the variable DILOCOX_TOKEN, else a prompt)",
+        help="file with the site's join token, a copy of RUN_FOLDER/coordinator/tokens/SITE "
+        "(default: the environment variable DILOCOX_TOKEN, else a prompt)",
     )  # fmt: skip
     join.add_argument(
         "--set", dest="overrides", metavar="section.key=value", action="append", default=[],
@@ -134,8 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     join.add_argument(
         "--key-file", type=Path, metavar="FILE",
-        help="where the site keeps its key, made if it is not there: for a site whose run folder "
-        "does not last (default: RUN_FOLDER/private/SITE.key)",
+        help="file in which the site keeps its key; it is created if it does not exist. Useful if "
+        "the run folder does not last (default: RUN_FOLDER/private/SITE.key)",
     )  # fmt: skip
     _add_trace(join, "trace-SITE.json")
     join.set_defaults(call=_join)
@@ -149,31 +152,38 @@ def _parser() -> argparse.ArgumentParser:
     leave.add_argument("--site", required=True, help="name of the site")
     kinds = leave.add_mutually_exclusive_group()
     kinds.add_argument(
-        "--now", action="store_true", help="at once: its round is given to the others"
+        "--now",
+        action="store_true",
+        help="leave at once: the other sites take over the rest of its round",
     )
     kinds.add_argument(
         "--ban", dest="change", action="store_const", const="ban",
-        help="at once and for good: its join token is void, and nobody may join by its name",
+        help="remove the site at once and for good: its join token becomes void, and no one can "
+        "join under its name",
     )  # fmt: skip
     kinds.add_argument(
         "--unban", dest="change", action="store_const", const="unban",
-        help="take a ban back: with a new token, in coordinator/tokens, the site may join again",
+        help="lift a ban: the site may join again with a new token, which is written to "
+        "coordinator/tokens",
     )  # fmt: skip
     kinds.add_argument(
         "--forget-key", dest="change", action="store_const", const="forget-key",
-        help="let the site join with another key, once, where its own is lost",
+        help="let the site join once with another key, if it has lost its own",
     )  # fmt: skip
     leave.set_defaults(call=_leave)
 
     handing = commands.add_parser(
         "handover",
         parents=[common],
-        help="a checkpoint as a folder that a run with other sites, stages or shards goes on from",
+        help="write a checkpoint from which a run with other sites, stages or shards can start",
     )
     handing.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
     handing.add_argument("--to", type=Path, required=True, metavar="FOLDER")
     handing.add_argument(
-        "--checkpoint", type=int, metavar="SLOT", help="that of checkpoints/tick-SLOT (the newest)"
+        "--checkpoint",
+        type=int,
+        metavar="SLOT",
+        help="use checkpoints/tick-SLOT (default: the newest checkpoint)",
     )
     handing.set_defaults(call=_hand_over)
 
@@ -183,49 +193,69 @@ def _parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="prepare and show token files")
     actions = data.add_subparsers(metavar="ACTION", required=True)
     prepare = actions.add_parser(
-        "prepare", parents=[common, run_file], help="text to token files, as [data] says"
+        "prepare",
+        parents=[common, run_file],
+        help="write the token files for the text that [data] names",
     )
     prepare.set_defaults(call=_data_prepare)
     show = actions.add_parser(
-        "show", parents=[common], help="what token files hold, and what a run's model had seen"
+        "show",
+        parents=[common],
+        help="show what token files hold, or which documents a run's model has seen",
     )
     show.add_argument("folder", type=Path, help="token files, or a run's folder")
     at = show.add_mutually_exclusive_group()
     at.add_argument(
-        "--round", type=int, metavar="N", help="of a run: documents seen in its first N rounds"
+        "--round",
+        type=int,
+        metavar="N",
+        help="with a run's folder: documents seen in its first N rounds",
     )
     at.add_argument(
         "--checkpoint", type=int, metavar="SLOT",
-        help="of a run: documents seen by checkpoints/tick-SLOT",
+        help="with a run's folder: documents seen up to checkpoints/tick-SLOT",
     )  # fmt: skip
-    show.add_argument("--data", type=Path, metavar="FOLDER", help="of a run: its token files")
-    show.add_argument("--json", action="store_true", help="of a run: every document, as JSON")
-    show.add_argument("--verify", action="store_true", help="check every file against its digest")
+    show.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="with a run's folder: the run's token files"
+    )
+    show.add_argument(
+        "--json", action="store_true", help="with a run's folder: print every document as JSON"
+    )
+    show.add_argument(
+        "--verify", action="store_true", help="with token files: check every file by its digest"
+    )
     show.set_defaults(call=_data_show)
 
     export = commands.add_parser(
-        "export", parents=[common], help="copy a run's model as a Hugging Face folder"
+        "export", parents=[common], help="copy a run's model to a Hugging Face folder"
     )
     export.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
     target = export.add_mutually_exclusive_group(required=True)
-    target.add_argument("--to", type=Path, metavar="FOLDER", help="the model alone")
+    target.add_argument("--to", type=Path, metavar="FOLDER", help="write the model alone")
     target.add_argument(
         "--release", type=Path, metavar="FOLDER",
-        help="with a model card from the record, a description of the data, and a signature",
+        help="write the model, a model card made from the record, a description of the data, and "
+        "a signature",
     )  # fmt: skip
     export.add_argument(
         "--licence", metavar="ID", help="with --release: the weights' licence, such as apache-2.0"
     )
     export.add_argument(
         "--signing-key", type=Path, metavar="FILE",
-        help="with --release: PEM file of an EC private key, made if it is not there (default: in "
-        "the coordinator's folder)",
+        help="with --release: PEM file of an EC private key; it is created if it does not exist "
+        "(default: a file in the coordinator's folder)",
     )  # fmt: skip
     export.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="the model, if not RUN_FOLDER/model"
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="the model's folder (default: RUN_FOLDER/model)",
     )
     export.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="with --release: token files, if not the run's"
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="with --release: folder of the token files (default: as the run file says)",
     )
     export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     export.set_defaults(call=_export)
@@ -250,10 +280,15 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("model", type=Path, help="a run folder or a Hugging Face folder")
     generate.add_argument("--prompt", default="")
     generate.add_argument("--tokens", type=int, default=100)
-    generate.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    generate.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0 always takes the most likely token (default: 0.8)",
+    )
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument(
-        "--device", default="cpu", help="PyTorch's name of it, such as cuda (default: cpu)"
+        "--device", default="cpu", help="PyTorch's device name, such as cuda (default: cpu)"
     )
     generate.set_defaults(call=_generate)
     lab_command.add_to(commands, common, run_file)
@@ -264,7 +299,7 @@ def _add_trace(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument(
         "--trace",
         action="store_true",
-        help=f"record what every rank does when, as {name} in the run folder (a Chrome trace, for "
+        help=f"write a timeline of every rank to {name} in the run folder (a Chrome trace, for "
         "ui.perfetto.dev or chrome://tracing)",
     )
 
@@ -303,7 +338,7 @@ def _join(options: argparse.Namespace) -> int:
     from dilocox.training.launch.join_token import read_token
 
     config, token = load_run(options.run_file, options.overrides), read_token(options.token_file)
-    # Takes seconds: what is wrong with a file is said before.
+    # This import takes seconds, so errors in the files are reported before it.
     from dilocox.training.launch.local import join
 
     return join(
@@ -350,7 +385,10 @@ def _data_show(options: argparse.Namespace) -> int:
     if (options.folder / "run.toml").is_file():
         return _data_seen(options)
     if options.round is not None or options.checkpoint is not None or options.json:
-        raise ConfigError(f"{options.folder}: token files; --round and the like are for runs")
+        raise ConfigError(
+            f"{options.folder}: holds token files; --round, --checkpoint and --json are for a "
+            "run's folder"
+        )
     files = TokenFiles.open(options.folder)
     if options.verify:
         files.verify()
@@ -362,7 +400,9 @@ def _data_seen(options: argparse.Namespace) -> int:
     from dilocox.record.verify.consumed_data import command
 
     if options.verify:
-        raise ConfigError(f"{options.folder}: a run's folder; --verify is for its token files")
+        raise ConfigError(
+            f"{options.folder}: is a run's folder; --verify is for a folder of token files"
+        )
     print(command(options.folder, options.round, options.checkpoint, options.data, options.json))
     return 0
 

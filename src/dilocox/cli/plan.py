@@ -1,4 +1,4 @@
-"""`dilocox plan`: its arguments, and what it prints."""
+"""`dilocox plan`: predict memory, speed and cost of a run, and measure this machine for it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from dilocox.tools.planner.hardware_table import GpuPlacement, HardwareTable, Link
 
 CALIBRATION = Path("runs/local-device.toml")
-"""Where `--calibrate` writes, and where `--gpu local` is looked for."""
-HELP = "memory, speed and cost of a run before any GPU is rented"
+"""File that `--calibrate` writes, and from which `--gpu local` is read."""
+HELP = "predict memory, speed and cost of a run before you rent a GPU"
 DESCRIPTION = """\
-Says from the run file alone (no GPU, no weights) what every rank needs, what the controller would
-choose for the link, how fast each method would go, what a token budget takes, and what holds the
-run back. See docs/planner.md."""
+Predicts from the run file alone (no GPU, no weights): the memory of every rank, the settings that
+the controller would choose for the link, the speed of each method, the time and cost of a token
+budget, and the bottleneck of the run. See docs/planner.md."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of `dilocox plan`."""
+    """Add the arguments of `dilocox plan` to `command`."""
     command.description = DESCRIPTION
     command.add_argument("run", metavar="RUN.toml", type=Path, nargs="?", help="run file")
     command.add_argument(
@@ -34,32 +34,32 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="override a key of the run file; may be given several times",
     )  # fmt: skip
     command.add_argument(
-        "--sites", type=int, metavar="N", help="number of sites (default: those of the run file)"
+        "--sites", type=int, metavar="N", help="number of sites (default: as in the run file)"
     )
     command.add_argument(
         "--gpu", action="append", default=[], metavar="NAME:GPUSxNODES",
-        help="what EACH site has, for example a800-40g:8x10 for ten nodes of eight; given once for "
-        "every site, it says what each one has",
+        help="the GPUs of EACH site, for example a800-40g:8x10 for ten nodes of eight; for unequal "
+        "sites, give it once per site",
     )  # fmt: skip
     command.add_argument(
         "--link", action="append", default=[], metavar="RATE",
         help="each site's link: 1gbit, up/down such as 100mbit/1gbit, or a name of the table; "
-        "once, or once for every site",
+        "give it once, or once per site",
     )  # fmt: skip
     command.add_argument("--rtt", type=float, metavar="MS", help="round trip between sites, in ms")
     command.add_argument(
         "--egress", type=float, metavar="USD", help="price per GB that leaves a site"
     )
     command.add_argument(
-        "--fabric", metavar="RATE", help="network of a node inside its site (default 100gbit)"
+        "--fabric", metavar="RATE", help="rate of a node's network inside its site (100gbit)"
     )
     command.add_argument(
         "--utilisation", type=float, metavar="SHARE",
-        help="share of a GPU's peak that training reaches where nothing waits (default 0.4)",
+        help="share of a GPU's peak speed that training reaches if nothing waits (default 0.4)",
     )  # fmt: skip
     command.add_argument(
         "--host-memory", type=float, metavar="GIB",
-        help="memory of each machine; with it what is kept there is checked, too",
+        help="host memory of each machine; if given, the need for host memory is checked, too",
     )  # fmt: skip
     command.add_argument(
         "--tokens", type=float, metavar="N", help="token budget of the run, for example 1e9"
@@ -71,36 +71,42 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument(
         "--calibrate", action="store_true",
-        help="measure this machine and write it as --gpu local; with RUN.toml also plan with it",
+        help="measure this machine, and write the result for --gpu local; with RUN.toml, also "
+        "plan the run with it",
     )  # fmt: skip
     command.add_argument(
         "--peer", metavar="HOST:PORT",
-        help="with --calibrate: measure the link to the machine that answers there, too, and write "
-        "it as --link measured (without: the loopback, as --link loopback)",
+        help="with --calibrate: also measure the link to the machine that runs --answer there, for "
+        "--link measured (default: measure the loopback, for --link loopback)",
     )  # fmt: skip
     command.add_argument(
         "--answer", type=int, metavar="PORT",
-        help="let another machine measure the link to this one, once (--calibrate --peer there)",
+        help="let another machine, which runs --calibrate --peer, measure its link to this one once",
     )  # fmt: skip
     command.add_argument(
-        "--to", type=Path, metavar="FILE", help=f"where --calibrate writes (default {CALIBRATION})"
+        "--to", type=Path, metavar="FILE", help=f"file of --calibrate (default {CALIBRATION})"
     )
     command.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out `dilocox plan`. Returns the exit code: 0, also where the run does not fit."""
-    # Imported here and below: help needs neither pydantic nor torch.
+    """Carry out `dilocox plan`. Returns the exit code 0, even if the run does not fit.
+
+    Raises `ConfigError` if options contradict each other, or if a value cannot be used.
+    """
+    # Imported here and below, because the help text needs neither pydantic nor torch.
     from dilocox.config.run_config import load_run
 
     if options.answer is not None:
         if options.run is not None or options.calibrate or options.peer is not None:
-            raise ConfigError("--answer: plans and measures nothing itself; give it alone")
+            raise ConfigError(
+                "--answer neither plans nor calibrates: give it without other options"
+            )
         return _answer(options.answer)
     if options.run is None and not options.calibrate:
         raise ConfigError("dilocox plan: give a run file, or --calibrate")
     if options.peer is not None and not options.calibrate:
-        raise ConfigError("--peer: add --calibrate, which measures the link to it")
+        raise ConfigError("--peer needs --calibrate, which measures the link: add --calibrate")
     config = None if options.run is None else load_run(options.run, options.overrides)
     from dilocox.utils.versions import check_versions
 
@@ -188,19 +194,24 @@ def _plan(config: RunConfig, options: argparse.Namespace, tables: Sequence[Path]
 def sites_of(
     config: RunConfig, options: argparse.Namespace, table: HardwareTable
 ) -> tuple[list[GpuPlacement], list[Link]]:
-    """What every site has: devices and links. Raises `ConfigError`."""
+    """Return the devices and the link of every site, as the options say.
+
+    Both lists have one item per site. Raises `ConfigError` for a value that cannot be used, or
+    if an option is given neither once nor once per site.
+    """
     from dilocox.tools.planner.hardware_table import GIB, LOCAL, LOOPBACK, MEASURED
 
     gpus = options.gpu or ([LOCAL] if options.calibrate else [])
     if not gpus:
         raise ConfigError(
-            f"--gpu: say what each site has, as NAME:GPUSxNODES; known: {', '.join(table.devices)}"
+            f"--gpu: name the GPUs of each site, as NAME:GPUSxNODES; known: "
+            f"{', '.join(table.devices)}"
         )
     count = options.sites
     if count is None:
         count = max(len(gpus), len(options.link), len(config.sites))
     if count < 1:
-        raise ConfigError(f"--sites {count}: give a number from 1 on")
+        raise ConfigError(f"--sites {count}: give a number of at least 1")
     measured = LOOPBACK if options.peer is None else MEASURED
     links = options.link or ([measured] if options.calibrate else [])
     if not links and count > 1:
@@ -208,17 +219,18 @@ def sites_of(
     for name, given in (("--gpu", gpus), ("--link", links)):
         if len(given) not in (0, 1, count):
             raise ConfigError(
-                f"{name} is given {len(given)} times: once, or once for {count} sites"
+                f"{name} is given {len(given)} times: give it once, or once for each of the "
+                f"{count} sites"
             )
     share = options.utilisation
     if share is not None and not 0 < share <= 1:
         raise ConfigError(f"--utilisation {share:g}: give a share above 0 and up to 1")
     for name, value in (("--rtt", options.rtt), ("--egress", options.egress)):
         if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} {value:g}: give a number from 0 on")
+            raise ConfigError(f"{name} {value:g}: give a number of at least 0")
     memory = options.host_memory
     if memory is not None and not (memory > 0 and math.isfinite(memory)):
-        raise ConfigError(f"--host-memory {memory:g}: give GiB above 0")
+        raise ConfigError(f"--host-memory {memory:g}: give a number of GiB above 0")
     rtt = None if options.rtt is None else options.rtt / 1000
     size = None if memory is None else int(memory * GIB)
     places = [table.place(text, share, size) for text in gpus]

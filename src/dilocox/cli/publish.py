@@ -1,18 +1,18 @@
-"""`dilocox publish`: gather a run in one folder, for a web server."""
+"""`dilocox publish`: collect the files of a run in one folder, for a web server."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-HELP = "gather page, record, model and how to check them in one folder, without keys"
+HELP = "collect page, record, model and instructions to check them in one folder, without keys"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `dilocox publish`."""
+    """Add the arguments of `dilocox publish` to `parser`."""
     parser.add_argument("run", metavar="RUN", type=Path, help="the coordinator's run folder")
     parser.add_argument(
-        "--to", type=Path, required=True, metavar="DIR", help="a new folder, or an empty one"
+        "--to", type=Path, required=True, metavar="DIR", help="a new or empty folder"
     )
     parser.add_argument(
         "--from", dest="sites", action="append", default=[], type=Path, metavar="SITE_FOLDER",
@@ -23,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a further store of payloads, folder or URL; may be given several times",
     )  # fmt: skip
     parser.add_argument(
-        "--link", action="store_true", help="hard links in place of copies of payloads"
+        "--link", action="store_true", help="make hard links to payloads instead of copies"
     )
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Publish and say what; exit code."""
-    # Not above: other commands need none of it.
+    """Publish the run and print what was written. Returns the exit code 0."""
+    # Imported here, because no other command needs these modules.
     from dilocox.tools.release.publish import find, publish
     from dilocox.utils.formatting import size
 

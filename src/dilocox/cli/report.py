@@ -1,4 +1,4 @@
-"""`dilocox report`: a run's page, written to a file or served while the run goes on."""
+"""`dilocox report`: write a run's page to a file, or serve it while the run goes on."""
 
 from __future__ import annotations
 
@@ -15,46 +15,56 @@ PORT = 8642
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `dilocox report`."""
+    """Add the arguments of `dilocox report` to `parser`."""
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write it (default: RUN/report.html)"
+        "--out", type=Path, metavar="FILE", help="file of the page (default: RUN/report.html)"
     )
     parser.add_argument(
-        "--verify", action="store_true", help="judge the claims of `dilocox verify` and show them"
-    )
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="the model, if not RUN/model")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FOLDER",
-        help="the token files, if not where the run file says",
-    )
-    parser.add_argument(
-        "--store", action="append", default=[], metavar="PLACE",
-        help="with --verify: a further store of payloads, as `dilocox verify` takes it",
+        "--verify", action="store_true",
+        help="judge the claims of `dilocox verify`, and show the verdicts on the page",
     )  # fmt: skip
     parser.add_argument(
-        "--live", action="store_true", help="serve the page, which renews itself, until Ctrl-C"
+        "--model", type=Path, metavar="FOLDER", help="the model's folder (default: RUN/model)"
     )
     parser.add_argument(
-        "--port", type=int, default=PORT, help=f"with --live (default: {PORT}; 0: any free one)"
+        "--data", type=Path, metavar="FOLDER",
+        help="folder of the token files (default: as the run file says)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--store", action="append", default=[], metavar="PLACE",
+        help="with --verify: a further store of payloads, folder or URL; may be given several "
+        "times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="serve the page until Ctrl-C; the page refreshes itself",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=PORT,
+        help=f"with --live: port to listen on (default: {PORT}; 0: any free port)",
     )
     parser.add_argument(
         "--host", default="127.0.0.1",
-        help="with --live: address to listen on (default: this machine only)",
+        help="with --live: address to listen on (default: 127.0.0.1, only this machine)",
     )  # fmt: skip
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and say where, or serve it; exit code."""
+    """Write the page and print its path, or serve it. Returns the exit code 0.
+
+    Raises `ConfigError` if options contradict each other, or if the page cannot be written.
+    """
     if options.live and (options.out or options.verify):
-        raise ConfigError("--live serves the page: leave --out and --verify out")
+        raise ConfigError("--live serves the page: --out and --verify cannot be given with it")
     if options.live and (options.model or options.data):
-        raise ConfigError("--live shows a run that goes on: leave --model and --data out")
+        raise ConfigError("--live shows the run as it goes on: omit --model and --data")
     if options.store and not options.verify:
-        raise ConfigError("--store: is for --verify; add that, or leave this out")
+        raise ConfigError("--store needs --verify: add --verify, or omit --store")
     if options.live:
         from dilocox.tools.report.live import serve
 

@@ -1,4 +1,4 @@
-"""`dilocox status`: what a run is doing, in a few lines or as JSON."""
+"""`dilocox status`: print the state of a run, in a few lines or as JSON."""
 
 from __future__ import annotations
 
@@ -20,34 +20,37 @@ from dilocox.training.launch.join_token import read_token
 from dilocox.utils.formatting import number
 from dilocox.utils.plain_text import plain
 
-HELP = "say what a run is doing, from the folder of its coordinator or of a site"
+HELP = "print the state of a run, from the run folder of its coordinator or of a site"
 _ADDRESS = re.compile(r"[^/]+:[0-9]{1,5}")
 PATIENCE = 2.0
-"""Seconds in which a coordinator has to answer."""
+"""Seconds within which a coordinator must answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `dilocox status`."""
+    """Add the arguments of `dilocox status` to `parser`."""
     parser.add_argument(
         "run", metavar="RUN|HOST:PORT",
         help="run folder of the coordinator or of a site, or the coordinator's address",
     )  # fmt: skip
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE",
-        help="with an address: file with a site's join token (else: the variable DILOCOX_TOKEN, "
-        "else a prompt)",
+        help="with an address: file with a site's join token (default: the environment variable "
+        "DILOCOX_TOKEN, else a prompt)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.add_argument("--json", action="store_true", help="print the whole state as JSON")
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the status; exit code 0 (goes on, finished), 3 (stopped) or 1."""
+    """Print the status. Returns the exit code.
+
+    The exit code is 0 if the run goes on or is finished, 3 if it was stopped, and 1 otherwise.
+    """
     now, folder = time.time(), Path(options.run)
     if _ADDRESS.fullmatch(options.run) and not folder.exists():
         found = of_address(options.run, read_token(options.token_file))
     elif options.token_file is not None:
-        raise ConfigError("--token-file: is for an address, HOST:PORT; leave it out")
+        raise ConfigError("--token-file needs an address, HOST:PORT, instead of a folder: omit it")
     else:
         found = status_of(folder, now)
         if found.of == "coordinator" and found.state in GOES_ON:
@@ -61,7 +64,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def of_address(address: str, token: str) -> Status:
-    """What a coordinator answers to who holds a site's token. Raises `JoinError`."""
+    """Ask the coordinator at `address` (HOST:PORT) for the status of its run.
+
+    `token` is a site's join token. Raises `JoinError` if the coordinator does not answer within
+    `PATIENCE`, or refuses the token.
+    """
     from dilocox.config.run_config import NetworkSection
     from dilocox.coordinator.client.enrolment import look
     from dilocox.coordinator.protocol.timeouts import Timeouts
@@ -98,7 +105,7 @@ def of_address(address: str, token: str) -> Status:
 
 
 def _take(found: Status, said: Any) -> None:
-    """Phase, reason and sites that are gone, as a coordinator's `Status` has them."""
+    """Copy phase, reason, roles and lost sites from `said`, the coordinator's `Status`."""
     found.state = {
         "enrolling": "waits for sites", "starting": "joining", "running": "training",
     }.get(said.phase, said.phase)  # fmt: skip
@@ -112,7 +119,11 @@ def _take(found: Status, said: Any) -> None:
 
 
 def ask(found: Status, folder: Path) -> None:
-    """Add what the coordinator itself says: phase, and the role of every site."""
+    """Ask the coordinator of the run in `folder`, and add its answer to `found`.
+
+    The answer has the phase and the role of every site. If the coordinator does not answer,
+    `found` gets a warning.
+    """
     from dilocox.coordinator.client.client import CoordinatorClient
     from dilocox.coordinator.client.endpoint import Endpoint
     from dilocox.coordinator.identity import Identity
@@ -133,7 +144,7 @@ def ask(found: Status, folder: Path) -> None:
 
 
 def lines(found: Status, now: float) -> Iterator[str]:
-    """The status in words."""
+    """Yield the lines in which the status is printed. `now` is in seconds since the epoch."""
     whose = "" if found.of == "coordinator" else f", site {found.of}"
     state = f"{found.state}{f' ({found.reason})' if found.reason else ''}"
     yield f"run {found.name or found.folder}{whose}: {state}"
@@ -175,7 +186,7 @@ def lines(found: Status, now: float) -> Iterator[str]:
 
 
 def span(seconds: float) -> str:
-    """A time for people: `45 s`, `12 min`, `3.2 h`, `2.5 days`."""
+    """Return a duration for people to read: `45 s`, `12 min`, `3.2 h`, `2.5 days`."""
     for unit, size, limit in (("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172_800.0)):
         if seconds < limit:
             return f"{seconds / size:.{1 if unit == 'h' else 0}f} {unit}"

@@ -1,4 +1,4 @@
-"""`dilocox lab`: train a run on shaped links, change links while it goes on, clean up."""
+"""`dilocox lab`: train a run on shaped links, change the links of a running lab, clean up."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser for which a missing action can be filled in."""
+    """A parser that inserts the first of its actions if the user names none."""
 
     actions: tuple[str, ...] = ()
-    """If there are any, the first is put before words that begin with none of them."""
+    """Names of the actions. If the first argument is none of them, `actions[0]` is inserted."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As of any parser."""
+        """Parse as `argparse` does, with the missing action inserted."""
         words = list(sys.argv[1:] if args is None else args)
         if self.actions and words and words[0] not in (*self.actions, "-h", "--help"):
             words.insert(0, self.actions[0])
@@ -47,8 +47,10 @@ def add_to(
     common: argparse.ArgumentParser,
     run_file: argparse.ArgumentParser,
 ) -> None:
-    """Add `lab` to the sub-parsers `commands`, which are of class `Parser`; the other two hold
-    options that commands share."""
+    """Add the command `lab` to the sub-parsers `commands`, whose class is `Parser`.
+
+    `common` and `run_file` hold options that several commands share.
+    """
     lab: Parser = commands.add_parser(
         "lab",
         help="train a run on shaped links on this machine, and measure",
@@ -79,47 +81,56 @@ def add_to(
         action="extend",
         default=[],
         metavar="SITE[-SITE]=RATE",
-        help="what differs: a site's line, or the rate between two sites",
+        help="exceptions: the line of one site, or the rate between two sites",
     )
-    run.add_argument("--sites", type=int, metavar="N", help="so many sites instead of the file's")
+    run.add_argument(
+        "--sites", type=int, metavar="N", help="number of sites (default: as in the run file)"
+    )
     run.add_argument(
         "--delay",
         type=_delay,
         default=0.0,
         metavar="30ms",
-        help="added to every packet each way: a round trip takes twice as long",
+        help="delay of every packet in each direction: it adds twice as much to a round trip",
     )
     run.add_argument(
-        "--quota", type=float, metavar="CORES", help="per site (default: 90%% of all, shared)"
-    )
+        "--quota", type=float, metavar="CORES",
+        help="processor cores per site (default: all sites share 90%% of all cores)",
+    )  # fmt: skip
     run.add_argument(
         "--alone",
         action="store_true",
-        help="also train every site by itself before, at the same time as the others: the speed "
-        "without any exchange",
+        help="before the run, train all sites at the same time without exchanges, to measure the "
+        "speed without any exchange",
     )
-    run.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds not measured (2)")
+    run.add_argument(
+        "--warm-up", type=int, default=2, metavar="N",
+        help="number of first rounds that are not measured (default: 2)",
+    )  # fmt: skip
     run.add_argument("--trace", action="store_true", help="write trace.json, a Chrome trace")
-    run.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+    run.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
     run.add_argument("--overwrite", action="store_true", help="replace an earlier run of the lab")
     run.set_defaults(call=_run)
-    change = actions.add_parser(
-        "set", parents=[common], help="change links of the lab that is going on"
-    )
+    change = actions.add_parser("set", parents=[common], help="change links of a running lab")
     change.add_argument("settings", nargs="*", metavar="SITE[-SITE]=RATE")
     change.add_argument("--all", dest="line", metavar="LINE", help="the line of every site")
     change.add_argument(
-        "--lab", type=int, metavar="PROCESS", help="which one, if several are going on"
+        "--lab",
+        type=int,
+        metavar="PROCESS",
+        help="process number of the lab, needed if several labs are running",
     )
     change.set_defaults(call=_set)
     clean = actions.add_parser(
-        "clean", parents=[common], help="remove what labs have left that are no more"
+        "clean",
+        parents=[common],
+        help="remove the processes, namespaces and cgroups that ended labs have left behind",
     )
     clean.set_defaults(call=_clean)
 
 
 def _delay(text: str) -> float:
-    """Seconds of `30ms` or `0.1s`."""
+    """Return the seconds of a text such as `30ms` or `0.1s`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r}: write it as 30ms or 0.1s")
@@ -130,7 +141,7 @@ def _run(options: argparse.Namespace) -> int:
     reason = unsupported_reason()
     if reason is not None:
         raise LabError(f"a lab cannot be made here: {reason}")
-    # Imported here: torch costs seconds, which the other actions need not wait for.
+    # Imported here, because importing torch takes seconds and the other actions do not need it.
     from dilocox.config.run_config import load_run
     from dilocox.tools.testbed.session import Session
 
@@ -167,7 +178,10 @@ def _set(options: argparse.Namespace) -> int:
 
 
 def _going_on(asked: int | None) -> int:
-    """Process number of the lab that is meant. Raises `LabError`."""
+    """Return the process number of a running lab: `asked`, or if None that of the only lab.
+
+    Raises `LabError` if `asked` is not running, or if it is None and several or no labs run.
+    """
     _need_root()
     alive = [owner for owner in registry.owners() if registry.is_alive(owner)]
     if asked is not None and asked not in alive:

@@ -1,4 +1,4 @@
-"""`dilocox verify`: judge a run's record and say so."""
+"""`dilocox verify`: judge the claims about a run by its record, and print the verdicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dilocox.record.verify.claims import Finding
     from dilocox.record.verify.verify import Places, Report
 
-HELP = "check, from its record alone, how a run's model was made"
+HELP = "check from a run's record alone how its model was made"
 COLOURS = {"PASS": "green", "FAIL": "bold red", "NOT_RUN": "yellow"}
 NOBODY_PROVES = (
     "No claim covers what happened inside a site: whether its inner steps were honest, on what "
@@ -33,46 +33,54 @@ AUDITS_PROVE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `dilocox verify`."""
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or its URL (as fsspec knows)")
+    """Add the arguments of `dilocox verify` to `parser`."""
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its URL (as in fsspec)")
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     parser.add_argument(
         "--store", action="append", default=[], metavar="PLACE",
         help="a further store of payloads, folder or URL; may be given several times",
     )  # fmt: skip
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="the model, if not RUN/model")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="token files to check, too")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="the model's folder (default: RUN/model)"
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="folder of token files that are checked, too"
+    )
     parser.add_argument(
         "--start", type=Path, metavar="FOLDER",
-        help="the model that the run began from (model.path), if it is not where the run file says",
+        help="the model that the run started from (default: model.path of the run file)",
     )  # fmt: skip
     parser.add_argument(
         "--key", metavar="NAME+HASH+KEY", help="the log's key, as its owner has told it to you"
     )
     parser.add_argument(
         "--seen", type=Path, metavar="FILE",
-        help="a checkpoint of the log that you kept: the log must have grown from it",
+        help="a checkpoint of the log that you kept earlier: the log must be a continuation of it",
     )  # fmt: skip
     parser.add_argument(
         "--release-key", type=Path, metavar="FILE",
-        help="public key (PEM) that has to have signed the model's folder (default: the one beside "
-        "a folder that is signed)",
+        help="public key (PEM) by which the model's folder must be signed (default: the key that "
+        "lies beside a signed folder)",
     )  # fmt: skip
     parser.add_argument(
         "--auditor", action="append", default=[], metavar="KEY",
-        help="let only this auditor's verdicts count; may be given several times",
+        help="count only this auditor's verdicts; may be given several times",
     )  # fmt: skip
     parser.add_argument(
         "--randomness", type=Path, metavar="FILE",
-        help="public randomness as you have looked it up, lines of `ROUND HEX`: audits must have "
-        "been selected by it",
+        help="file with lines `ROUND HEX`: public randomness that you looked up yourself. Audits "
+        "must have been selected by it",
     )  # fmt: skip
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Judge and print; exit code 0, 1 or 3."""
-    # Not above: other commands need none of it.
+    """Judge the claims and print the verdicts. Returns the exit code.
+
+    The exit code is 0 if all required claims PASS, 1 if a claim is FAIL, and 3 if a required
+    claim is NOT_RUN.
+    """
+    # Imported here, because no other command needs these modules.
     from dilocox.record.verify.audit_sampling import read_randomness
     from dilocox.record.verify.remote import fetched
     from dilocox.record.verify.verify import Places
@@ -105,7 +113,16 @@ def judged(
     model: Path | None = None,
     data: Path | None = None,
 ) -> dict[str, Any]:
-    """What `--json` prints of the run in `folder`. Raises `RecordError` without a record."""
+    """Judge the run in `folder`, and return the verdicts in the form that `--json` prints.
+
+    Args:
+        stores: further stores of payloads, folders or URLs.
+        model: the model's folder. None: `model` in `folder`.
+        data: folder of token files that are checked, too. None: no token files are checked.
+
+    Raises:
+        RecordError: the folder has no record.
+    """
     from dilocox.record.verify.report_json import as_json
     from dilocox.record.verify.verify import Places
 
@@ -148,7 +165,7 @@ def _with_bar(places: Places, console: Console) -> Report:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the table of claims."""
+    """Print every claim with its verdict, then the conclusion."""
     console.print(
         f"run {escape(plain(report.run or '(unknown)'))}, log key {escape(plain(report.log))}"
     )

@@ -260,4 +260,4 @@ def test_a_coordinator_without_the_model_is_told_where_it_is(
     assert code == 0
     assert (tmp_path / "copy" / "config.json").is_file()
     code, said = typed("report", str(run), "--store", "x")
-    assert (code, "--store: is for --verify" in said) == (1, True)
+    assert (code, "--store needs --verify" in said) == (1, True)
