@@ -81,7 +81,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--answer", type=int, metavar="PORT",
-        help="let another machine, which runs --calibrate --peer, measure its link to this one once",
+        help="let another machine, by --calibrate --peer there, measure its link to this one once",
     )  # fmt: skip
     command.add_argument(
         "--to", type=Path, metavar="FILE", help=f"file of --calibrate (default {CALIBRATION})"

@@ -103,10 +103,7 @@ def add_to(
         help="before the run, train all sites at the same time without exchanges, to measure the "
         "speed without any exchange",
     )
-    run.add_argument(
-        "--warm-up", type=int, default=2, metavar="N",
-        help="number of first rounds that are not measured (default: 2)",
-    )  # fmt: skip
+    run.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds not measured (2)")
     run.add_argument("--trace", action="store_true", help="write trace.json, a Chrome trace")
     run.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
     run.add_argument("--overwrite", action="store_true", help="replace an earlier run of the lab")
@@ -115,16 +112,11 @@ def add_to(
     change.add_argument("settings", nargs="*", metavar="SITE[-SITE]=RATE")
     change.add_argument("--all", dest="line", metavar="LINE", help="the line of every site")
     change.add_argument(
-        "--lab",
-        type=int,
-        metavar="PROCESS",
-        help="process number of the lab, needed if several labs are running",
+        "--lab", type=int, metavar="PROCESS", help="which lab, if several are running"
     )
     change.set_defaults(call=_set)
     clean = actions.add_parser(
-        "clean",
-        parents=[common],
-        help="remove the processes, namespaces and cgroups that ended labs have left behind",
+        "clean", parents=[common], help="remove processes and networks that ended labs have left"
     )
     clean.set_defaults(call=_clean)
 
