@@ -31,7 +31,7 @@ def test_sites_with_functions_of_their_own(workshop: Workshop, forge: Forge) -> 
         if not more:
             bare = forge.command(workshop, "own", *lines["lyon"])
             assert bare.wait() == 1
-            assert "this run trains by functions of its own" in bare.printed()
+            assert "this run trains with the user's own functions" in bare.printed()
         return run, [forge.command(workshop, "own", *line, hooks=hooks) for line in lines.values()]
 
     run, sites = begun("own-functions")

@@ -150,7 +150,7 @@ def test_a_piece_is_taken_over_when_most_hold_the_same_and_not_before(
     monkeypatch.setattr(anchor_digests, "LONG", -1.0)
     entered.joining_site.adopt()
     entered.joining_site.adopt()
-    assert caplog.text.count("2 pieces have come, but too few active sites have told") == 1
+    assert caplog.text.count("2 pieces have arrived, but too few active sites have reported") == 1
     entered.settled = True
     entered.joining_site.adopt()
     entered.joining_site.adopt()

@@ -465,8 +465,8 @@ def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch)
     checkpointer.save(own, None)
     assert (saved, waited) == ([], [])
     assert said == [
-        "checkpoint after slot 16 was left out: that of slot 8 has been being written for 42 s; "
-        "the storage is slow"
+        "checkpoint after slot 16 was skipped: writing the checkpoint after slot 8 has taken 42 s "
+        "so far; the storage is slow"
     ]
     checkpointer.save(own, None, last=True)
     assert (saved, waited) == ([16], [1]), "the last one is waited for"

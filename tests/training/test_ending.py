@@ -148,7 +148,9 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
 def test_who_was_overtaken_in_the_flush_publishes_nothing() -> None:
     """Its anchor lacks the flush: it says so, and neither evaluates nor finishes."""
     made: list[str] = []
-    with pytest.raises(RunEndedError, match="site b: the run ends while it is left behind"):
+    with pytest.raises(
+        RunEndedError, match="site b: the run ended while this site was left behind"
+    ):
         at_the_end(True, made).finish(PLAN)
     assert "report" in made
     assert not {"publish", "finish", "ends_run", "loss 4"} & set(made)
@@ -189,7 +191,7 @@ def test_who_is_overtaken_by_the_flush_has_no_round_to_enter_with() -> None:
 
     client = SimpleNamespace(poll_plan=poll_plan)
     trainer = at_the_end(False, [], control=entering(5), client=client)
-    with pytest.raises(RunEndedError, match="the run ends while it is left behind"):
+    with pytest.raises(RunEndedError, match="the run ended while this site was left behind"):
         trainer.catch_up()
     assert asked == [4]
 

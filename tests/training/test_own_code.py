@@ -81,12 +81,12 @@ def test_all_sites_bring_what_was_agreed_on(module: Any) -> None:
     check_code("", {}, required=True)
     # All sites of `train` have the same process to come from.
     check_code("", own, required=False)
-    with pytest.raises(ConfigError, match=f'brings loss; set it .* code = "{digest}" in '):
+    with pytest.raises(ConfigError, match=f'uses its own loss; set it .* code = "{digest}" in '):
         check_code("", own, required=True)
     with pytest.raises(ConfigError, match=r"the code of loss here is .*; copy the same modules"):
         check_code("0" * 64, own, required=True)
     for required in (True, False):
-        with pytest.raises(ConfigError, match="trains by functions of its own; start it from"):
+        with pytest.raises(ConfigError, match="trains with the user's own functions; start it"):
             check_code(digest, {}, required=required)
 
 
@@ -126,7 +126,7 @@ def test_a_join_from_python_takes_them(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_join_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = Hooks(loss=own_functions.loss)
     monkeypatch.setattr(local, "check_driver", lambda _: None)
-    with pytest.raises(ConfigError, match="this site brings loss; set it in the run file"):
+    with pytest.raises(ConfigError, match="this site uses its own loss; set it in the run file"):
         local.join(a_run(), site="lyon", address="localhost:1", token="t", debug=False, hooks=hooks)
 
 
@@ -168,5 +168,7 @@ def test_own_sequences_are_evaluated() -> None:
     assert batches[0][0].tolist() == expected[:2, :-1].tolist()
     assert batches[0][1].tolist() == expected[:2, 1:].tolist()
     for wrong in (np.zeros((3, 32)), np.zeros(33), np.zeros((0, 33))):
-        with pytest.raises(ConfigError, match=r"validation: gave an array of shape"):
+        with pytest.raises(
+            ConfigError, match=r"validation: the function returned an array of shape"
+        ):
             validation_batches(config, None, 0, lambda *_, wrong=wrong: wrong)  # type: ignore[arg-type]

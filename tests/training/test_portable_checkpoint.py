@@ -65,9 +65,9 @@ def started(run: RunConfig, monkeypatch: pytest.MonkeyPatch, as_site: bool = Fal
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"run": {"seed": 1}}, "model.handover: run.seed is 1, of run old it was 0; token ranges"),
-        ({"data": {"sequence_length": 8}}, "data.sequence_length is 8, of run old it was 16; tok"),
-        ({"outer": {"rounds": 1}}, "outer: 4 inner steps in all, of which run old has taken 4;"),
+        ({"run": {"seed": 1}}, "model.handover: run.seed is 1, but run old had 0; token ranges"),
+        ({"data": {"sequence_length": 8}}, "data.sequence_length is 8, but run old had 16; token"),
+        ({"outer": {"rounds": 1}}, "4 inner steps in all, and run old has taken 4 already;"),
         (
             {"outer": {"method": "allreduce", "fragments": 1}},
             "model.handover: method allreduce exchanges gradients and has no outer state",

@@ -1,1 +1,1 @@
-"""One rank's training: builder, trainer, checkpoints, entry of a site."""
+"""Training of one rank: building its parts, the training loop, checkpoints, joining a run."""

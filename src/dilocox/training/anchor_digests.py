@@ -1,8 +1,9 @@
-"""Digests of pieces, with which a site is entered by no other state than that of most sites.
+"""Digests of pieces: an entering site only takes over a state that most sites hold.
 
-A donor sends what it likes, and the digest beside it is its own word. So while a site enters, every
-active rank tells the coordinator the digests of its pieces, by version. The entering rank asks for
-each piece that has come whether most active sites hold the same, before it takes the piece over.
+A donor could send a wrong piece together with the digest of that piece. So while a site enters,
+every active rank reports the digests of its pieces to the coordinator, by version. For each piece
+that has arrived, the entering rank asks whether most active sites hold the same piece. Only then
+does it take the piece over.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from dilocox.utils.background import BackgroundQueue
 log = logging.getLogger(__name__)
 
 PAUSE = 0.2
-"""Seconds between two questions whether enough sites have told their digests."""
+"""Seconds between two requests whether enough sites have reported their digests."""
 LONG = 60.0
-"""Seconds without an answer after which an entering rank says in its log what it waits for."""
+"""Seconds without an answer after which an entering rank writes a warning to its log."""
 UNFIT = "0" * 64
-"""Stands for the digest of tensors that are not of the piece."""
+"""Digest that stands for tensors that do not have the shapes of the piece."""
 
 
 class ShownPieces:
-    """What an active rank tells while a site enters; to be called at its slot ends."""
+    """Reports the digests of an active rank's pieces while a site enters the run."""
 
     def __init__(
         self,
@@ -40,14 +41,17 @@ class ShownPieces:
         client: CoordinatorClient,
         background: BackgroundQueue,
     ) -> None:
-        """`background`: in which the coordinator is told."""
+        """Prepare to report. `background`: queue in which requests to the coordinator are sent."""
         self._own, self._control = own, control
         self._client, self._background = client, background
         self._entering: set[tuple[str, int, int, int]] = set()
         self._told: dict[int, tuple[int, str]] = {}
 
     def tell(self) -> None:
-        """Tell the digests of versions that were not told yet to those who enter now."""
+        """Report digests of the piece versions that were not reported to the entering sites yet.
+
+        Called at the ends of slots.
+        """
         own, news = self._own, self._control.news
         entering = {
             (each.site, each.incarnation, each.from_round, each.renewals) for each in news.entering
@@ -56,7 +60,7 @@ class ShownPieces:
             self._entering = set()
             return
         if entering - self._entering:
-            # What was told before has been forgotten if nobody was entering in between.
+            # The coordinator forgets digests when no site is entering, so report all again.
             self._told = {}
         self._entering = entering
         found = []
@@ -70,7 +74,7 @@ class ShownPieces:
 
 
 class CheckedPieces:
-    """What an entering rank has received and may not take over yet."""
+    """Pieces that an entering rank has received and that no majority has confirmed yet."""
 
     def __init__(self, own: RankState, client: CoordinatorClient) -> None:
         self._own, self._client = own, client
@@ -80,11 +84,11 @@ class CheckedPieces:
 
     @property
     def empty(self) -> bool:
-        """All that came was confirmed or refused."""
+        """Whether all received pieces were confirmed or refused."""
         return not self._waiting
 
     def add(self, snapshot: Snapshot) -> None:
-        """A piece has come."""
+        """Add a received piece that is to be confirmed."""
         state = self._own.rank.states[snapshot.piece]
         try:
             digest = state.digest_of(snapshot.tensors or state.agreed())
@@ -94,15 +98,16 @@ class CheckedPieces:
         self._waiting[snapshot.piece] = (snapshot, told)
 
     def clear(self) -> None:
-        """What came from a donor that has gone, or is not believed, does not count."""
+        """Drop all pieces, because their donor is lost or was refused."""
         self._waiting = {}
 
     def confirmed(
         self, entry: Entering, all_came: bool
     ) -> tuple[list[Snapshot], CheckPiecesReply | None]:
-        """(pieces that may be taken over, the coordinator's answer if one was refused).
+        """Ask the coordinator which pieces may be taken over, at most every `PAUSE` seconds.
 
-        `all_came`: the donor of `entry` gives nothing more. Asks at most every `PAUSE` seconds.
+        `all_came`: whether the donor of `entry` has sent all pieces. Returns the confirmed pieces,
+        and the coordinator's reply if it refused a piece, otherwise None.
         """
         now = time.monotonic()
         if not self._waiting or now - self._asked < PAUSE:
@@ -115,18 +120,21 @@ class CheckedPieces:
         return good, reply if reply.different else None
 
     def _complain(self, now: float, settled: int) -> None:
-        """Warn once if nothing was settled for `LONG` seconds: a site may be silent on purpose."""
+        """Warn once if no piece was settled for `LONG` seconds.
+
+        A site may withhold its digests on purpose.
+        """
         if settled or self._since is None:
             self._since = now
         elif now - self._since > LONG:
             log.warning(
-                "%d pieces have come, but too few active sites have told what they hold: waiting; "
-                "see the coordinator for sites that stand still",
+                "%d pieces have arrived, but too few active sites have reported their digests: "
+                "waiting; look at the coordinator for sites that make no progress",
                 len(self._waiting),
             )
             self._since = float("inf")
 
 
 def digest_as_told(piece: int, landed: int, codec: str, sha256: str) -> PieceDigest:
-    """The message about one version of a piece."""
+    """Return the message that reports the digest of one version of a piece."""
     return PieceDigest(piece=piece, landed=landed, codec=codec, sha256=sha256)

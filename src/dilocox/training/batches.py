@@ -1,4 +1,4 @@
-"""The batches of one site, read by token range, one step ahead of training."""
+"""The batches of one site, read by token range and one inner step ahead of training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dilocox.utils.background import BackgroundQueue
 
 Sequences = npt.NDArray[np.int64]
 Dataset = Callable[[int, int], Sequences]
-"""(start, count) -> int64 [count, sequence_length + 1]; a pure function of the numbers."""
+"""(start, count) -> int64 [count, sequence_length + 1]; a pure function of its two arguments."""
 Ranges = Sequence[tuple[int, int]]
 """(start, count) of sequence numbers, read one after the other."""
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -26,9 +26,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Batches:
     """One shard's part of a site's batches.
 
-    A thread of its own calls `read`, for the shard's rows alone, in the order of training. While
-    one step is computed the thread reads the next step of the round. For a GPU `device` batches lie
-    in pinned memory, so that copies to the GPU run beside computation.
+    A separate thread calls `read` in the order of training, only for this shard's rows. While one
+    step is computed, the thread reads the next step of the round. For a GPU `device` batches are
+    in pinned memory, so that copies to the GPU overlap with computation.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Batches:
         self._reader = BackgroundQueue()
         self._began = False
         self._ahead: tuple[tuple[tuple[int, int], ...], Future[Batch | Exception]] | None = None
-        """The next step's parts, and what is read of them."""
+        """(start, count) of the next step's rows, and the future batch."""
 
     @classmethod
     def open(
@@ -53,8 +53,13 @@ class Batches:
         device: torch.device | None = None,
         read: Dataset | None = None,
     ) -> Batches:
-        """Of a `shard` of `site`. `read`: the user's own dataset, instead of the token files of the
-        run or of the site."""
+        """Return the batches of one `shard` of `site`.
+
+        Args:
+            files: the run's token files. They are used unless the site has token files of its own.
+            device: device that trains on the batches. None means the CPU.
+            read: the user's own dataset, which replaces all token files.
+        """
         if read is None:
             own = config.sites[site].data
             space = SequenceSpace(
@@ -66,10 +71,11 @@ class Batches:
         return cls(read, shard, config.site.shards, device)
 
     def step(self, ranges: Ranges, batch: int, number: int) -> Batch:
-        """Inputs and labels, int64 [batch / shards, L] each, of inner step `number` of the round.
+        """Return inputs and labels, int64 [batch / shards, L] each, of one inner step.
 
-        `ranges` are those of the whole round. Raises `ValueError` if `ranges` are too short, and
-        the error of `read` for this step.
+        `ranges`: the site's ranges in the whole round. `batch`: sequences per inner step of the
+        site. `number`: inner step of the round, from 0. Raises `ValueError` if `ranges` are too
+        short, and any error of `read` for this step.
         """
         parts = self._parts(ranges, batch, number)
         ahead, self._ahead = self._ahead, None
@@ -83,7 +89,7 @@ class Batches:
         return loaded
 
     def _parts(self, ranges: Ranges, batch: int, number: int) -> tuple[tuple[int, int], ...]:
-        """(start, count) of this shard's rows."""
+        """Return (start, count) of this shard's rows of inner step `number`."""
         share = batch // self._shards
         return tuple(interval(ranges, number * batch + self._shard * share, share))
 
@@ -91,14 +97,14 @@ class Batches:
         if not self._began:
             self._began = True
             if self._device.type == "cpu":
-                # A reader with a team of threads of its own would slow the training's team down.
-                # PyTorch sets what threads begin with that have not asked: this one asks now.
+                # A second team of PyTorch threads in the reader would slow training down. PyTorch
+                # sets a thread's team size at the thread's first query, so query before setting.
                 torch.get_num_threads()
                 self._reader.submit(lambda: torch.set_num_threads(1))
         return self._reader.submit(lambda: self._outcome(parts))
 
     def _outcome(self, parts: tuple[tuple[int, int], ...]) -> Batch | Exception:
-        """The batch, or the error of `read`, which only the step that needs the batch raises."""
+        """Return the batch, or the error of `read`: only the step that needs it raises it."""
         try:
             return self._load(parts)
         except Exception as error:  # users' code
@@ -107,20 +113,20 @@ class Batches:
     def _load(self, parts: tuple[tuple[int, int], ...]) -> Batch:
         rows = [self._read(start, count) for start, count in parts]
         mine = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        # numpy's copies: of one thread, which PyTorch's may not be.
+        # Copied by numpy, which uses one thread; PyTorch may use several.
         halves = (np.array(mine[:, :-1], order="C"), np.array(mine[:, 1:], order="C"))
         inputs, labels = (torch.from_numpy(half) for half in halves)
         if self._device.type != "cuda":
             return inputs, labels
-        # Pinned by this thread, on the rank's own GPU: a thread begins at the first one.
+        # A new thread's current GPU is the first one, so the rank's own GPU is selected to pin.
         with torch.cuda.device(self._device):
             return inputs.pin_memory(), labels.pin_memory()
 
 
 def interval(ranges: Ranges, skip: int, count: int) -> list[tuple[int, int]]:
-    """The part of concatenated `ranges` that begins after `skip` numbers, `count` long.
+    """Return the part of the concatenated `ranges` that skips `skip` numbers and has `count`.
 
-    Raises `ValueError` where they are too short.
+    Raises `ValueError` if `ranges` are too short.
     """
     parts = []
     for start, length in ranges:

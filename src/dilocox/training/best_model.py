@@ -1,7 +1,8 @@
 """`model-best/`: the model with the lowest held-out loss of a run's evaluations.
 
-`checkpoint.best` asks for the folder. It is replaced as a whole: a new model is written beside it
-and renamed. `held_out.json` in it says which evaluation the model is of.
+The run file's key `checkpoint.best` asks for the folder. It is replaced as a whole: a new model
+is written beside the folder and then renamed. The file `held_out.json` in the folder names the
+evaluation of the model.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ FILE = "held_out.json"
 
 
 def partial(run: Path, site: str) -> Path:
-    """Where `site` writes a model that is to become the run folder's best one."""
+    """Return the folder in which `site` writes a model before it becomes the best model."""
     return run / f"{FOLDER}.{site}.part"
 
 
 def lowest(run: Path, site: str) -> float | None:
-    """Held-out loss of the model that is kept; None if none is.
+    """Return the held-out loss of the best model so far. None if there is no best model.
 
-    A replacement by `site` that a crash has cut off is completed first.
+    A replacement by `site` that a crash interrupted is completed first.
     """
     folder, new, old = _places(run, site)
     if not folder.exists() and (new / FILE).exists():
@@ -34,12 +35,12 @@ def lowest(run: Path, site: str) -> float | None:
     try:
         loss = float(json.loads((folder / FILE).read_text(encoding="utf-8"))["val_loss"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # what cannot be compared is replaced
+        return None  # a model without a readable loss is replaced by the next one
     return loss if math.isfinite(loss) else None
 
 
 def improves(run: Path, site: str, loss: float) -> bool:
-    """Whether a model of this held-out loss is better than the one that is kept."""
+    """Return whether a model with held-out loss `loss` is better than the best model so far."""
     if not math.isfinite(loss):
         return False
     known = lowest(run, site)
@@ -47,14 +48,14 @@ def improves(run: Path, site: str, loss: float) -> bool:
 
 
 def clear(run: Path, site: str) -> None:
-    """Remove what a write that was cut off has left."""
+    """Remove the files of an interrupted write of `site`."""
     shutil.rmtree(partial(run, site), ignore_errors=True)
 
 
 def put(run: Path, site: str, round_: int, loss: float) -> None:
     """Make the Hugging Face folder that `site` has written the best model.
 
-    `loss`: held-out loss of the anchor after `round_`. Raises `OSError`.
+    `loss`: held-out loss of the anchor after `round_`. Raises `OSError` if the disk fails.
     """
     folder, new, old = _places(run, site)
     said = {"after_round": round_, "val_loss": loss, "site": site}

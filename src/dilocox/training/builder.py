@@ -1,4 +1,4 @@
-"""Everything that one rank holds, put together from a run file: model, data, pieces."""
+"""Builds the parts of one rank from a run file: model, data and outer state of the pieces."""
 
 from __future__ import annotations
 
@@ -63,24 +63,24 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a user of the Python API may replace. All run in the ranks' processes."""
+    """Functions that a user of the Python API may replace. They run in the ranks' processes."""
 
     dataset: Dataset | None = None
-    """Instead of the token files; must give the same tokens at every site."""
+    """Replaces the token files. It must return the same tokens at every site."""
     loss: Loss = mean_cross_entropy
     on_evaluation: Callable[[int, float], object] | None = None
-    """Called on the first rank of the first site with (round, held-out loss). True stops the run
-    with a checkpoint and publishes its anchor."""
+    """Called on the first rank of the first site with (round, held-out loss). If it returns True,
+    the run ends early, with a checkpoint, and publishes its anchor."""
     validation: Dataset | None = None
-    """Sequences of evaluations, instead of the token files' held-out text."""
+    """Returns the sequences of evaluations, in place of the token files' held-out text."""
     optimizer: OptimizerFactory | None = None
-    """Instead of `inner.optimizer`."""
+    """Makes the inner optimizer, in place of `inner.optimizer`."""
     schedule: Callable[[int, int], float] | None = None
     """(inner step from 0, inner steps of the run) -> learning rate, instead of `inner.schedule`."""
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """What the model's training and evaluation are computed by that is not dilocox's own."""
+        """The user's own functions that training and evaluation use, by name."""
         found = {
             "dataset": self.dataset,
             "loss": None if self.loss is mean_cross_entropy else self.loss,
@@ -92,28 +92,30 @@ class Hooks:
 
     @property
     def replaced(self) -> list[str]:
-        """What of dilocox's own inner steps is computed by other code: `dataset`, `loss` ..."""
+        """Names of the parts of an inner step that the user has replaced: `dataset`, `loss` ..."""
         return [name for name in self.functions if name != "validation"]
 
     def check(self, config: RunConfig, *, required: bool) -> None:
-        """Raise `ConfigError` for functions that the run cannot take, or that are not the agreed
-        ones (see `own_code.check_code`)."""
+        """Check that the run can use these functions, and that all sites have agreed on them.
+
+        `required`: see `own_code.check_code`. Raises `ConfigError` if one of the two fails.
+        """
         check_code(config.run.code, self.functions, required=required)
         if self.optimizer is None:
             return
         if config.inner.optimizer != "sgd":
             raise ConfigError(
-                'optimizer: set inner.optimizer = "sgd" in the run file, so that no exchange and '
-                "no estimate of memory counts on AdamW's moments"
+                'optimizer: an optimizer of your own needs inner.optimizer = "sgd" in the run '
+                "file, so that no exchange and no estimate of memory relies on AdamW's moments"
             )
         if config.site.replicas > 1:
             raise ConfigError(
-                "optimizer: replicas move the moments of dilocox's own optimizers only; set "
-                "site.replicas = 1, and more shards"
+                "optimizer: replicas only exchange moments of dilocox's own optimizers; set "
+                "site.replicas = 1, and raise site.shards instead"
             )
 
     def learning_rate(self, step: int, config: RunConfig) -> float:
-        """Of inner step `step` of the run, counted from 0."""
+        """Return the learning rate of inner step `step` of the run, counted from 0."""
         if self.schedule is not None:
             return float(self.schedule(step, config.total_steps))
         return learning_rate(step, config.total_steps, config.inner)
@@ -121,7 +123,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which rank of which site this is."""
+    """The place of a rank: its site, and its stage, shard and replica within the site."""
 
     site: str
     stage: int
@@ -130,28 +132,28 @@ class RankPlace:
 
     @classmethod
     def of_rank(cls, site: str, rank: int, layout: SiteSection) -> RankPlace:
-        """The place of a `rank`, counted within the site."""
+        """Return the place of the rank with number `rank`, counted from 0 within the site."""
         return cls(site, *place_of_rank(rank, layout.shards, layout.stages))
 
     def rank_of(self, layout: SiteSection) -> int:
-        """The number of this rank within the site."""
+        """Return the number of this rank, counted from 0 within the site."""
         return rank_of_place(
             self.stage, self.shard, self.replica, shards=layout.shards, stages=layout.stages
         )
 
     @property
     def exchanges(self) -> bool:
-        """The rank is one of those that other sites know: of the first replica."""
+        """Whether the rank exchanges with other sites. Only ranks of the first replica do."""
         return self.replica == 0
 
     @property
     def leads(self) -> bool:
-        """The rank that speaks for its site."""
+        """Whether the rank reports to the coordinator for its whole site."""
         return self.stage == 0 and self.shard == 0 and self.exchanges
 
     @property
     def file_name(self) -> str:
-        """The name of the rank's process, and what names of the rank's files begin with."""
+        """Name of the rank's process, with which the names of the rank's files begin, too."""
         replica = "" if self.exchanges else f"-replica{self.replica}"
         return f"{self.site}-stage{self.stage}-shard{self.shard}{replica}"
 
@@ -162,7 +164,10 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The model's shape, known before any weight is: the same at every rank of a run."""
+    """The model's structure, known before any weight is loaded.
+
+    It is the same at every rank of a run.
+    """
 
     hf_config: Any
     cut: tuple[ChunkSpec, ...]
@@ -170,8 +175,12 @@ class ModelPlan:
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary_size: int | None) -> ModelPlan:
-        """Raises `ModelError` for a model that cannot be trained or cut, and `ConfigError` for
-        sequences that are too long for it."""
+        """Return the plan of the model that `config` names.
+
+        `vocabulary_size`: number of tokens of the tokenizer; may be None. Raises `ModelError` if
+        the model cannot be trained or divided into chunks, and `ConfigError` if sequences are too
+        long for the model.
+        """
         hf_config = load_model_config(config.model, vocabulary_size)
         positions = getattr(hf_config, "max_position_embeddings", None)
         if positions is not None and config.data.sequence_length > positions:
@@ -186,13 +195,17 @@ class ModelPlan:
 
     @property
     def flops_per_token(self) -> float:
-        """Of training, without recomputation: two per multiply-add, three passes' worth."""
+        """Floating-point operations of training per token, without recomputation.
+
+        A multiply-add counts as two operations. Forward and backward pass cost as much as three
+        forward passes.
+        """
         return 6 * sum(chunk.compute for chunk in self.cut)
 
 
 @dataclass
 class RankParts:
-    """One rank's model and pieces."""
+    """The model of one rank, and the outer state of its pieces."""
 
     place: RankPlace
     blueprint: ModelPlan
@@ -200,10 +213,10 @@ class RankParts:
     model: SiteModel
     live: dict[str, torch.Tensor]
     shapes: dict[str, torch.Size]
-    """Whole shapes by full name, of what `live` holds parts of."""
+    """Shapes of the whole tensors by full name. `live` holds this rank's part of each tensor."""
     states: list[FragmentState] = field(default_factory=list)
     not_deterministic: tuple[str, ...] = ()
-    """Operations of the model without a deterministic kernel, at any rank of the site."""
+    """Operations of the model that lack a deterministic kernel at any rank of the site."""
 
 
 def build_rank(
@@ -218,11 +231,17 @@ def build_rank(
     timeout: float,
     progress: Callable[[], None] = lambda: None,
 ) -> RankParts:
-    """Build and fill this rank's part of the model. Collective over the site.
+    """Build this rank's part of the model and fill it with weights. Collective over the site.
 
-    `store`: where the site's ranks meet; none if they have met already. `local_rank` of
-    `ranks_here` on this machine. `timeout` in seconds, of collectives inside the site. `progress`
-    is called before each tensor that is read.
+    Args:
+        store: rendezvous store of the site's ranks. May be None if their process group exists.
+        local_rank: number of this rank among the ranks on this machine, from 0.
+        ranks_here: number of ranks on this machine.
+        timeout: time limit of collectives inside the site, in seconds.
+        progress: called before each tensor is read.
+
+    Raises:
+        DilocoxError: the model cannot be built, or it does not fit into the GPU's memory.
     """
     set_threads(config.site.threads, ranks_here)
     device = resolve_device(config.site, local_rank)
@@ -306,8 +325,10 @@ def _settle_determinism(config: RunConfig, rank: RankParts) -> tuple[str, ...]:
 
 
 def _example(config: RunConfig, blueprint: ModelPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels, int64 [b, L] each, of the least that a training pass can run on: one
-    micro-batch for each stage."""
+    """Return inputs and labels, int64 [b, L] each, of the smallest batch that can be trained on.
+
+    The batch has one micro-batch for each stage.
+    """
     rows = config.site.micro_batch_size * config.site.stages
     length, vocabulary = config.data.sequence_length, int(blueprint.hf_config.vocab_size)
     tokens = (torch.arange(length + 1) % vocabulary).repeat(rows, 1)
@@ -315,7 +336,7 @@ def _example(config: RunConfig, blueprint: ModelPlan) -> tuple[torch.Tensor, tor
 
 
 def _sums_whole_gradients(config: RunConfig, blueprint: ModelPlan, mesh: SiteMesh) -> bool:
-    """See `memory.sums_whole_gradients`; the same at all ranks. Collective over the site."""
+    """Return `memory.sums_whole_gradients`, the same at all ranks. Collective over the site."""
     memory = None
     if mesh.device.type == "cuda":
         total = torch.cuda.get_device_properties(mesh.device).total_memory
@@ -327,7 +348,7 @@ def _sums_whole_gradients(config: RunConfig, blueprint: ModelPlan, mesh: SiteMes
 
 @dataclass(frozen=True)
 class _Watched:
-    """Weights; `progress` is called whenever one is asked for."""
+    """A source of weights that calls `progress` before it reads a tensor."""
 
     source: WeightSource
     progress: Callable[[], None]
@@ -344,7 +365,10 @@ class _Watched:
 
 
 def build_states(config: RunConfig, rank: RankParts) -> list[FragmentState]:
-    """The outer state of this rank's pieces. Raises `ConfigError` for too many of them."""
+    """Return the outer state of each of this rank's pieces.
+
+    Raises `ConfigError` if the run file asks for more pieces than this rank's tensors allow.
+    """
     fragments = 1 if config.exchanges_gradients else config.outer.fragments
     sizes = {name: shape.numel() for name, shape in rank.shapes.items()}
     device = torch.device("cpu") if config.outer.device == "cpu" else rank.mesh.device
@@ -367,11 +391,11 @@ def build_states(config: RunConfig, rank: RankParts) -> list[FragmentState]:
 def validation_batches(
     config: RunConfig, files: TokenFiles, shard: int, own: Dataset | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Held-out batches for this shard, each of whole micro-batches.
+    """Return the held-out batches of this shard, each of whole micro-batches.
 
-    A last batch that would not be whole is left out; at least one batch is given by repeating
-    sequences where the held-out text is very small. `own`: a user's sequences, instead of the held-
-    out text; raises `ConfigError` if they have another shape.
+    A last batch that is not whole is left out. If there are too few sequences for one batch, they
+    are repeated. `own` is the user's function for these sequences, instead of the held-out text.
+    Raises `ConfigError` if `own` returns an array of another shape.
     """
     group, length = _whole_group(config), config.data.sequence_length
     if own is None:
@@ -380,8 +404,8 @@ def validation_batches(
         sequences = np.asarray(own(0, config.data.validation_sequences))
         if sequences.ndim != 2 or sequences.shape[1] != length + 1 or not len(sequences):
             raise ConfigError(
-                f"validation: gave an array of shape {sequences.shape}, not [sequences, "
-                f"{length + 1}] (data.sequence_length + 1)"
+                f"validation: the function returned an array of shape {sequences.shape}, not "
+                f"[sequences, {length + 1}] (data.sequence_length + 1)"
             )
         sequences = sequences.astype(np.int64, copy=False)
     if len(sequences) < group:
@@ -395,9 +419,10 @@ def validation_batches(
 def probe_batch(
     config: RunConfig, files: TokenFiles, shard: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What this shard's gate reads at a boundary, in whole micro-batches.
+    """Return the batch, of whole micro-batches, that this shard's gate reads at a boundary.
 
-    None without a gate, or where it tries contributions out (see `admission_of`).
+    None if there is no gate, or if the gate evaluates contributions by itself (see
+    `admission_of`).
     """
     section = config.admission
     if not section.gate or config.site.ranks == 1:
@@ -405,27 +430,30 @@ def probe_batch(
     group = _whole_group(config)
     count = -(-section.gate_sequences // group) * group
     sequences = held_out(files, config.data.sequence_length, count)
-    # Only very little held-out text is read more than once.
+    # Sequences are only repeated if there is very little held-out text.
     return _of_shard(config, np.resize(sequences, (count, sequences.shape[1])), shard)
 
 
 def _whole_group(config: RunConfig) -> int:
-    """Sequences of one micro-batch for each stage, and for each shard of every replica."""
+    """Return the sequences of one micro-batch for each stage, and each shard of every replica."""
     return config.site.micro_batch_size * config.site.parts * config.site.stages
 
 
 def _of_shard(
     config: RunConfig, rows: np.ndarray[Any, Any], shard: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of a shard's part of `rows`, of which its replicas share the rows."""
+    """Return inputs and labels of a shard's part of `rows`, which the shard's replicas divide."""
     share = len(rows) // config.site.shards
     mine = torch.from_numpy(np.ascontiguousarray(rows[shard * share : (shard + 1) * share]))
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 
 
 def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles) -> Admission:
-    """How this rank judges contributions. A gate gets a copy of the model, in fp32, where one rank
-    holds all of it; else it goes by slopes (see `probe_batch`)."""
+    """Return how this rank judges contributions.
+
+    If one rank holds the whole model, a gate evaluates contributions on a copy of the model in
+    fp32. Otherwise the gate judges them by gradients of the held-out loss (see `probe_batch`).
+    """
     section = config.admission
     gate = None
     if section.gate and config.site.ranks == 1:
@@ -437,7 +465,7 @@ def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles) -> Admis
 
 
 def anchors(rank: RankParts) -> Mapping[str, torch.Tensor]:
-    """This rank's part of the anchor, full name to fp32 view in the parameter's local shape."""
+    """Return this rank's part of the anchor: fp32 views in the local shape, by full name."""
     return {
         name: view
         for state in rank.states

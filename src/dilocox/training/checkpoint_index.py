@@ -1,9 +1,9 @@
 """Index of a checkpoint's tensors: the dtype, the shape and the place of each tensor's bytes.
 
-`torch.distributed.checkpoint` keeps its index in `.metadata`, a pickle, and a pickle is a program:
-no pickle of a folder is ever run, whoever wrote the folder. New checkpoints have the same index as
-JSON in `tensors.json`. In checkpoints of earlier versions `.metadata` is read by an unpickler that
-knows a few inert records, dtypes and sizes, and nothing that could run.
+`torch.distributed.checkpoint` keeps its index in `.metadata`, a pickle. A pickle is a program, so
+no pickle of a checkpoint is ever run, whoever wrote the folder. New checkpoints have the same
+index as JSON in `tensors.json`. In checkpoints of earlier versions `.metadata` is read by an
+unpickler that only makes a few inert records, dtypes and sizes, and can run nothing.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ _OPERATIONS = frozenset(
         "NEWOBJ", "BUILD",
     )
 )  # fmt: skip
-"""What pickle.dump writes for such an index. BINPUT is not among them: it can ask for gigabytes."""
+"""Operations that pickle.dump writes for such an index. BINPUT is not allowed, because it can make
+the unpickler allocate gigabytes."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: `length` bytes from `offset` on in `file`, as torch.save wrote them."""
+    """Place of one tensor: `length` bytes from `offset` on in `file`, as torch.save wrote them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +62,7 @@ class Entry:
     length: int
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` where a field cannot be one of a tensor that dilocox has written."""
+        """Raise `ValueError` if a field cannot belong to a tensor that dilocox has written."""
         kind = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else None
         if not isinstance(kind, torch.dtype):
             raise ValueError(f"dtype {self.dtype!r}")
@@ -74,7 +75,10 @@ class Entry:
             raise ValueError(f"shape {self.shape}, larger than {self.length} bytes")
 
     def read(self, file: BinaryIO) -> torch.Tensor:
-        """The tensor, from its open file. Raises `CheckpointError` if another lies there."""
+        """Read the tensor from its open file.
+
+        Raises `CheckpointError` if another tensor lies at this place.
+        """
         file.seek(self.offset)
         content = io.BytesIO(file.read(self.length))
         tensor = torch.load(content, map_location="cpu", weights_only=True)
@@ -92,14 +96,15 @@ class Entry:
 
 
 def is_plain_name(name: str) -> bool:
-    """True for the name of a file in the folder itself: no path, no control characters."""
+    """Return whether `name` names a file in the folder itself: no path, no control characters."""
     return name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..")
 
 
 def index_of(metadata: Any, results: Sequence[Sequence[Any]]) -> dict[str, Entry]:
-    """The index of what PyTorch's writer has just written.
+    """Return the index of a checkpoint that PyTorch's writer has just written.
 
-    Takes what `StorageWriter.finish` is given: `Metadata`, and a `WriteResult` for each tensor.
+    The arguments are those of `StorageWriter.finish`: `Metadata`, and lists with a `WriteResult`
+    for each tensor.
     """
     places = {item.index.fqn: item.storage_data for items in results for item in items}
     return {
@@ -115,13 +120,16 @@ def index_of(metadata: Any, results: Sequence[Sequence[Any]]) -> dict[str, Entry
 
 
 def to_json(index: Mapping[str, Entry]) -> bytes:
-    """The content of `tensors.json`."""
+    """Return the content of `tensors.json`."""
     document = {"format": 1, "tensors": {name: asdict(entry) for name, entry in index.items()}}
     return json.dumps(document, sort_keys=True).encode()
 
 
 def from_json(text: bytes, where: str) -> dict[str, Entry]:
-    """The index in `text`, content of the file `where`. Raises `CheckpointError`."""
+    """Return the index in `text`, the content of the file `where`.
+
+    Raises `CheckpointError` if `text` is not such an index.
+    """
     try:
         found = json.loads(text)
         if found["format"] != 1:
@@ -135,16 +143,17 @@ def from_json(text: bytes, where: str) -> dict[str, Entry]:
 
 
 def from_pickle(text: bytes, where: str) -> dict[str, Entry]:
-    """The index in the `.metadata` of an earlier version; `where` is the name of the file.
+    """Return the index in `text`, the content of a `.metadata` file of an earlier version.
 
-    Raises `CheckpointError` for everything but such an index; nothing in `text` is run.
+    Nothing in `text` is run. `where` is the name of the file. Raises `CheckpointError` if `text`
+    is not such an index.
     """
     try:
         for operation, _, _ in pickletools.genops(text):
             if operation.name not in _OPERATIONS:
                 raise ValueError(f"operation {operation.name}")
         return _from_records(_Unpickler(text).load())
-    except Exception as error:  # a hostile pickle may end with any
+    except Exception as error:  # a hostile pickle may raise any error
         raise _refused(where, error) from None
 
 
@@ -157,14 +166,17 @@ def _refused(where: str, error: BaseException) -> CheckpointError:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records without behaviour for the classes of PyTorch's index; refuses all else."""
+    """Makes records without behaviour for the classes of PyTorch's index. Refuses other classes."""
 
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
         self._made: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A record, a dtype by its name, or a constructor of tuples."""
+        """Return a record class, the name of a dtype, or `tuple`.
+
+        Raises `UnpicklingError` for any other name.
+        """
         key = (module, name)
         if key not in self._made:
             if name in _RECORDS.get(module, ()):
@@ -179,7 +191,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _record_class(name: str) -> type:
-    """A class of its own for every pickle: what a pickle sets in the class goes with it."""
+    """Return a new class. Each pickle gets new ones, so that it cannot change another's classes."""
 
     class Record:
         def __new__(cls, *_: Any) -> Any:

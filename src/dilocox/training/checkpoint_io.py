@@ -1,12 +1,13 @@
-"""Checkpoints of one rank: everything that it needs to go on bit for bit.
+"""Checkpoints of one rank on disk: all data from which the rank continues bit for bit.
 
-A checkpoint is a folder `tick-00000120/paris/stage0-shard0/write-1/` with the tensors
-(`torch.distributed.checkpoint`), their index `tensors.json`, `state.json`, and, written last,
-`files.json` with the sha256 of the others. Without `files.json` it does not exist; its digest is
-what the coordinator records. PyTorch writes an index of its own, too, a pickle that is never run:
-see `checkpoint_index`.
-A tick that is written again (a run that was resumed and stopped at once) gets another folder
-beside the first, which stays until the new one is recorded.
+A checkpoint is a folder `tick-00000120/paris/stage0-shard0/write-1/`. It holds the tensors, as
+`torch.distributed.checkpoint` writes them, their index `tensors.json`, and `state.json`.
+`files.json` is written last and holds the SHA-256 of the other files. Without `files.json` a
+checkpoint does not count; the coordinator records the digest of `files.json`. PyTorch writes an
+index of its own, a pickle that is never run (see `checkpoint_index`).
+
+A tick may be written again, if a run was resumed and stopped at once. The new folder is then
+written beside the old one, which stays until the new one is recorded.
 """
 
 from __future__ import annotations
@@ -34,48 +35,53 @@ from dilocox.utils.torch_internals import checkpoint_writer
 log = logging.getLogger(__name__)
 
 FAILURES = (Exception, CheckpointException)
-"""What a write may end with; PyTorch's own is not an `Exception`."""
+"""Errors of a failed write. PyTorch's own error is not a subclass of `Exception`."""
 
 FORMAT_VERSION = 1
 LOOK = 0.2
-"""Seconds between two words of a rank that waits for its disk."""
+"""Seconds between two signs of life of a rank that waits for its disk."""
 
 Take = Callable[[Mapping[str, torch.Tensor]], Callable[[], Mapping[str, torch.Tensor]]]
-"""Begins to copy tensors as they stand now to host memory; what gives the copies when they are
-whole."""
+"""Starts to copy tensors, with their current values, to host memory. The returned function waits
+for the copies and returns them."""
 
 
 def copied(tensors: Mapping[str, torch.Tensor]) -> Callable[[], Mapping[str, torch.Tensor]]:
-    """A `Take` that has copied all when it returns."""
+    """Copy all tensors at once. This is the simplest `Take`."""
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return lambda: copies
 
 
 def tick_folder(root: str, tick: int) -> str:
-    """Folder (path or fsspec URL) of the whole run's checkpoint at `tick`."""
+    """Return the folder (path or fsspec URL) of the whole run's checkpoint at `tick`."""
     return f"{root.rstrip('/')}/tick-{tick:08d}"
 
 
 def rank_folder(root: str, tick: int, site: str, stage: int, shard: int) -> str:
-    """Folder of one rank's part of the checkpoint at `tick`."""
+    """Return the folder of one rank's part of the checkpoint at `tick`."""
     return f"{tick_folder(root, tick)}/{site}/stage{stage}-shard{shard}"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` gives back."""
+    """Tensors and state of a checkpoint, as `load` returns them."""
 
     tensors: dict[str, torch.Tensor]
     state: dict[str, Any]
 
 
 class RankCheckpointer:
-    """Writes one rank's checkpoints beside the training, and deletes old ones.
+    """Writes one rank's checkpoints while training goes on, and deletes old checkpoints.
 
-    `root` is a path or any fsspec URL. One write is under way at a time; a second `save` waits
-    for the first. `whole()` is the tick of the newest checkpoint that all ranks of the run have
-    written, none if there is none: it and later ones stay, whatever `keep` says. What fails on
-    storage over a network is tried again for `patience` seconds.
+    Only one write runs at a time; a second `save` waits for the first.
+
+    Args:
+        root: path or fsspec URL of all checkpoints.
+        keep: number of this rank's newest checkpoints that are kept.
+        whole: returns the tick of the newest checkpoint that all ranks of the run have written,
+            or None. That checkpoint and later ones are kept, whatever `keep` is.
+        patience: seconds for which a failed write to storage over a network is retried.
+        take: copies tensors to host memory.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class RankCheckpointer:
 
     @property
     def behind(self) -> tuple[int, float] | None:
-        """(tick, seconds so far) of the write that is under way; none if there is none."""
+        """(tick, seconds so far) of the current write. None if no write is running."""
         if self._writing is None or not self._writing.is_alive():
             return None
         return self._began[0], time.monotonic() - self._began[1]
@@ -113,12 +119,11 @@ class RankCheckpointer:
         on_written: Callable[[int, str], None],
         on_failed: Callable[[int, str], None],
     ) -> None:
-        """Snapshot now, write in the background.
+        """Copy `tensors` to host memory now, and write the copies in the background.
 
-        `tensors` are copied to host memory as they are now: how, `take` says.
-        `on_written(tick, digest)` is called from the writing thread when all is on disk,
-        `on_failed(tick, reason)` if not, or if `on_written` raises: a full or broken disk is
-        reported and does not end the run.
+        The writing thread calls `on_written(tick, digest)` when all files are on disk. If the
+        write fails or `on_written` raises, it calls `on_failed(tick, reason)`: a full or broken
+        disk is reported and does not end the run.
         """
         self.wait()
         folder = rank_folder(self._root, tick, *self._rank)
@@ -142,7 +147,7 @@ class RankCheckpointer:
             try:
                 self._retire(tick, attempt)
             except (OSError, DilocoxError) as error:
-                # What was not deleted goes with a later checkpoint; what is written is whole.
+                # The new checkpoint is complete. A later one deletes what was not deleted here.
                 log.warning("older checkpoints were not deleted: %s", _reason(error))
 
         self._began = (tick, time.monotonic())
@@ -150,7 +155,7 @@ class RankCheckpointer:
         self._writing.start()
 
     def wait(self, touch: Callable[[], None] = lambda: None) -> None:
-        """Wait until the write under way has ended, however long that takes.
+        """Wait without a limit until the current write has ended.
 
         `touch` is called meanwhile, so that the rank keeps counting as alive.
         """
@@ -160,26 +165,26 @@ class RankCheckpointer:
         self._writing = None
 
     def _retire(self, tick: int, attempt: str) -> None:
-        """Delete what the checkpoint at `tick`, now recorded, makes needless.
+        """Delete checkpoints that are needless now that the one at `tick` is recorded.
 
-        Those of later ticks lie on a course that was left by a resume; they are written anew when
-        the run gets there.
+        Checkpoints of later ticks are left alone. They come from before a resume, and are written
+        again when the run reaches their ticks.
         """
         filesystem, root = opened(self._root)
         for other in _attempts(filesystem, rank_folder(root, tick, *self._rank)):
             if other != attempt:
                 filesystem.rm(other, recursive=True)
         ticks = [old for old in _ticks(filesystem, root) if old <= tick]
-        # Where another rank's disk is full, the last one that can be resumed may be old.
+        # If another rank's disk is full, the newest checkpoint that can be resumed may be old.
         spared = tick if self._whole is None else (self._whole() or 0)
-        # Those that failed leave an empty folder, and must not push out one that is whole.
+        # A failed write leaves an empty folder, which must not displace a complete checkpoint.
         whole = [old for old in ticks if exists(self._root, old, *self._rank)]
         spared = min(spared, *whole[-self._keep :])
         for old in [old for old in ticks if old < spared]:
             path = rank_folder(root, old, *self._rank)
             if filesystem.exists(path):
                 filesystem.rm(path, recursive=True)
-            # The last rank of the last site to leave takes the empty folders along.
+            # The last rank that deletes its part also removes the empty folders.
             for _ in range(2):
                 path = path.rsplit("/", 1)[0]
                 try:
@@ -190,10 +195,13 @@ class RankCheckpointer:
 
 
 def _reason(error: BaseException) -> str:
-    """One line; the cause where PyTorch has wrapped it (in what is not even an `Exception`)."""
+    """Return the cause of `error` in one line.
+
+    PyTorch wraps causes in `CheckpointException`, which is not a subclass of `Exception`.
+    """
     if isinstance(error, CheckpointException):
         error = next((failure[0] for failure in error.failures.values()), error)
-    # A full disk shows first in what wants to finish a file.
+    # On a full disk the last error is often raised while a file is closed; take the first cause.
     while not isinstance(error, OSError) and error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
@@ -202,8 +210,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _names(filesystem: Any, path: str) -> list[str]:
-    """Names in a folder, sorted; none if it is not there."""
-    filesystem.invalidate_cache()  # other ranks write beside this one
+    """Return the sorted names in a folder. Empty if the folder does not exist."""
+    filesystem.invalidate_cache()  # other ranks write to the same storage
     if not filesystem.exists(path):
         return []
     listed = filesystem.ls(path, detail=False)
@@ -216,20 +224,23 @@ def _ticks(filesystem: Any, root: str) -> list[int]:
 
 
 def _attempts(filesystem: Any, path: str) -> list[str]:
-    """Folders of this rank's writes of one tick, oldest first."""
+    """Return the folders of this rank's writes of one tick, oldest first."""
     parts = [name.removeprefix("write-") for name in _names(filesystem, path)]
     return [f"{path}/write-{number}" for number in sorted(int(p) for p in parts if p.isdecimal())]
 
 
 def _attempt(folder: str, tensors: Mapping[str, torch.Tensor], document: str) -> tuple[str, str]:
-    """Write into a new folder below `folder`; its path and the digest of its `files.json`."""
+    """Write a checkpoint into a new folder below `folder`.
+
+    Returns the path of the new folder and the digest of its `files.json`.
+    """
     filesystem, path = opened(folder)
     earlier = _attempts(filesystem, path)
     number = 1 + int(earlier[-1].rsplit("-", 1)[1]) if earlier else 1
     attempt = f"{path}/write-{number}"
     filesystem.makedirs(attempt, exist_ok=True)
     try:
-        # In a thread of its own and on a snapshot already: async_save would copy all again.
+        # Not async_save: this already is a separate thread, and async_save would copy all again.
         index: dict[str, checkpoint_index.Entry] = {}
         writer = checkpoint_writer(
             f"{folder}/write-{number}",
@@ -248,7 +259,7 @@ def _attempt(folder: str, tensors: Mapping[str, torch.Tensor], document: str) ->
             file.write(text)
         filesystem.mv(f"{attempt}/files.json.part", f"{attempt}/files.json")
     except BaseException:
-        # On a full disk the remains would be in the way of the next checkpoint.
+        # On a full disk the remains would take the space of the next checkpoint.
         try:
             filesystem.rm(attempt, recursive=True)
         except Exception as error:  # other people's storage, over a network
@@ -258,7 +269,7 @@ def _attempt(folder: str, tensors: Mapping[str, torch.Tensor], document: str) ->
 
 
 def exists(root: str, tick: int, site: str, stage: int, shard: int) -> bool:
-    """True if a whole checkpoint of this rank is there."""
+    """Return whether the root holds a complete checkpoint of this rank at `tick`."""
     filesystem, path = opened(rank_folder(root, tick, site, stage, shard))
     return any(
         filesystem.exists(f"{attempt}/files.json") for attempt in _attempts(filesystem, path)
@@ -268,11 +279,11 @@ def exists(root: str, tick: int, site: str, stage: int, shard: int) -> bool:
 def load(
     root: str, tick: int, site: str, stage: int, shard: int, digest: str, patience: float = 0.0
 ) -> Loaded:
-    """Read one rank's checkpoint after checking it against `digest`.
+    """Read one rank's checkpoint, and check it by `digest`, the SHA-256 of its `files.json`.
 
-    What fails on storage over a network is tried again for `patience` seconds. Raises
-    `CheckpointError` naming the file if it is missing, changed or of another format, or if the
-    storage does not answer.
+    A failed read from storage over a network is retried for `patience` seconds. Raises
+    `CheckpointError` that names the file if a file is missing, changed or of another format, or
+    if the storage does not answer.
     """
     try:
         return retry(
@@ -305,7 +316,7 @@ def _load(root: str, tick: int, site: str, stage: int, shard: int, digest: str) 
 
 
 def _check_plain(filesystem: Any, path: str, attempt: str) -> None:
-    """Raise `CheckpointError` for a pipe, a device, or a link that leads out of the folder."""
+    """Raise `CheckpointError` if `path` is a pipe, a device, or a link out of the folder."""
     reason = unsafe_reason(Path(path), Path(attempt)) if is_local(filesystem) else ""
     if reason:
         raise CheckpointError(f"{path}: {reason}; copy the checkpoint again, as plain files")
@@ -314,7 +325,7 @@ def _check_plain(filesystem: Any, path: str, attempt: str) -> None:
 def _read_tensors(
     filesystem: Any, attempt: str, listed: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
-    """The tensors by name, from files whose digests were checked. Nothing is unpickled."""
+    """Return the tensors by name from files whose digests were checked. Nothing is unpickled."""
     old = checkpoint_index.FILE not in listed
     name = checkpoint_index.OLD_FILE if old else checkpoint_index.FILE
     where = f"{attempt}/{name}"
@@ -339,7 +350,7 @@ def _read_tensors(
 
 
 def _recorded(filesystem: Any, path: str, folder: str, digest: str) -> tuple[str, dict[str, Any]]:
-    """Folder and list of files of the write whose `files.json` has `digest`."""
+    """Return folder and list of files of the write whose `files.json` has the SHA-256 `digest`."""
     whole = [
         attempt
         for attempt in _attempts(filesystem, path)
@@ -365,8 +376,8 @@ def _recorded(filesystem: Any, path: str, folder: str, digest: str) -> tuple[str
             )
         return attempt, listing
     raise CheckpointError(
-        f"{whole[-1]}/files.json: not what the run recorded; put it back, or resume from another "
-        "checkpoint"
+        f"{whole[-1]}/files.json: not the file that the run recorded; put that file back, or "
+        "resume from another checkpoint"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a rank keeps: checkpoints to go on from, and the model to hand out."""
+"""Writes and loads a rank's checkpoints, and publishes the model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -44,15 +44,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MEETING = 5.0
-"""Seconds between two meetings of a site's ranks that wait for one another's disks, or for another
-site: far less than one meeting may last."""
+"""Seconds between two collectives of a site's ranks while they wait for a disk or another site.
+
+It is far below the time limit of a collective.
+"""
 
 
 class Checkpointer:
-    """Writes this rank's checkpoints and its part of the published model."""
+    """Writes this rank's checkpoints, and its part of the published model."""
 
     _form = Published()
-    """Of Hugging Face folders."""
+    """Number format and file sizes of Hugging Face folders."""
 
     def __init__(
         self,
@@ -64,8 +66,15 @@ class Checkpointer:
         record: RankRecord | None,
         touch: Callable[[], None],
     ) -> None:
-        """`touch` is called while a disk is waited for, so that the rank keeps counting as alive:
-        that may take longer than a hanging rank is let live."""
+        """Prepare to write; nothing is written yet.
+
+        Args:
+            files: the run's token files, whose tokenizer is published with the model.
+            shared: whether all sites write to one run folder.
+            record: writer of this rank's part of the record; may be None.
+            touch: called while the rank waits for a disk, so that it keeps counting as alive.
+                The wait may be longer than the time after which a hanging rank counts as dead.
+        """
         place = rank.place
         self._touch = touch
         self._client = client
@@ -73,12 +82,12 @@ class Checkpointer:
         self._config = config
         self._files, self._form = files, Published.of(config)
         self._shared = shared
-        """All sites write to one run folder: only one publishes the model."""
+        """Whether all sites write to one run folder, so that only one site publishes the model."""
         self._root = config.checkpoint_store
         self._recorded: int | None = None
-        """Tick of this rank's checkpoint that the coordinator knows."""
+        """Tick of this rank's latest checkpoint that the coordinator knows; None without one."""
         self.damage = ""
-        """What was wrong with the checkpoint that was to be taken up, at any rank of the site."""
+        """Why the last `load` failed at any rank of the site; empty without a failure."""
         self._writer = checkpoint_io.RankCheckpointer(
             self._root,
             place.site,
@@ -91,12 +100,12 @@ class Checkpointer:
         )
 
     def save(self, own: RankState, plan: RoundPlan | None, *, last: bool = False) -> None:
-        """Copy this rank's state now and write it in the background.
+        """Copy this rank's state now, and write the copy in the background.
 
-        While the write before is still going on, nothing is written, and that is reported: slow
-        storage must not hold training up. The `last` one is waited for.
-        What is recorded already is not written again: a run may stop where a checkpoint has just
-        been written, or where it was resumed.
+        If the previous write has not ended, this checkpoint is skipped with a warning, because
+        slow storage must not delay training. With `last` the previous write is waited for. A tick
+        that is already recorded is not written again: a run may stop where a checkpoint has just
+        been written, or where it was resumed. `plan` is the plan of the round, if there is one.
         """
         at, client = own.at, self._client
 
@@ -115,8 +124,8 @@ class Checkpointer:
             behind = None if last else self._writer.behind
             if behind is not None and at.tick != self._recorded:
                 warn(
-                    f"checkpoint after slot {at.tick} was left out: that of slot {behind[0]} has "
-                    f"been being written for {behind[1]:.0f} s; the storage is slow"
+                    f"checkpoint after slot {at.tick} was skipped: writing the checkpoint after "
+                    f"slot {behind[0]} has taken {behind[1]:.0f} s so far; the storage is slow"
                 )
                 return
             self._writer.wait(self._touch)
@@ -131,11 +140,12 @@ class Checkpointer:
                 warn(problem)
 
     def keep_best(self, rank: RankParts, round_: int, loss: float, *, first: bool) -> None:
-        """Write the anchor as `model-best/` if `checkpoint_io.best` asks for it and `loss`, its
-        held-out loss after `round_`, is the lowest so far.
+        """Write the anchor as `model-best/` if its held-out loss is the lowest so far.
 
-        In a folder of all sites only the `first` site of the plan does. Collective over the site.
-        A disk that fails is reported, and does not end the run.
+        Does nothing without `checkpoint.best`. `loss`: held-out loss of the anchor after
+        `round_`. `first`: whether this site is the first of the plan; if all sites write to one
+        run folder, only that site writes. A disk that fails is reported and does not end the run.
+        Collective over the site.
         """
         run = self._config.folder
         site, leads = rank.place.site, rank.place.leads
@@ -157,25 +167,28 @@ class Checkpointer:
             _warn(self._client, round_, f"the best model was not written ({problem})")
 
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
-        """A round begins: the record may begin to keep what follows from this anchor."""
+        """Tell the record that the round of `plan` begins, from the anchor of `outer`.
+
+        The record may start a new window of kept rounds at this anchor.
+        """
         if self._record is not None and plan.kind == "train":
             self._record.begin_round(
                 plan.round, plan.first_tick, lambda: copy_anchor(outer, plan.round)
             )
 
     def wait(self) -> None:
-        """Wait for the write under way, and until the record has all payloads so far."""
+        """Wait until the current write has ended and the record has all payloads so far."""
         self._writer.wait(self._touch)
         if self._record is not None:
             living(self._record.wait, self._touch)
 
     def ends_run(self, rank: RankParts, plan: RoundPlan) -> bool:
-        """Whether this site, which took part in the flush of `plan`, is the one that evaluates the
-        model and, in a folder of all sites, publishes it; see `part_in_the_end`.
+        """Return whether this site, which took part in the flush of `plan`, ends the run.
 
-        In a folder of all sites it is known only when a site before this one is through, or lost:
-        until then this waits. Collective over the site. Raises `RunEndedError` if the run fails
-        meanwhile.
+        That site evaluates the model, and publishes it if all sites write to one run folder (see
+        `part_in_the_end`). With one run folder, this call waits until an earlier site of the plan
+        has finished or all earlier sites are lost. Collective over the site. Raises
+        `RunEndedError` if the run fails meanwhile.
         """
         client, seen = self._client, 0
         with tracing.span("wait for the first site"):
@@ -193,10 +206,10 @@ class Checkpointer:
                     return part == "speaks"
 
     def publish(self, rank: RankParts, plan: RoundPlan, ends_run: bool) -> None:
-        """Write the anchor as `model/`, a Hugging Face folder; in a folder of all sites only the
-        site that `ends_run` does. Collective over the site.
+        """Write the anchor as `model/`, a Hugging Face folder. Collective over the site.
 
-        Raises `CheckpointError`, at all ranks of the site, if it cannot be written.
+        If all sites write to one run folder, only the site that `ends_run` writes it. Raises
+        `CheckpointError` at all ranks of the site if the folder cannot be written.
         """
         mine = ends_run or not self._shared
         folder = self._config.folder / "model"
@@ -210,7 +223,10 @@ class Checkpointer:
             record_state(self._record, "final", plan.round, rank, touch, files, form=form)
 
     def _export(self, rank: RankParts, folder: Path) -> str:
-        """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
+        """Write the anchor as a Hugging Face folder. Collective over the site.
+
+        Returns the reason why a rank of the site failed, or an empty text.
+        """
         tensors, config = whole_anchor(rank) | rank.model.saved_buffers(), rank.blueprint.hf_config
 
         def stage() -> None:
@@ -227,9 +243,11 @@ class Checkpointer:
         return self._written(rank, folder, rest if rank.place.leads else None)
 
     def _written(self, rank: RankParts, folder: Path, write: Callable[[], None] | None) -> str:
-        """Why `write` failed at any rank of the site, or nothing. Collective.
+        """Call `write` in a thread, and wait for all ranks of the site. Collective over the site.
 
-        A rank does not wait in one meeting for another's disk: a meeting has a limit.
+        `write` is None at a rank that writes nothing. Returns the reason why a rank failed, or an
+        empty text. Ranks meet again and again while a disk is busy, because one collective has a
+        time limit.
         """
         writing = None if write is None else run_in_thread(write)
         while True:
@@ -244,9 +262,10 @@ class Checkpointer:
                 return _first(rows)
 
     def load(self, own: RankState, found: Checkpoint) -> bool:
-        """Take up the checkpoint `found`; False if this site does not hold all of it.
+        """Restore this rank's state from the checkpoint `found`. Collective over the site.
 
-        Collective over the site. If a file is damaged, `damage` says which and why.
+        Returns False if this site does not hold the whole checkpoint, or if a file is damaged.
+        In the second case `damage` names the file and the reason.
         """
         place, mesh = own.rank.place, own.rank.mesh
         digests = found.digests.get(str(place), {})
@@ -284,7 +303,7 @@ class Checkpointer:
 
 
 def _warn(client: CoordinatorClient, round_: int, text: str) -> None:
-    """Say it in the rank's log and at the coordinator."""
+    """Write a warning to the rank's log, and report it to the coordinator."""
     log.error("%s", text)
     try:
         client.report(round_, {"text": text}, kind="warning")
@@ -293,7 +312,10 @@ def _warn(client: CoordinatorClient, round_: int, text: str) -> None:
 
 
 def living(call: Callable[[], T], touch: Callable[[], None]) -> T:
-    """What `call` returns or raises; `touch` says meanwhile that this rank lives."""
+    """Run `call` in a thread, and return or raise its result.
+
+    `touch` is called meanwhile, so that this rank keeps counting as alive.
+    """
     future = run_in_thread(call)
     while not wait_for([future], timeout=checkpoint_io.LOOK).done:
         touch()
@@ -301,11 +323,11 @@ def living(call: Callable[[], T], touch: Callable[[], None]) -> T:
 
 
 def wait_together(mesh: SiteMesh, mine: Future[T] | None, touch: Callable[[], None]) -> T | None:
-    """What `mine` returns or raises, once all ranks of the site have what they wait for; None at a
-    rank that waits for nothing itself. Collective over the site.
+    """Wait until the futures of all ranks of the site are done. Collective over the site.
 
-    No rank waits in one meeting for another's disk: a meeting has a limit. `touch` says meanwhile
-    that this rank lives.
+    Returns or raises the result of `mine`. `mine` is None at a rank that waits for nothing itself;
+    the result is then None. Ranks meet again and again, because one collective has a time limit.
+    `touch` is called meanwhile, so that this rank keeps counting as alive.
     """
     while True:
         busy = mine is not None and not wait_for([mine], timeout=MEETING).done
@@ -332,12 +354,14 @@ def _first(rows: list[list[str]]) -> str:
 def part_in_the_end(
     sites: Iterable[SiteStatus], plan: RoundPlan, me: str
 ) -> Literal["speaks", "waits", "listens"]:
-    """What `me`, which took part in the flush of `plan`, does for all sites in the end, by what the
-    coordinator knows of them.
+    """Return the part of site `me` in the end of the run, after the flush of `plan`.
 
-    The first site of the plan speaks, of those that are in the run still: who was overtaken in the
-    flush enters again, and never gets to. A later one waits, since the first may be lost before it
-    is through; when one before it has finished, all is done.
+    "speaks": the site evaluates, and publishes for all sites. This is the first site of the plan
+    that is still active; a site that was overtaken in the flush enters again and is not.
+    "waits": an earlier site of the plan is active, and may be lost before it has finished.
+    "listens": an earlier site has finished, or `me` is not active: there is nothing to do.
+
+    `sites`: the sites as the coordinator knows them.
     """
     roles = {site.site: site.role for site in sites}
     before = [roles[name] for name in itertools.takewhile(lambda name: name != me, plan.members)]
@@ -347,7 +371,7 @@ def part_in_the_end(
 
 
 def newest_whole(checkpoints: Iterable[Checkpoint]) -> int | None:
-    """Tick of the newest checkpoint that every rank has written."""
+    """Return the tick of the newest checkpoint that every rank has written. None without one."""
     return max((item.tick for item in checkpoints if item.complete), default=None)
 
 
@@ -361,11 +385,17 @@ def record_state(
     momentum: bool = False,
     form: Published | None = None,
 ) -> None:
-    """Sign, if the run is recorded, what anchor the site holds; with `momentum` what outer
-    momentum, too. Collective over the site. `touch`: as for `living`, while it is kept. `form`:
-    in which it was published.
+    """Sign and keep the site's anchor, if the run is recorded. Collective over the site.
 
-    Hashing and keeping the state of a large stage takes longer than a collective may last.
+    Runs in a thread: hashing and keeping a large stage may take longer than a collective's limit.
+
+    Args:
+        record: writer of this rank's part of the record. None: nothing is recorded.
+        kind: kind of the state, such as "final".
+        touch: called meanwhile, so that this rank keeps counting as alive.
+        files: digests of further files of the published model, by name.
+        momentum: whether to sign the outer momentum, too.
+        form: format in which the anchor was published; None if it was not published.
     """
     if record is not None:
         tensors = whole_anchor(rank)
@@ -385,9 +415,9 @@ def record_state(
 
 
 def take_momentum(rank: RankParts, folder: str) -> None:
-    """Set this rank's outer momentum from the handover in `folder`.
+    """Load this rank's outer momentum from the handover in `folder`.
 
-    `preflight` has checked the file's digest, once for all ranks of a machine.
+    The digest of the file is not checked here: `preflight` has checked it once per machine.
     """
     with safe_open(Path(folder).expanduser() / OUTER_MOMENTUM, framework="pt") as file:
         for state in rank.states:
@@ -400,9 +430,9 @@ def take_momentum(rank: RankParts, folder: str) -> None:
 
 
 def whole_anchor(rank: RankParts) -> dict[str, torch.Tensor]:
-    """This stage's anchor in whole tensors, full name to fp32 on the CPU.
+    """Return this stage's anchor in whole tensors: fp32 on the CPU, by full name.
 
-    Collective over the stage's shards; only shard 0 gets the tensors.
+    Collective over the stage's shards. Only shard 0 gets the tensors; others get an empty dict.
     """
     return _whole(rank, anchors(rank))
 

@@ -1,4 +1,4 @@
-"""What the bits of a rank's inner steps hang on beside their input."""
+"""The determinism class of a rank: everything but the input that decides bits of inner steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dilocox.record.writer.notary import code_digest
 def facts_here(
     config: RunConfig, device: torch.device, whole_gradients: bool = False
 ) -> dict[str, Any]:
-    """The determinism class of this process: machine, libraries, settings, dilocox's own code.
+    """Return the determinism class of this process: machine, libraries, settings, dilocox's code.
 
-    `whole_gradients`: see `SiteModel`. Said only where it is so, since records of earlier versions
-    do not have it.
+    `whole_gradients`: see `SiteModel`. The class only names it if it is True, since records of
+    earlier versions do not have it.
     """
     precision = resolve_precision(config.site, device)
     facts = determinism_facts(config.site, config.model, device, precision)

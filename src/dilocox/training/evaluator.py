@@ -1,4 +1,4 @@
-"""Held-out loss at one rank: of the anchor, and where it goes along a fragment."""
+"""Evaluation at one rank: the held-out loss of the anchor, and its gradient for a fragment."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dilocox.training.builder import RankParts, anchors
 from dilocox.utils import tracing
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""(inputs, labels), int64, sequences x tokens."""
+"""(inputs, labels), int64 [sequences, tokens] each."""
 
 
 class Evaluator:
-    """Evaluates other parameters than those that the rank trains on, and puts these back."""
+    """Evaluates the model with other parameters, and restores the trained parameters after that."""
 
     def __init__(
         self,
@@ -27,13 +27,16 @@ class Evaluator:
         validation: Sequence[Batch],
         probe_batch: Batch | None,
     ) -> None:
-        """`validation`: this rank's part of the held-out batches. `probe_batch`: what the gate
-        reads at a boundary; may be None, then nothing is probed."""
+        """Keep the batches for evaluations.
+
+        `validation`: this rank's part of the held-out batches. `probe_batch`: the batch that the
+        gate reads at a boundary; may be None, then no gradient is probed.
+        """
         self._rank, self._control = rank, control
         self._validation, self.probe_batch = validation, probe_batch
 
     def held_out_loss(self, round_: int) -> float:
-        """Mean held-out loss of the anchor after `round_`, nats per token."""
+        """Return the mean held-out loss of the anchor after `round_`, in nats per token."""
         losses = []
         span = tracing.span("evaluation", after_round=round_)
         with span, self.standing_at(anchors(self._rank)):
@@ -43,12 +46,12 @@ class Evaluator:
         return sum(losses) / len(losses)
 
     def gradient_probe(self, names: Sequence[str]) -> GradientProbe | None:
-        """Where the held-out loss goes along the tensors `names`; None without a probe batch.
+        """Return held-out loss and its gradients for the tensors `names`; None without probe batch.
 
-        Taken half-way from their anchors to what this site has trained itself, as a midpoint rule
-        does: an anchor may lie on an edge whose slope leads nowhere. The rest of the model is the
-        anchor. `names` may be empty: all ranks of the site evaluate at the same moment, whichever
-        has a boundary.
+        The gradient is taken half-way between the anchors of `names` and this site's own trained
+        values, as in the midpoint rule: at the anchor itself the gradient may be of no use. The
+        rest of the model is the anchor. `names` may be empty, since all ranks of the site
+        evaluate together, even if only some of them have a boundary.
         """
         if self.probe_batch is None:
             return None
@@ -64,7 +67,10 @@ class Evaluator:
 
     @contextlib.contextmanager
     def standing_at(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The model is `values`; what this rank trains on is put back in the end."""
+        """Context in which the model has the parameters `values`.
+
+        Copies back the parameters that this rank trains at the end.
+        """
         before_change()
         own = {name: tensor.detach().clone() for name, tensor in self._rank.live.items()}
         self._fill(values)

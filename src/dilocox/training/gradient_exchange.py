@@ -1,4 +1,4 @@
-"""The exchange of gradients inside an inner step, for methods that exchange those."""
+"""The exchange of gradients inside an inner step, for methods that exchange gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dilocox.training.rank_state import RankState
 
 
 class GradientExchange:
-    """Averages the gradients of an inner step between the sites."""
+    """Averages the gradients of one inner step over the sites."""
 
     def __init__(self, own: RankState, plan: RoundPlan, step: int) -> None:
         self._own = own
@@ -17,7 +17,7 @@ class GradientExchange:
         self._step = step
 
     def __call__(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Replace local gradients by the weighted mean over the sites."""
+        """Replace this rank's `gradients`, by full name, by the weighted mean over the sites."""
         key = ExchangeKey.gradient(self._plan.round, self._step, self._own.rank.place.stage)
         late = self._own.config.gradient_delay > 0
         self._own.outer.average_gradients(self._plan, key, gradients, late)

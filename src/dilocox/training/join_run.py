@@ -1,11 +1,11 @@
-"""How a site takes up its place: theta_0 at the start, a running site's state later.
+"""Entry of a site into a run: theta_0 at the start, the state of a training site later.
 
-The founder has made theta_0 itself. Every other site that enters fetches its pieces from a
-donor in a thread, and until a plan counts it in it follows the rounds without inner steps:
-receiving what the others exchange, and landing it on what it has fetched. It goes no further than
-the lease lets those who train, and so is where they are when its own rounds begin. A site that was
-overtaken enters in the same way, but keeps its inner state, and its residual with all that it has
-trained.
+The founder makes theta_0 itself. Every other site that enters fetches its pieces from a donor, in
+a thread. Until a plan includes the site, it follows the rounds without inner steps: it receives
+the exchanges of the other sites, and applies them to the pieces that it has fetched. Meanwhile it
+never advances past the lease, so it stands at the same slot as the training sites when its first
+round starts. A site that was overtaken enters in the same way. It keeps its inner state, and its
+residual, to which it adds its training since the last landing.
 """
 
 from __future__ import annotations
@@ -31,37 +31,40 @@ from dilocox.utils.background import BackgroundQueue
 log = logging.getLogger(__name__)
 
 PAUSE = 0.5
-"""Seconds between two looks whether a run that starts has started."""
+"""Seconds between two checks whether the run has left the phase "starting"."""
 GLANCE = 0.05
-"""Seconds between two looks whether the lease goes on."""
+"""Seconds between two checks whether the lease has been extended."""
 
 FormGroup = Callable[[str, str, str], PeerGroup]
-"""(name, donor, receiver) -> the group of these two ranks."""
+"""(rendezvous name, donor site, receiver site) -> the group of the two ranks."""
 
 
 def entry_name(entry: Entering, stage: int, shard: int) -> str:
-    """Rendezvous name of one entering rank and its donor. A site may enter more than once, have
-    more than one donor, and fetch from one more than once."""
+    """Return the rendezvous name of an entering rank and its donor.
+
+    The name differs from try to try: a site may enter more than once, have several donors, and
+    fetch from one donor more than once.
+    """
     who = f"{entry.site}/{entry.incarnation}/{entry.from_round}/{entry.renewals}"
     return f"run/entry/{who}/{entry.donor}/{stage}/{shard}"
 
 
 def _key(entry: Entering) -> tuple[str, int, int, int]:
-    """Of one service of a donor."""
+    """Return the key that identifies one service of a donor."""
     return entry.site, entry.incarnation, entry.from_round, entry.renewals
 
 
 class EntryStopped(Exception):  # noqa: N818 - not an error: the site was asked not to go on
-    """This site goes before it has trained a round since it entered."""
+    """This site ends before it has trained a round since its entry."""
 
     def __init__(self, leaves: bool) -> None:
-        """`leaves`: the site was asked to leave; else the run stops."""
+        """`leaves`: whether the site was asked to leave. Otherwise the run stops."""
         super().__init__(leaves)
         self.leaves = leaves
 
 
 class Donors:
-    """What this rank gives to entering sites, at its slot ends."""
+    """Offers this rank's pieces to entering sites, at the ends of its slots."""
 
     def __init__(
         self,
@@ -72,7 +75,10 @@ class Donors:
         form_group: FormGroup,
         pause: float,
     ) -> None:
-        """`pause`: seconds without an offer after which a receiver is told to go on waiting."""
+        """Prepare to serve; nothing is offered before `serve` is called.
+
+        `pause`: seconds without an offer after which a receiver is told to keep waiting.
+        """
         self._own, self._control = own, control
         self._form_group = form_group
         self._pause = pause
@@ -81,18 +87,18 @@ class Donors:
 
     @property
     def busy(self) -> bool:
-        """True while a site is waiting for pieces of this rank."""
+        """Whether a site is waiting for pieces of this rank."""
         return any(not donor.done for donor in self._serving.values()) or bool(self._new())
 
     def _cancel_others(self) -> None:
-        """End the service of sites that have died, or have another donor now."""
+        """Cancel the service of sites that have died, or that have another donor now."""
         mine = {_key(entry) for entry in self._mine()}
         for key, donor in self._serving.items():
             if key not in mine and donor.waiting and not donor.done:
                 donor.cancel()
 
     def serve(self) -> None:
-        """Offer every piece that may be taken over now; called between slots."""
+        """Offer every piece that can be taken over now. Called between slots."""
         own = self._own
         self._shown.tell()
         self._cancel_others()
@@ -134,10 +140,10 @@ class Donors:
 
 
 class JoiningSite:
-    """Fetches this rank's pieces and follows the rounds until the site is counted in.
+    """Fetches this rank's pieces, and follows the rounds until a plan includes the site.
 
-    If its donor goes, or gives a state that most sites do not hold, it fetches what is missing from
-    the one that the coordinator names then; a link that broke is given `patience` seconds for that.
+    If the donor is lost, or gives a state that most sites do not hold, the coordinator names
+    another donor, and the missing pieces are fetched from that donor.
     """
 
     def __init__(
@@ -150,7 +156,13 @@ class JoiningSite:
         patience: float,
         first: FirstState | None = None,
     ):
-        """`first`: judges theta_0, of a run that begins; None for a run that has begun."""
+        """Start to fetch the pieces of `own` from the donor of `entry`, in a thread.
+
+        Args:
+            form_group: connects this rank to its donor.
+            patience: seconds after a link broke within which the coordinator must name a donor.
+            first: checks theta_0 of a run that starts. May be None: the run has already started.
+        """
         self._first, self._rounded = first, False
         self._own, self._control, self._client = own, control, client
         self._entry = entry
@@ -162,19 +174,19 @@ class JoiningSite:
         self._broke_at = 0.0
         self._tries = 0
         self._fetched = -1
-        """The latest try that is through with its transfers."""
+        """Number of the latest try whose transfers are complete."""
         self._checks = CheckedPieces(own, client)
         self._refused: set[str] = set()
         """Donors that gave a state that most sites do not hold."""
         self._unchecked = False
-        """The state is that of the start."""
+        """Whether the pieces are theta_0, which cannot be compared with other sites."""
         self._whole = False
-        """All pieces have come, and the coordinator knows."""
+        """Whether all pieces have arrived and the coordinator has been told so."""
         own.outer.awaiting = set(range(len(own.rank.states)))
         self._thread = self._fetch()
 
     def _fetch(self) -> threading.Thread:
-        """Begin to fetch from the donor of the present entry, in a thread."""
+        """Start a thread that fetches from the donor of the current entry, and return it."""
         own, entry = self._own, self._entry
         assert entry.donor is not None
         with self._lock:
@@ -184,7 +196,7 @@ class JoiningSite:
         name = entry_name(entry, place.stage, place.shard)
         known = [digest_of(state.anchor.cpu()) for state in own.rank.states]
         here = set(range(len(known))) - own.outer.awaiting
-        # Anchor, momentum, and Q, which is smaller than what it stands for.
+        # Anchor, momentum, and the warm start Q, which is smaller than the anchor.
         limits = [3 * state.anchor.nbytes for state in own.rank.states]
 
         def run() -> None:
@@ -208,8 +220,10 @@ class JoiningSite:
         return thread
 
     def _is_through(self, number: int) -> None:
-        """Try `number` has all pieces. At the start all take theta_0 from the founder, so there is
-        nobody to compare it with."""
+        """Note that try `number` has fetched all pieces.
+
+        When a run starts, all sites take theta_0 from the founder, so no site can confirm it.
+        """
         starting = self._control.news.phase == "starting"
         with self._lock:
             if number != self._tries:
@@ -220,16 +234,16 @@ class JoiningSite:
             self._client.ready()
 
     def catch_up(self) -> None:
-        """Return when the next plan counts this site in; the anchor is then the run's.
+        """Follow the rounds until the next plan includes this site. The anchor is then the run's.
 
-        Raises `RunEndedError` if the run ends before, `EntryStopped` if the run stops or the site
-        is to leave.
+        Raises `RunEndedError` if the run ends first, `EntryStopped` if the run stops or the site
+        is asked to leave, and `TrainingError` if the pieces cannot be fetched.
         """
         own = self._own
         own.at.round = self._entry.from_round
         while True:
             # A resumed run has plans before its sites are back, and exchanges nothing until then.
-            # To be asked first: what is answered from then on is of a run that has started.
+            # The phase is read before the plan: a plan that is polled after the start is current.
             starting = self._control.news.phase == "starting"
             reply = self._client.poll_plan(own.at.round, 1.0 if self._checks.empty else PAUSE)
             plan = reply.plan
@@ -244,13 +258,13 @@ class JoiningSite:
                     self._control.hurry()
                     time.sleep(PAUSE)
                 continue
-            # The flush may name a site that was left behind since it was planned.
+            # The plan of the flush may name a site that was left behind after the plan was made.
             if plan.kind == "flush" and (own.site not in plan.members or reply.receive):
                 raise RunEndedError(f"site {own.site}: the run ends before it has entered")
             self._reach(plan.first_tick)
             if plan.kind == "flush" or (own.site in plan.members and not reply.receive):
                 break
-            # A plan may be older than the news that this site was overtaken.
+            # The plan may have been made before this site was overtaken, and so still name it.
             others = {name: each for name, each in plan.members.items() if name != own.site}
             plan = plan.model_copy(update={"members": others})
             for slot in range(1, plan.slots + 1):
@@ -264,14 +278,16 @@ class JoiningSite:
             self._thread.join(0.05)
             self.adopt()
         own.outer.reset_to_anchor()
-        # What was received and waited for on the way is no part of this site's first round: plans
-        # are made from that.
+        # Bytes and waits of catching up must not count in this site's first round, because plans
+        # are made from a round's counts.
         own.outer.counts = Counts()
         own.rank.model.sync_tied(moments=own.config.shares_moments)
 
     def _reach(self, tick: int) -> None:
-        """Stand at `tick` when those who train may have got there. Raises `EntryStopped` if
-        they never do."""
+        """Wait until the lease lets training sites reach `tick`, then move this rank to `tick`.
+
+        Raises `EntryStopped` if the run stops before `tick`.
+        """
         while (news := self._control.news).lease < tick:
             if news.stop_tick is not None:
                 self._stop()
@@ -281,24 +297,30 @@ class JoiningSite:
         self._own.at.tick = tick
 
     def _stop(self) -> None:
-        """The run stops before this site has trained: it has no checkpoint to write. Raises
-        `EntryStopped`; of a site that has not got all pieces, in the end, that the run is over."""
+        """Handle a stop of the run before this site has trained; there is no checkpoint to write.
+
+        Raises `EntryStopped` at an active site. A site that lacks pieces waits for the end of the
+        run, which the control then raises as an error.
+        """
         if self._control.news.role == "active":
             raise EntryStopped(leaves=False)
         self._control.touch()
         time.sleep(GLANCE)
 
     def adopt(self) -> None:
-        """Take over what has arrived and most sites hold. Raises what ended the transfer."""
+        """Adopt the pieces that have arrived and that most sites hold, or fetch from a new donor.
+
+        Raises `TrainingError` if the transfer failed, and `OtherStartError` for a wrong theta_0.
+        """
         with self._lock:
             arrived, self._arrived = self._arrived, []
             error, since = self._error, time.monotonic() - self._broke_at
             fetched, unchecked = self._fetched == self._tries, self._unchecked
             if self._control.news.phase == "starting" and not unchecked:
-                # Whether it has to be checked is known when all has come.
+                # Whether pieces must be checked is only known when all of them have arrived.
                 arrived, self._arrived = [], arrived
         for snapshot in arrived:
-            # Of two donors the first counts: what has landed since on its piece is not undone.
+            # A piece of an earlier donor is kept: exchanges may have landed on it since.
             if snapshot.piece in self._own.outer.awaiting:
                 (self._own.outer.adopt if unchecked else self._checks.add)(snapshot)
         self._take_confirmed(fetched)
@@ -325,7 +347,10 @@ class JoiningSite:
             raise TrainingError(f"entering the run failed: {error}")
 
     def _take_confirmed(self, all_came: bool) -> None:
-        """Raises `TrainingError` if no donor is left that gives what most sites hold."""
+        """Adopt the pieces that most sites have confirmed, and refuse a donor that they contradict.
+
+        Raises `TrainingError` if no other site can be the donor.
+        """
         donor = self._entry.donor
         good, refused = self._checks.confirmed(self._entry, all_came)
         for snapshot in good:
@@ -342,11 +367,10 @@ class JoiningSite:
             )
 
     def _next_entry(self) -> Entering | None:
-        """By what this site fetches on, if the coordinator has named another donor, or has told it
-        to fetch again.
+        """Return the new entry, if the coordinator named another donor or asked to fetch again.
 
-        While a run starts there is none: what came from a founder that died in the middle is of no
-        use to anyone, and the site begins anew.
+        Otherwise returns None. While a run starts the answer is always None: pieces of a founder
+        that died in the middle are useless, so the site starts again.
         """
         news = self._control.news
         if news.phase == "starting":
@@ -366,8 +390,11 @@ class JoiningSite:
                 self._arrived.append(snapshot)
 
     def _check_first(self, snapshot: Snapshot) -> None:
-        """Raise `OtherStartError` for a theta_0 that is not what the run file says, before this
-        site says that it is ready. A difference as between processors is told once."""
+        """Check a piece of theta_0 against the run file, before this site reports to be ready.
+
+        A rounding difference, as between processors, is reported once as a warning. Raises
+        `OtherStartError` for any other difference.
+        """
         if self._first is None:
             return
         own, state = self._own, self._own.rank.states[snapshot.piece]

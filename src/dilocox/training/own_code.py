@@ -1,7 +1,7 @@
-"""Functions of a user's own in a run: their code's digest, and what an evaluation asks for.
+"""A user's own functions in a run: the digest of their code, and the call after an evaluation.
 
-All sites of a run must run the same functions. The digest over their source stands in the run file
-(`run.code`), which all sites agree on when they join.
+All sites of a run must run the same functions. So the run file, on which all sites agree when they
+join, holds the digest of their source (`run.code`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ ZERO = (
 
 
 def code_digest(functions: Mapping[str, Callable[..., Any] | None]) -> str:
-    """SHA-256, hex, over what each function is for, its name, and the source of its module.
+    """Return the SHA-256, hex, over use, name and module source of each function.
 
-    The same at every site that has the same files, whatever their places. Modules that these
-    import, and values that a closure holds, are not part of it. Empty without functions. Raises
-    `ConfigError` for a function without a source file, such as one that was typed in.
+    `functions` maps the use of each function, such as "loss", to the function. The digest is the
+    same at every site with the same files, whatever their paths. Modules that the source imports,
+    and values that a closure holds, are not part of it. The digest is empty without functions.
+
+    Raises `ConfigError` for a function without a source file, such as a function that was typed
+    at a prompt.
     """
     found = []
     for use, function in sorted(functions.items()):
@@ -49,7 +52,7 @@ def code_digest(functions: Mapping[str, Callable[..., Any] | None]) -> str:
 
 
 def _named(function: Any) -> Any:
-    """What has the name and the module of a callable."""
+    """Return the object that has name and module of a callable: a function or a class."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if hasattr(function, "__qualname__") else type(function)
@@ -58,9 +61,11 @@ def _named(function: Any) -> Any:
 def check_code(
     agreed: str, functions: Mapping[str, Callable[..., Any] | None], *, required: bool
 ) -> None:
-    """Raise `ConfigError` unless the functions are those of the run file's `run.code`.
+    """Check that the functions are the ones on which all sites have agreed.
 
-    `required`: a run file without it takes none, since other sites could run others.
+    `agreed`: the run file's `run.code`. `required`: whether a run file without `run.code` permits
+    no functions, because other sites could run other functions. Raises `ConfigError` if the
+    functions differ.
     """
     names = ", ".join(use for use, function in sorted(functions.items()) if function is not None)
     if not agreed and not (required and names):
@@ -70,13 +75,14 @@ def check_code(
         return
     if not digest:
         raise ConfigError(
-            f"run.code {agreed[:12]}…: this run trains by functions of its own; start it from "
-            "Python with these (dilocox.train, dilocox.join), or leave run.code out"
+            f"run.code {agreed[:12]}…: this run trains with the user's own functions; start it "
+            "from Python with these functions (dilocox.train, dilocox.join), or leave run.code out"
         )
     if not agreed:
         raise ConfigError(
-            f"run.code: not set, and this site brings {names}; set it in the run file of the "
-            f'coordinator and of all sites, so that they run the same: code = "{digest}" in [run]'
+            f"run.code: not set, and this site uses its own {names}; set it in the run file of "
+            "the coordinator and of all sites, so that they run the same functions: "
+            f'code = "{digest}" in [run]'
         )
     raise ConfigError(
         f"run.code: the run file has {agreed[:12]}…, the code of {names} here is {digest[:12]}…; "
@@ -85,10 +91,10 @@ def check_code(
 
 
 class Reporter(Protocol):
-    """What of a `CoordinatorClient` is needed here."""
+    """The part of a `CoordinatorClient` that this module needs."""
 
     def report(self, round_: int, metrics: Mapping[str, Any], kind: Any = "round") -> None:
-        """Metrics of this site's round."""
+        """Report metrics of this site's round."""
 
 
 def evaluated(
@@ -97,8 +103,10 @@ def evaluated(
     round_: int,
     loss: float,
 ) -> None:
-    """Tell the user's callback a held-out loss and report it; with it, whether the callback returns
-    True: then the run ends early.
+    """Call the user's callback with a held-out loss, and report the loss to the coordinator.
+
+    If the callback returns True, the report asks the coordinator to end the run early. A loss of
+    exactly 0 is also reported as a warning. `round_` -1 means before training.
     """
     kind = "evaluation" if round_ >= 0 else "first_evaluation"
     metrics: dict[str, Any] = {"val_loss": loss, "after_round": round_}

@@ -1,7 +1,7 @@
-"""How large payloads would be: from a model's shapes to bytes by codec, stage and piece.
+"""Sizes of payloads, computed from a model's shapes: bytes by codec, stage and piece.
 
-The controller chooses among codecs by these numbers. They are computed once, where torch and the
-model are at hand, and handed to the coordinator, which knows neither.
+The controller chooses among codecs by these numbers. They are computed once, in a process that
+has torch and the model, and are given to the coordinator, which has neither.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ Shape = tuple[int, ...]
 
 
 def bare_chunks(config: RunConfig, blueprint: ModelPlan, stage: int) -> Iterator[ModelChunk]:
-    """The chunks of a stage, in order, on the meta device: names and shapes without weights."""
+    """Yield the chunks of a stage, in order, on the meta device: names and shapes, no weights."""
     site = config.site
     for index in chunks_of_stage(site.schedule, site.stages, site.chunks, stage):
         yield build_chunk(
             blueprint.hf_config,
             blueprint.cut[index],
-            attention="eager",  # has the same parameters, and needs no GPU to be built
+            attention="eager",  # any attention has the same parameters; this one needs no GPU
             activation_checkpointing=False,
         )
 
 
 def stage_shapes(config: RunConfig, blueprint: ModelPlan, stage: int) -> dict[str, Shape]:
-    """Whole shapes of a stage's parameters by full name, in model order; builds no weights."""
+    """Return whole shapes of a stage's parameters by full name, in model order.
+
+    No weights are made.
+    """
     shapes: dict[str, Shape] = {}
     for chunk in bare_chunks(config, blueprint, stage):
         shapes |= {chunk.full_name(n): tuple(p.shape) for n, p in chunk.named_parameters()}
@@ -45,12 +48,14 @@ def stage_shapes(config: RunConfig, blueprint: ModelPlan, stage: int) -> dict[st
 def payload_sizes(
     config: RunConfig, vocabulary_size: int | None
 ) -> dict[str, list[list[int]]] | None:
-    """Bytes of one site's payloads, frames included, by codec, stage and piece.
+    """Return the bytes of one site's payloads, frames included, by codec, stage and piece.
 
-    Summed over the shards of a stage. For every codec that the controller may choose; none where
-    it does not look at the link. `vocabulary_size` as for `ModelPlan.of`. Raises `ModelError` and
-    `ConfigError` as a rank would, and `ConfigError` where the controller goes by effective ranks
-    and no matrix has one.
+    Bytes are summed over the shards of a stage. The result has every codec that the controller
+    may choose. It is None if the controller does not choose by the link. `vocabulary_size`: see
+    `ModelPlan.of`.
+
+    Raises `ModelError` and `ConfigError` as `ModelPlan.of` does. Raises `ConfigError` as well if
+    the controller uses effective ranks and no matrix has one.
     """
     if config.control.adapt == "off":
         return None
@@ -58,13 +63,15 @@ def payload_sizes(
     if config.control.adapt == "effective-rank":
         _refuse_without_ranks(config, shapes)
         return None
-    # Of `none` the controller reads how many values there are, whatever it may choose.
+    # The controller reads the number of values from the sizes of `none`, so `none` is always there.
     return sizes_by_codec(config, shapes, list(dict.fromkeys(["none", *codecs(config)])))
 
 
 def _refuse_without_ranks(config: RunConfig, stages: Sequence[Mapping[str, Shape]]) -> None:
-    """Raise `ConfigError` if every matrix is so small that its low rank would not pay, so that the
-    controller would wait for a measurement for ever."""
+    """Raise `ConfigError` if low rank pays for no matrix.
+
+    The controller would then wait for a measured effective rank for ever.
+    """
     codec = config.compression.codec
     fragments = itertools.chain.from_iterable(geometries(config, shapes) for shapes in stages)
     for geometry in itertools.chain.from_iterable(fragments):
@@ -72,19 +79,22 @@ def _refuse_without_ranks(config: RunConfig, stages: Sequence[Mapping[str, Shape
         if isinstance(chosen, LowRank) and chosen.matrices:
             return
     raise ConfigError(
-        f'[compression] codec = "{codec}": low rank pays for no matrix of this model, all goes as '
-        "int4 and no effective rank is measured; take a smaller rank, a quarter of the hidden size "
-        'or less, or set control.adapt = "off"'
+        f'[compression] codec = "{codec}": low rank pays for no matrix of this model, so all '
+        "tensors are sent as int4 and no effective rank is measured; choose a rank of at most a "
+        'quarter of the hidden size, or set control.adapt = "off"'
     )
 
 
 def model_shapes(config: RunConfig, blueprint: ModelPlan) -> list[dict[str, Shape]]:
-    """Whole shapes of what each stage exchanges, by full name in model order."""
+    """Return for each stage the whole shapes of its exchanged tensors, by full name.
+
+    Names are in model order.
+    """
     copy = None if blueprint.tied is None else blueprint.tied[1]
     stages = []
     for stage in range(config.site.stages):
         shapes = stage_shapes(config, blueprint, stage)
-        # The copy of a tied tensor is set from its owner's, not exchanged.
+        # The copy of a tied tensor is set from the owner's tensor, and is not exchanged.
         stages.append({name: shape for name, shape in shapes.items() if name != copy})
     return stages
 
@@ -92,10 +102,10 @@ def model_shapes(config: RunConfig, blueprint: ModelPlan) -> list[dict[str, Shap
 def sizes_by_codec(
     config: RunConfig, stages: Sequence[Mapping[str, Shape]], names: Sequence[str]
 ) -> dict[str, list[list[int]]]:
-    """Bytes of one site's payloads by codec of `names`, stage and piece, summed over shards.
+    """Return bytes of one site's payloads by codec of `names`, stage and piece.
 
-    As rounds send them, moments included. `stages` as `model_shapes` gives them. Methods that
-    exchange gradients have one piece.
+    Bytes are summed over shards, and include moments if rounds send these. `stages`: the result
+    of `model_shapes`. Methods that exchange gradients have one piece.
     """
     sent = {codec: config.sent_as(codec) for codec in names}
     return {codec: [_stage_sizes(config, each, sent[codec]) for each in stages] for codec in names}
@@ -109,7 +119,10 @@ def _stage_sizes(config: RunConfig, shapes: Mapping[str, Shape], codec: str) -> 
 
 
 def geometries(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[Geometry]]:
-    """How a stage of these whole `shapes` lies in its ranks' buffers, by piece and shard."""
+    """Return the geometry of the ranks' buffers of a stage, by piece and shard.
+
+    `shapes`: whole shapes of the stage's tensors by full name, in model order.
+    """
     shards = config.site.shards
     return [
         [Layout.of(local_shapes(shapes, names, shard, shards)).geometry for shard in range(shards)]
@@ -118,22 +131,28 @@ def geometries(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[Geom
 
 
 def piece_names(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[str]]:
-    """Names of a stage's tensors of these whole `shapes`, by piece."""
+    """Return the names of a stage's tensors by piece. `shapes`: their whole shapes."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     return split_pieces(sizes, 1 if config.exchanges_gradients else config.outer.fragments)
 
 
 def factor_bytes(codec: str, geometry: Geometry) -> int:
-    """Bytes of the factor that a rank sends to an exchange's owner, frame included, before what
-    `message_bytes` counts; 0 for codecs that are not low-rank."""
+    """Return the bytes, frame included, of the factor that a rank sends to an exchange's owner.
+
+    The factor is sent before the messages that `message_bytes` counts. 0 for a codec that is not
+    low-rank.
+    """
     chosen = compressor(codec, geometry)
     return frame_bytes(chosen.factor_part) if isinstance(chosen, LowRank) else 0
 
 
 def message_bytes(codec: str, geometry: Geometry) -> int:
-    """Bytes that a rank sends to one other site in one exchange, frames included."""
+    """Return the bytes that a rank sends to one other site in one exchange, frames included.
+
+    Factors of low rank are not included, see `factor_bytes`.
+    """
     chosen = compressor(codec, geometry)
     if isinstance(chosen, LowRank):
-        # The owner of a piece sends its basis besides: the most that any rank sends.
+        # The owner also sends its basis, so this is the most that any rank sends.
         return frame_bytes(chosen.basis_part) + frame_bytes(chosen.payload_part)
     return frame_bytes(chosen.part(0, geometry.length, 0))

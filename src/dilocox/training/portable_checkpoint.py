@@ -1,8 +1,8 @@
-"""What one run hands over to another: a folder with model, outer momentum and place in the data.
+"""The handover of one run to another: a folder with model, outer momentum and place in the data.
 
-The folder is a Hugging Face one (the anchor, fp32), with the outer momentum beside it, whole
-tensors by full name, and `handover.json`, written last. It does not depend on sites, stages or
-shards, so that a run with others can go on from it.
+The folder is a Hugging Face folder (the anchor, fp32). It also holds the outer momentum, as whole
+tensors by full name, and `handover.json`, which is written last. It does not depend on sites,
+stages or shards, so a run with other sites, stages or shards can continue from it.
 """
 
 from __future__ import annotations
@@ -22,32 +22,35 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Handover(BaseModel):
-    """`handover.json`."""
+    """The content of `handover.json`."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     run: str
-    """Name of the run that this comes from."""
+    """Name of the earlier run."""
     tick: Count
-    """Slots of it that had ended."""
+    """Number of finished slots of the earlier run."""
     steps: Count
-    """Inner steps that its typical site had taken."""
+    """Inner steps that the typical site of the earlier run had taken."""
     seed: int
     sequence_length: Count
     data_digest: str
-    """Of the token files that its sites share."""
+    """Digest of the token files that the earlier run's sites share."""
     momentum: str
     """SHA-256 of the file with the outer momentum."""
     ledger: dict[str, Any]
-    """Token ranges that were trained on, and those to be given out again; see `Ledger`."""
+    """Token ranges that were trained on, and ranges that will be given out again; see `Ledger`."""
     tokenizer: str = ""
-    """`data.tokenizer` of that run; empty: not known."""
+    """`data.tokenizer` of the earlier run. Empty if it is not known."""
     vocabulary_size: Count = 0
-    """`data.vocabulary_size` of that run, which a trained tokenizer goes by."""
+    """`data.vocabulary_size` of the earlier run: the size of a tokenizer that it trained."""
 
     @classmethod
     def read(cls, folder: str | Path | None) -> Handover:
-        """From a folder that `dilocox handover` has written. Raises `CheckpointError`."""
+        """Read the handover from a folder that `dilocox handover` has written.
+
+        Raises `CheckpointError` if the file cannot be read or is not valid.
+        """
         path = Path(folder or "").expanduser() / FILE
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
@@ -64,13 +67,16 @@ class Handover(BaseModel):
             ) from None
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, as the last of its files."""
+        """Write `handover.json` into `folder`, after all other files."""
         part = folder / f".{FILE}.part"
         part.write_text(json.dumps(self.model_dump(), sort_keys=True) + "\n", encoding="utf-8")
         part.replace(folder / FILE)
 
     def check_momentum(self, folder: str | Path) -> Path:
-        """The file with the momentum. Raises `CheckpointError` if it is not the one handed over."""
+        """Return the path of the file with the outer momentum, after checking its digest.
+
+        Raises `CheckpointError` if the file is missing or was changed.
+        """
         path = Path(folder).expanduser() / MOMENTUM
         if not path.is_file() or sha256_of(path) != self.momentum:
             raise CheckpointError(
@@ -79,7 +85,10 @@ class Handover(BaseModel):
         return path
 
     def check_run(self, config: RunConfig) -> None:
-        """Raise `ConfigError` for a run that cannot go on from here, whatever its token files."""
+        """Raise `ConfigError` if the run of `config` cannot continue from this handover.
+
+        Token files are not checked here.
+        """
         if config.exchanges_gradients:
             raise ConfigError(
                 f"model.handover: method {config.outer.method} exchanges gradients and has no "
@@ -87,8 +96,8 @@ class Handover(BaseModel):
             )
         if config.total_steps <= self.steps:
             raise ConfigError(
-                f"outer: {config.total_steps} inner steps in all, of which run {self.run} has "
-                f"taken {self.steps}; raise outer.rounds or outer.steps"
+                f"outer: the run file asks for {config.total_steps} inner steps in all, and run "
+                f"{self.run} has taken {self.steps} already; raise outer.rounds or outer.steps"
             )
         same = {
             "run.seed": (config.run.seed, self.seed),
@@ -97,25 +106,25 @@ class Handover(BaseModel):
         for what, (now, before) in same.items():
             if now != before:
                 raise ConfigError(
-                    f"model.handover: {what} is {now}, of run {self.run} it was {before}; token "
-                    "ranges would name other text: use the same, or set handover = false"
+                    f"model.handover: {what} is {now}, but run {self.run} had {before}; token "
+                    "ranges would name other text: use the same value, or set handover = false"
                 )
 
     @property
     def line(self) -> str:
-        """What goes on and what does not, in one line."""
+        """One line for users that says which state is continued and which is not."""
         return (
             f"goes on from run {self.run} after {self.steps} inner steps: anchor, outer momentum "
-            "and token ranges are taken over; residuals, inner moments and what had not landed "
-            "yet (a round at most) are not"
+            "and token ranges are taken over; residuals, inner moments and exchanges that had "
+            "not landed yet (a round at most) are not"
         )
 
 
 def check_handover(config: RunConfig) -> None:
-    """Refuse a run that cannot go on from its handover, as far as no token files are needed.
+    """Check that the run can continue from its handover, without a look at token files.
 
-    Nothing for a run that begins anew. Raises `ConfigError`, and `CheckpointError` for a handover
-    that is missing or damaged.
+    Does nothing if the run file names no handover. Raises `ConfigError` if the run cannot continue
+    from the handover, and `CheckpointError` if the handover is missing or damaged.
     """
     if config.model.handover:
         found = Handover.read(config.model.path)

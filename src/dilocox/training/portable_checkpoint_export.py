@@ -1,4 +1,4 @@
-"""`dilocox handover`: a run's checkpoint as a folder that a run of another layout goes on from."""
+"""`dilocox handover`: export a run's checkpoint so that a run of another layout can continue."""
 
 from __future__ import annotations
 
@@ -42,15 +42,21 @@ Tensors = dict[str, torch.Tensor]
 
 
 def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
-    """Write `target` from the checkpoint at `tick` (none: the newest whole one) of the run in
-    `folder`, which must not be going on; what was handed over.
+    """Write a handover into the folder `target`, and return its `handover.json`.
 
-    Raises `CheckpointError` for a run whose event log, token files or whole checkpoint are not
-    here and for a `target` that is taken, `TrainingError` for a run that is going on, `ModelError`
-    without the weights that it began with where buffers are to be taken from them.
+    Args:
+        folder: run folder of the coordinator. The run must not be going on.
+        target: a new or empty folder.
+        tick: tick of the checkpoint. None: the newest complete checkpoint.
+
+    Raises:
+        CheckpointError: event log, token files or checkpoint are missing, or `target` is not empty.
+        TrainingError: the run is going on.
+        ModelError: the model has saved buffers, and the weights that the run started from are
+            missing.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target}: is there already; name a new folder")
+        raise CheckpointError(f"{target}: exists already; name a new folder")
     config = load_written(folder / "run.toml", [f'run.folder="{folder}"'])
     if config.exchanges_gradients:
         raise CheckpointError(
@@ -67,7 +73,7 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
         whole = whole_state(config, whole_shapes, parts)
         name = stage_file_name(stage, len(shapes))
         tensors = whole["anchor"] | buffers[stage]
-        # fp32 in any case: the next run goes on from these values.
+        # Always fp32, because the next run continues from these values.
         form = replace(Published.of(config), bf16=False)
         write_stage_file(target / name, tensors, blueprint.hf_config, form)
         momenta |= whole["momentum"]
@@ -94,8 +100,10 @@ Point = tuple[e.Resumed, str, dict[tuple[int, int], str], CoordinatorState]
 
 
 def _parts(config: RunConfig, folder: Path, tick: int | None) -> tuple[TokenFiles, Point]:
-    """Token files and checkpoint of the run. Raises `CheckpointError` that lists all that is
-    missing, with the folder where each belongs."""
+    """Return the token files and the checkpoint of the run.
+
+    Raises `CheckpointError` that lists all missing parts, each with the folder where it belongs.
+    """
     missing: list[str] = []
     files, point = None, None
     if not (folder / "coordinator" / LOG).is_file():
@@ -119,8 +127,12 @@ def _parts(config: RunConfig, folder: Path, tick: int | None) -> tuple[TokenFile
 
 
 def _point(config: RunConfig, folder: Path, tick: int | None) -> Point:
-    """Where the run would be resumed, a site whose part of that checkpoint is here, digests of the
-    part by (stage, shard), and the state of then."""
+    """Return the point at which the run would be resumed, and the checkpoint of a site for it.
+
+    The result is: the resume point, a site whose part of the checkpoint is here, digests of that
+    part by (stage, shard), and the coordinator's state at the point. Raises `CheckpointError` if
+    no site's part is here.
+    """
     log = EventLog(folder / "coordinator")
     try:
         state = restored(config, log)
@@ -138,15 +150,16 @@ def _point(config: RunConfig, folder: Path, tick: int | None) -> Point:
             return point, site, digests, state
     raise CheckpointError(
         f"{config.checkpoint_store}: no site's part of the checkpoint at slot {point.tick} is "
-        "here as a whole; copy that of one site, or run this there"
+        "complete here; copy the part of one site to this folder, or run this command at that site"
     )
 
 
 def saved_buffers(config: RunConfig, blueprint: ModelPlan) -> list[Tensors]:
-    """By stage: full name to buffer that the model saves, as the run began with it.
+    """Return for each stage the buffers that the model saves, by full name.
 
-    Checkpoints hold none, since no step changes one (see `SiteModel.saved_buffers`). Raises
-    `ModelError` where the weights that the run began with are not there any more.
+    Their values are those from which the run started: no step changes such a buffer, so
+    checkpoints do not hold them (see `SiteModel.saved_buffers`). Raises `ModelError` if the
+    weights that the run started from are missing.
     """
     stages = [
         [name for chunk in bare_chunks(config, blueprint, stage) for name in chunk.saved_buffers()]
@@ -161,7 +174,7 @@ def saved_buffers(config: RunConfig, blueprint: ModelPlan) -> list[Tensors]:
 def _load_stage(
     config: RunConfig, site: str, digests: Mapping[tuple[int, int], str], tick: int, stage: int
 ) -> list[Mapping[str, torch.Tensor]]:
-    """The tensors of every shard of a stage."""
+    """Return the checkpointed tensors of every shard of a stage of `site`."""
     store, patience = config.checkpoint_store, config.network.link_timeout
     return [
         checkpoint_io.load(store, tick, site, stage, shard, digests[stage, shard], patience).tensors
@@ -174,9 +187,11 @@ def whole_state(
     shapes: Mapping[str, tuple[int, ...]],
     parts: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, Tensors]:
-    """`anchor` and `momentum` of a stage in whole tensors, from its shards' checkpoints.
+    """Join anchor and momentum of a stage into whole tensors, from its shards' checkpoints.
 
-    `shapes`: whole, by full name in model order. Raises `CheckpointError` if they do not fit.
+    `shapes`: whole shapes by full name, in model order. `parts`: tensors of each shard. Returns
+    fp32 tensors by full name, under "anchor" and "momentum". Raises `CheckpointError` if the
+    checkpoint does not fit the shapes.
     """
     whole: dict[str, Tensors] = {"anchor": {}, "momentum": {}}
     shards = len(parts)
@@ -195,8 +210,11 @@ def whole_state(
 
 
 def steps_taken_by(point: e.Resumed, plan: RoundPlan | None, before: RoundPlan | None) -> int:
-    """Inner steps of the typical site up to a checkpoint, `plan` being that of the round it lies
-    in and `before` that of the round before; none where there is none."""
+    """Return the inner steps of the typical site up to the checkpoint at `point`.
+
+    `plan` is the plan of the checkpoint's round, and `before` the plan of the round before. Either
+    may be None.
+    """
     if plan is not None:
         done = point.slot * plan.inner_steps // plan.slots if plan.slots else 0
         return plan.first_step + done
@@ -204,9 +222,9 @@ def steps_taken_by(point: e.Resumed, plan: RoundPlan | None, before: RoundPlan |
 
 
 def ledger_of(ledger: Ledger, plan: RoundPlan | None, slot: int) -> Ledger:
-    """The ledger that a run begins with after a checkpoint `slot` slots into the round of `plan`.
+    """Return the ledger with which a run continues after `slot` slots of the round of `plan`.
 
-    What was trained on by then counts as such, whoever did it; the rest is to be given out again.
+    Ranges that any site had trained on by then count as trained. The rest is given out again.
     """
     done: dict[str, list[tuple[int, int]]] = {}
     back = Ledger(next=dict(ledger.next), pool={s: list(p) for s, p in ledger.pool.items()})
@@ -231,7 +249,7 @@ def ledger_of(ledger: Ledger, plan: RoundPlan | None, slot: int) -> Ledger:
 
 
 def describe(made: Handover, target: Path) -> list[str]:
-    """What `dilocox handover` prints."""
+    """Return the lines that `dilocox handover` prints."""
     committed = sum(entry["count"] for entry in made.ledger["entries"])
     waiting: Any = [count for items in made.ledger["pool"].values() for _, count in items]
     return [
@@ -239,6 +257,6 @@ def describe(made: Handover, target: Path) -> list[str]:
         f"{made.steps} inner steps; {committed} sequences trained on, {sum(waiting)} to be given "
         "out again",
         f'go on with model.path = "{target}" and model.handover = true in the run file of a new '
-        "run, with any sites, stages and shards; residuals, inner moments and what had not landed "
-        "yet (a round at most) stay behind",
+        "run, with any sites, stages and shards; residuals, inner moments and exchanges that had "
+        "not landed yet (a round at most) are not part of it",
     ]

@@ -1,4 +1,4 @@
-"""One line, with cause and mend, for the errors of libraries that end a rank."""
+"""Turns errors of libraries that end a rank into one line with cause and remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ HOST_MEND = "run fewer ranks or sites on this machine, or give it more memory"
 
 
 class LibraryError(TrainingError):
-    """A library's error in the words of a user. `permanent`: another start would end alike."""
+    """A library's error as one line for users.
+
+    `permanent`: whether another start would end with the same error.
+    """
 
     def __init__(self, line: str, permanent: bool) -> None:
         super().__init__(line)
@@ -30,10 +33,10 @@ class LibraryError(TrainingError):
 def explained(
     config: RunConfig, place: RankPlace, first_round: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """Raise `LibraryError` in place of errors of libraries with a known mend. Other errors pass.
+    """Raise `LibraryError` in place of library errors whose remedy is known. Other errors pass.
 
-    `first_round`: whether this process has not ended a round yet. A lack of memory in the first
-    round is permanent: the next start would fail alike.
+    `first_round`: returns whether this process has not ended a round yet. A lack of memory in the
+    first round is permanent, because the next start would fail in the same way.
     """
     try:
         yield
@@ -52,7 +55,7 @@ def explained(
 
 
 def shortage(config: RunConfig, place: RankPlace, error: Exception) -> str | None:
-    """The line for an `error` that means a lack of memory. None for any other error."""
+    """Return the line for users if `error` means a lack of memory. None for any other error."""
     text = str(error)
     first = (text.splitlines() or [""])[0]
     if isinstance(error, MemoryError) or any(each in text for each in _MACHINE_IS_FULL):
@@ -65,7 +68,7 @@ def shortage(config: RunConfig, place: RankPlace, error: Exception) -> str | Non
 
 
 def _mends(config: RunConfig) -> list[str]:
-    """Settings that make a step smaller, without those that cannot go further."""
+    """Return advice that lowers the memory of a step, without settings that cannot be lowered."""
     found = []
     if config.site.micro_batch_size > 1:
         found.append(f"lower site.micro_batch_size (now {config.site.micro_batch_size})")
@@ -75,7 +78,10 @@ def _mends(config: RunConfig) -> list[str]:
 
 
 def _held() -> str:
-    """Memory of the GPU that this process and others hold, in words. Empty if CUDA cannot tell."""
+    """Describe how much of the GPU's memory this process and others hold.
+
+    Empty if CUDA does not know it.
+    """
     if not torch.cuda.is_initialized():
         return ""
     try:
@@ -90,6 +96,6 @@ def _held() -> str:
         f": at most {allocated / GIB:.1f} GiB were allocated and {reserved / GIB:.1f} GiB reserved "
         f"of {total / GIB:.1f} GiB"
     )
-    # CUDA's context and NCCL's buffers are no others.
+    # Up to 2 GiB may be this process's own CUDA context and NCCL buffers.
     others = total - free - now
     return f"{held}, {others / GIB:.1f} GiB are outside of PyTorch" if others > 2 * GIB else held

@@ -1,4 +1,4 @@
-"""One rank's state: all that makes the rank go on bit for bit, as tensors and numbers."""
+"""One rank's state: all tensors and numbers from which the rank continues bit for bit."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from dilocox.training.round_meter import RoundMetrics
 
 @dataclass
 class RunPosition:
-    """Where a rank stands. `slot`: slots of round `round` that are finished."""
+    """The position of a rank in the run."""
 
     round: int = 0
     slot: int = 0
+    """Number of slots of round `round` that are finished."""
     tick: int = 0
+    """Number of slots of the whole run that are finished."""
 
 
 @dataclass
 class RankState:
-    """What one rank holds, and where the rank stands in the run."""
+    """The parts of one rank, and the rank's position in the run."""
 
     config: RunConfig
     rank: RankParts
@@ -38,7 +40,7 @@ class RankState:
     dropped_round: int = -2
     """Last round in which this site met a non-finite value."""
     weight: float = 1.0
-    """This site's in the last round that it trained."""
+    """Weight of this site's contributions in the last round that the site trained."""
 
     def __post_init__(self) -> None:
         self.meter = RoundMetrics(self.config, self.rank)
@@ -50,9 +52,9 @@ class RankState:
 
 
 def capture(own: RankState, probes: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All tensors and numbers that make this rank go on bit for bit.
+    """Return all tensors and numbers from which this rank continues bit for bit.
 
-    `probes`: with what a gate goes by, on which no training of this site depends.
+    `probes`: include the probes of a gate. This site's own training does not depend on them.
     """
     rank, outer = own.rank, own.outer
     tensors = {f"live/{name}": tensor for name, tensor in rank.live.items()}
@@ -100,11 +102,15 @@ def capture(own: RankState, probes: bool = True) -> tuple[dict[str, torch.Tensor
 
 
 OF_A_ROUND = ("round_so_far", "non_finite", "dropped", "weight")
-"""What `capture` says of the part of a round that was trained, or of the round before."""
+"""Names of the values of `capture` that describe a partly trained round, or the round before."""
 
 
 def capture_round(own: RankState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """`capture` between two rounds: no times, the same numbers for the same training."""
+    """Return the state between two rounds, as `capture` does.
+
+    The values of `OF_A_ROUND` are left out. So the state has no times, and equal training gives
+    equal states.
+    """
     tensors, state = capture(own, probes=False)
     return tensors, {name: said for name, said in state.items() if name not in OF_A_ROUND}
 
@@ -112,12 +118,12 @@ def capture_round(own: RankState) -> tuple[dict[str, torch.Tensor], dict[str, An
 def restore_round(
     own: RankState, tensors: dict[str, torch.Tensor], state: Mapping[str, Any], tick: int
 ) -> None:
-    """The inverse of `capture_round`, `tick` slots into the run."""
+    """Restore a state of `capture_round`. `tick`: slots of the run that are finished."""
     restore(own, checkpoint_io.Loaded(tensors, {**state, "tick": tick}))
 
 
 def restore(own: RankState, loaded: checkpoint_io.Loaded) -> None:
-    """The inverse of `capture`; exchanges that were under way begin again with the run."""
+    """Restore a state of `capture`. Exchanges that were in flight are started again later."""
     rank, outer, tensors, state = own.rank, own.outer, loaded.tensors, loaded.state
     for name, tensor in rank.live.items():
         tensor.copy_(tensors[f"live/{name}"])
@@ -154,8 +160,11 @@ def restore(own: RankState, loaded: checkpoint_io.Loaded) -> None:
 
 
 def _weight(state: Mapping[str, Any], site: str) -> float:
-    """Of `site` in the last round that it trained before the state; what a plan of an exchange
-    under way says, where a checkpoint of an earlier version has it nowhere else; else 1."""
+    """Return the weight of `site` in the last round that it trained before the state.
+
+    A checkpoint of an earlier version has no such value. The weight then comes from the latest
+    plan of an exchange in flight; without one it is 1.
+    """
     if "weight" in state:
         return float(state["weight"])
     plans = [item["plan"] for item in state["pending"] if site in item["plan"]["members"]]

@@ -1,4 +1,4 @@
-"""Size of a run's record: bytes in the store, and bytes a day."""
+"""Estimates the size of a run's record: bytes in the store, and bytes per day."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from dilocox.training.payload_sizes import model_shapes, sizes_by_codec
 from dilocox.utils.formatting import size
 
 STATE_BYTES = 32
-"""Per parameter, of the state in which a round begins: fp32 parameters, two moments, anchor, outer
-momentum, reference, residual, and what is under way. Less with SGD or without error feedback."""
+"""Bytes per parameter of the state in which a round begins: fp32 parameters, two moments, anchor,
+outer momentum, reference, residual, and exchanges in flight. SGD, or no error feedback, needs
+fewer."""
 DAY = 86_400
+"""Seconds per day."""
 PER_GBIT = 10**9 // 8
-"""Bytes a second of a link of 1 Gbps."""
+"""Bytes per second of a link of 1 Gbps."""
 
 
 def record_bytes(config: RunConfig, blueprint: ModelPlan, parameters: int) -> int:
-    """Bytes of theta_0, of all sites' payloads, and of the states that are kept, at least.
+    """Return the least bytes of theta_0, of all sites' payloads, and of kept states together.
 
-    Rounds and codec are those of the run file. Where the controller chooses them by the link, they
-    are the fewest rounds and the smallest payloads that it may choose: what it will send depends on
-    the link. `record.keep` bounds what stays of the payloads. `parameters`: of which the states and
-    theta_0 are kept here.
+    Rounds and codec are those of the run file. If the controller chooses them by the link, the
+    fewest rounds and the smallest payloads count, because its choice is not known in advance.
+    `record.keep` bounds the payloads that are kept. `parameters`: number of parameters whose
+    states and theta_0 are kept on this machine.
     """
     if config.exchanges_gradients:
         return 4 * parameters
@@ -45,13 +47,16 @@ def record_bytes(config: RunConfig, blueprint: ModelPlan, parameters: int) -> in
 
 
 def payload_bytes(config: RunConfig, blueprint: ModelPlan, names: Sequence[str]) -> list[int]:
-    """Bytes of one site's payloads of a round, by codec of `names`."""
+    """Return the bytes of one site's payloads of a round, for each codec of `names`."""
     sizes = sizes_by_codec(config, model_shapes(config, blueprint), names)
     return [sum(map(sum, sizes[name])) for name in names]
 
 
 def _bounded(config: RunConfig, bound: Bound, parameters: int, of_round: int) -> int:
-    """Bytes per site that `bound` lets stay, of payloads of so many bytes a round."""
+    """Return the bytes of payloads and window starts that `bound` keeps per site.
+
+    `of_round`: bytes of one site's payloads of a round.
+    """
     if bound.bytes is not None:
         sites = len(config.sites)
         return _kept_bytes(config, bound.bytes, parameters, sites * of_round) // sites
@@ -63,30 +68,34 @@ def _bounded(config: RunConfig, bound: Bound, parameters: int, of_round: int) ->
 
 
 def _kept_bytes(config: RunConfig, budget: int, parameters: int, of_round: int) -> int:
-    """Bytes that stay at a site with a byte `budget`, at most. `of_round`: of all sites' payloads
-    of a round. Two windows always stay, while a third one is written."""
+    """Return the most bytes that a site keeps with a byte `budget`.
+
+    `of_round`: bytes of all sites' payloads of a round. Two windows always stay while a third
+    window is written.
+    """
     window = start_bytes_per_parameter(config) * parameters + of_round
     return max(budget, (PARTS - 1) * window if PARTS * window > budget else 0)
 
 
 @dataclass(frozen=True)
 class SmallBudget:
-    """A byte budget of which a quarter does not hold a round."""
+    """A byte budget that is too small: a quarter of it does not hold one round."""
 
     of_round: int
     """Bytes of all sites' payloads of a round."""
     least: int
-    """Bytes that would do."""
+    """Smallest budget in bytes that is large enough."""
 
 
 def budget_below_rounds(
     config: RunConfig, blueprint: ModelPlan, parameters: int
 ) -> SmallBudget | None:
-    """Why `record.keep` in bytes cannot be kept to, or none. `parameters`: of the whole model.
+    """Return why the record cannot stay below `record.keep` in bytes. None if it can.
 
-    A window holds a state and a round at least, and its part of the budget is a quarter. Where the
-    controller chooses the codec, the smallest payloads count. "auto" is no promise of the user's:
-    what it keeps with large rounds is more than its budget.
+    A window holds at least a state and a round, and has a quarter of the budget. If the
+    controller chooses the codec, the smallest payloads count. The result is always None for
+    "auto", whose budget is no promise: with large rounds it keeps more. `parameters`: number of
+    parameters of the whole model.
     """
     bound = bound_of(config, parameters)
     if bound is None or bound.bytes is None or config.record.keep == "auto":
@@ -97,7 +106,7 @@ def budget_below_rounds(
 
 
 def _codecs(config: RunConfig) -> list[str]:
-    """Codecs of which the run may choose one."""
+    """Return the codecs among which the run may choose."""
     own = config.compression.codec
     return codecs(config) if config.control.adapt == "link" else [own]
 
@@ -109,7 +118,10 @@ def _most_inner_steps(config: RunConfig) -> int:
 
 
 def record_line(config: RunConfig, blueprint: ModelPlan, parameters: int) -> str:
-    """One line for people: the size of each site's record."""
+    """Return one line for users with the size of each site's record.
+
+    `parameters`: number of parameters of the whole model.
+    """
     codec, sites = config.compression.codec, len(config.sites)
     (own,) = payload_bytes(config, blueprint, [codec])
     # A site keeps its own payload and those of all others.
@@ -128,7 +140,7 @@ def record_line(config: RunConfig, blueprint: ModelPlan, parameters: int) -> str
 
 
 def _by_day(config: RunConfig, of_round: int) -> str:
-    """Bytes a day at the declared step time or link; else an upper bound by the link."""
+    """Describe the bytes per day, by the declared step time, or by the link as an upper bound."""
     control, sites = config.control, len(config.sites)
     if control.step_seconds is not None:
         rounds = DAY / (control.step_seconds * config.outer.inner_steps)

@@ -1,4 +1,4 @@
-"""What one round of one site was like, in numbers with units."""
+"""Measurements of one round of one site: losses, times and bytes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from dilocox.outer.loop import OuterLoop
 from dilocox.training.builder import RankParts
 
 Interval = tuple[float, float, int]
-"""(start, end, bytes): when payloads came in."""
+"""(start, end, bytes) of received payloads, in seconds of the monotonic clock."""
 
 NOTHING = dict.fromkeys(
     ("steps", "finite", "loss", "seconds", "wait", "exchange", "payload", "values"), 0.0
 )
-"""Sums over the part of a round that was trained before a stop."""
+"""Sums over the part of a round that was trained before a stop, all zero."""
 
 
 class RoundMetrics:
-    """Collects a round's losses, times and bytes; `end` makes the site's record of it."""
+    """Collects losses, times and bytes of a round. `end` returns them as the site's metrics."""
 
     def __init__(self, config: RunConfig, rank: RankParts) -> None:
         self._config = config
@@ -53,20 +53,21 @@ class RoundMetrics:
         self._peak = peak_here(config, self._device)
         self._started = False
         self._first = self._first_alone = 0.0
-        """Seconds of this process's first inner step, in the round that has it; and without what it
-        waited for other sites."""
+        """Seconds of this process's first inner step, with and without its waits for other sites.
+        0 in all rounds but the process's first."""
         self._bad: str | None = None
         self.dropped: str | None = None
-        """What was not finite (stage and tensor), if contributions of this round were dropped.
-
-        After `end` the same on all ranks of the site."""
+        """Stage and tensor that was not finite, if contributions of this round were dropped;
+        otherwise None. After `end` it is the same on all ranks of the site."""
         self.measured: Measured | None = None
-        """What the plans to come are decided from; after `end`, none for a round without steps."""
+        """Measurements from which later plans are made, set by `end`. None after a round without
+        inner steps."""
         self.behind = False
-        """The others have gone on without this site; after `end` the same on all its ranks."""
+        """Whether the other sites have gone on without this site. After `end` it is the same on
+        all ranks of the site."""
 
     def begin(self, plan: RoundPlan, slot: int) -> None:
-        """The round begins, or goes on after `slot` of its slots."""
+        """Start to measure the round of `plan`, of which `slot` slots are finished."""
         if slot == 0:
             self._earlier = dict(NOTHING)
             self._bad = self.dropped = None
@@ -78,7 +79,7 @@ class RoundMetrics:
         self._ran = ran_and_kept_waiting()
 
     def so_far(self, outer: OuterLoop) -> dict[str, float]:
-        """What a checkpoint in the middle of a round keeps of it, for `go_on`."""
+        """Return the sums of this round so far. A checkpoint keeps them for `go_on`."""
         counts, earlier = outer.counts, self._earlier
         finite = [result.loss for result in self._results if result.finite]
         return {
@@ -93,19 +94,24 @@ class RoundMetrics:
         }
 
     def go_on(self, so_far: dict[str, float], bad: str | None, dropped: str | None) -> None:
-        """The round was begun before a stop, with these sums and `non_finite()`, `dropped`."""
+        """Continue a round that was started before a stop.
+
+        `so_far`, `bad` and `dropped` are the values of `so_far()`, `non_finite()` and `dropped`
+        at the stop.
+        """
         self._earlier = {name: float(so_far[name]) for name in NOTHING}
         self._bad, self.dropped = bad, dropped
 
     def held(self, seconds: float) -> None:
-        """The rank waited for the coordinator's leave to go on."""
+        """Add `seconds` for which this rank waited for the coordinator to extend the lease."""
         self._held += seconds
 
     def slot_seconds(self, slot: int) -> float | None:
-        """How long a slot takes this rank: over the last round and the first `slot` slots of this
-        one, what it waits for other sites in them and all. Not its waits for the lease, whose
-        length is decided from this. None until an inner step was taken: a slow site's slots have a
-        step or none.
+        """Return mean seconds per slot, over the last round and the first `slot` slots of this one.
+
+        Waits for other sites are included. Waits for the lease are not, because the lease's
+        length is derived from this number. None until an inner step was taken, since a slow
+        site's first slots may have no step.
         """
         seconds, slots = self._paced
         passed = self._passed()
@@ -114,9 +120,10 @@ class RoundMetrics:
         return (seconds + passed) / max(slots + slot - self._from, 1)
 
     def _passed(self) -> float | None:
-        """Seconds of this round so far; a process's first inner step counts as an average one.
+        """Return the seconds of this round so far, without waits for the lease.
 
-        None if the round has no other step yet.
+        The first inner step of a process counts as an average step. None if this is the only
+        step of the round so far.
         """
         passed, steps = time.monotonic() - self._start - self._held, len(self._results)
         if not self._first:
@@ -125,10 +132,10 @@ class RoundMetrics:
 
     @contextlib.contextmanager
     def first_step(self, waits: Counts) -> Iterator[None]:
-        """Context around every inner step.
+        """Context around every inner step, which measures the first inner step of the process.
 
-        The first step of a process starts CUDA and NCCL, and compiles the model's layers. The
-        rank's pace does not count this step.
+        The first step starts CUDA and NCCL, and compiles the model's layers. So it does not count
+        in the rank's pace. `waits`: the counts whose `wait_seconds` grow during the step.
         """
         if self._started:
             yield
@@ -142,12 +149,12 @@ class RoundMetrics:
 
     @contextlib.contextmanager
     def working(self, waits: Counts | None = None) -> Iterator[None]:
-        """What is done inside is the exchanges' work, though this thread does it: boundaries,
-        landings, accounts. It counts in this round or the next.
+        """Context around work for exchanges in this thread: boundaries, landings, metrics.
 
-        On processors as their processor time. A GPU stands still meanwhile, once it has come to the
-        end of its inner steps: with `waits`, the time on the clock counts from there on, without
-        what is waited for other sites in it (`waits.wait_seconds`).
+        Training loses the time of this work, in this round or the next. On a CPU the processor
+        time counts. A GPU idles during the work, once its inner steps are finished. So with
+        `waits`, the wall-clock time from that moment on counts, without the waits for other sites
+        (`waits.wait_seconds`). Without `waits` nothing counts on a GPU.
         """
         if self._device.type == "cpu":
             begin = time.thread_time()
@@ -166,32 +173,37 @@ class RoundMetrics:
                 self._lost += time.monotonic() - begin - (waits.wait_seconds - waited)
 
     def add(self, result: StepResult, rate: float) -> None:
-        """An inner step at learning rate `rate`."""
+        """Add the result of an inner step, which was taken with learning rate `rate`."""
         self._results.append(result)
         self._rate = rate
 
     def non_finite(self) -> str | None:
-        """What was not finite first in this round's steps, or none."""
+        """Return the first loss or tensor of this round's steps that was not finite, or None."""
         if self._bad is None:
             bad = (result.culprit for result in self._results if not result.finite)
             self._bad = next(bad, None)
         return self._bad
 
     def _crowding(self) -> float:
-        """Seconds in which training gets a second of a core: more than one where others keep it
-        waiting. So many does it lose by every second that exchanges compute on its cores."""
+        """Return wall-clock seconds per CPU second of the training thread (1.0: no contention).
+
+        Training loses as many seconds for every second that exchanges compute on its cores.
+        """
         ran, waited = (
             now - then for now, then in zip(ran_and_kept_waiting(), self._ran, strict=True)
         )
         return 1.0 + waited / ran if ran > 0 else 1.0
 
     def end(self, plan: RoundPlan, outer: OuterLoop, rank: RankParts) -> dict[str, Any]:
-        """The round's record, the same on all ranks of the site. Collective over the site."""
+        """End the round, and return its metrics, the same on all ranks of the site.
+
+        Also sets `measured`, `dropped` and `behind`. Collective over the site.
+        """
         sums = self.so_far(outer)
         steps = int(sums["steps"])
         counts, outer.counts = outer.counts, Counts()
         lost, self._lost = self._lost, 0.0
-        # Exchanges' threads take nothing from a GPU.
+        # Threads of exchanges do not slow a GPU down.
         if self._device.type == "cpu":
             counts.work_seconds += lost
             lost = counts.work_seconds * self._crowding()
@@ -255,7 +267,7 @@ class RoundMetrics:
                 if shared.effective_rank is None
                 else round(shared.effective_rank * 1000),
             )
-        # Of the steps that were taken: one that met values that are not finite has no loss.
+        # The mean is over finite steps only: a step with non-finite values has no loss.
         if sums["finite"]:
             record["loss"] = sums["loss"] / sums["finite"]
         taken = [result for result in self._results if result.finite]
@@ -263,15 +275,16 @@ class RoundMetrics:
             record["grad_norm"] = taken[-1].grad_norm
         if self.dropped:
             record["dropped"] = self.dropped
-        # A pace that is asked for before the next round begins is that of whole rounds.
+        # Until the next round begins, `slot_seconds` must only count whole rounds.
         self._results = []
         return record
 
 
 def peak_here(config: RunConfig, device: torch.device) -> float | None:
-    """Peak operations per second of `device` for the run's compute dtype, where it is known.
+    """Return the peak operations per second of `device` in the run's compute dtype.
 
-    Together with that of the same rank in other replicas, of whose GPUs nobody else tells.
+    The peak of the same rank in all other replicas is added, because these ranks do not report.
+    None if the peak is not known, or if `device` is a CPU.
     """
     if device.type != "cuda":
         return None
@@ -282,16 +295,16 @@ def peak_here(config: RunConfig, device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class Devices:
-    """What a site's devices needed and can do."""
+    """Memory use and peak speed of a site's devices."""
 
     memory: MemoryUse
-    """Of the rank that needed most, by figure; `retries` of all ranks together."""
+    """For each figure the largest of all ranks; for `retries` the sum over all ranks."""
     peak: float | None
-    """Operations per second of all devices; None if that of one is not known."""
+    """Peak operations per second of all devices together. None if one device's is not known."""
 
     @classmethod
     def of(cls, ranks: Sequence[tuple[MemoryUse, float | None]]) -> Devices:
-        """Of all ranks of a site."""
+        """Combine (memory use, peak operations per second) of all ranks of a site."""
         peaks = [peak for _, peak in ranks]
 
         def known(name: str) -> list[int]:
@@ -309,7 +322,7 @@ class Devices:
         )
 
     def record(self, rank: RankParts, tokens_per_second: float) -> dict[str, float]:
-        """What of it is known, as figures of a round's record."""
+        """Return the known figures as entries of a round's metrics."""
         found: dict[str, float | None] = {
             "peak_memory_bytes": self.memory.peak,
             "peak_reserved_bytes": self.memory.reserved,
@@ -324,38 +337,42 @@ class Devices:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the ranks of a site tell each other at a round's end, the same at all of them."""
+    """Metrics of a round that the ranks of a site combine at its end, the same at all ranks."""
 
     digest: str
-    """sha256 over those of all ranks in order, of their pieces each, hex: equal at all sites."""
+    """SHA-256, hex, over the digests of all ranks in order. A rank's digest is over its pieces.
+    It is equal at all sites."""
     dropped: str | None
-    """What the first rank that dropped something has dropped."""
+    """Stage and tensor that the first dropping rank has dropped. None if no rank dropped any."""
     payload_bytes: float
+    """Sum over all ranks."""
     values: float
-    """fp32 values that the payloads stand for; both summed over the ranks."""
+    """Number of fp32 values that the payloads encode, summed over all ranks."""
     seconds: float
+    """Seconds of the slowest rank. A rank that waits for the last landing ends the round late; the
+    other ranks wait for it in the gathering of these metrics."""
     wait_seconds: float
+    """Seconds of waiting at the rank that waited longest."""
     exchange_seconds: float
-    """All three of the slowest rank. One that waits for the last landing of the round ends it late:
-    the others pass that time in telling each other this."""
+    """Seconds of exchanges at the rank where they took longest."""
     behind: bool
-    """Of any rank."""
+    """Whether any rank found that the other sites have gone on without this site."""
     waited_for: dict[str, float]
-    """Seconds of the waiting that passed until another site was there, by that site, each at the
-    rank that waited longest for it."""
+    """Seconds of waiting until another site was there, by name of that site. For each site the
+    value is of the rank that waited longest for it."""
     link: list[Interval]
     overhead_seconds: float
-    """Of an exchange, in which nothing came in: votes, work, and waiting for a later site."""
+    """Mean seconds of an exchange in which no payload arrives: votes, work, and waiting for a
+    later site."""
     work_seconds: float
-    """Processor time of the exchanges at the busiest rank: their thread's, and on processors what
-    the training's own does for them."""
+    """Processor seconds of exchanges at the busiest rank: of the exchange thread, and on CPUs also
+    of the training thread when it works for exchanges."""
     lost_seconds: float
     """Seconds that training loses to exchanges, beside waits, at the rank that loses most. On CPUs
-    the exchanges' work counts, in the time that the work takes there (see
-    `RoundMetrics._crowding`). On GPUs boundaries and landings count, during which a GPU stands
-    still."""
+    the exchanges' work counts as wall-clock time (see `RoundMetrics._crowding`). On GPUs
+    boundaries and landings count, during which a GPU idles."""
     effective_rank: float | None
-    """Mean of all landings, by values."""
+    """Mean over all landings, weighted by the number of values. None without low rank."""
     devices: Devices
     first_seconds: float
     """Seconds of a process's first inner step, at the slowest rank, without its waits for other
@@ -364,8 +381,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class _Own:
-    """What a rank tells the others: `sums` are of the whole round, the rest since the last start
-    within it."""
+    """Measurements of one rank, which the rank shares with the site's other ranks.
+
+    `sums` cover the whole round; the other fields only the time since the last start in it.
+    """
 
     sums: dict[str, float]
     counts: Counts
@@ -435,7 +454,7 @@ def _largest(rows: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def busy_seconds(intervals: Sequence[Interval]) -> float:
-    """Seconds covered by (start, end, bytes); what overlaps counts once."""
+    """Return the seconds that `intervals` cover; overlapping time counts once."""
     total, until = 0.0, float("-inf")
     for start, end, _ in sorted(intervals):
         total += max(0.0, end - max(start, until))

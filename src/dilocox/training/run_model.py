@@ -1,4 +1,4 @@
-"""The model that a run has made: find it, copy it in another dtype, sample from it."""
+"""The model of a finished run: find it, copy it in another dtype, sample text from it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def model_folder(place: str | Path) -> Path:
-    """The Hugging Face folder of a run folder, or `place` itself if it is one.
+    """Return the Hugging Face folder in the run folder `place`, or `place` itself if it is one.
 
-    Raises `CheckpointError` if neither is there.
+    Raises `CheckpointError` if there is neither.
     """
     place = Path(place)
     for folder in (place / "model", place):
@@ -29,10 +29,11 @@ def model_folder(place: str | Path) -> Path:
 
 
 def export(run_folder: str | Path, to: str | Path, dtype: str = "fp32") -> Path:
-    """Copy a run's model to `to`, as a Hugging Face folder in `dtype` (fp32, bf16 or fp16).
+    """Copy a run's model to the Hugging Face folder `to`, in `dtype` (fp32, bf16 or fp16).
 
-    `to` appears whole or not at all. Raises `CheckpointError` if the run has no model yet, `to`
-    holds something or cannot be written, `ConfigError` for another dtype.
+    `to` appears completely or not at all. Returns the path of the new folder. Raises
+    `CheckpointError` if the run has no model yet, or if `to` is not empty or cannot be written.
+    Raises `ConfigError` for another dtype.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
@@ -67,13 +68,14 @@ def _copy(source: Path, target: Path, dtype: str) -> None:
         if file.suffix == ".safetensors":
             tensors = load_file(file)
             for name, tensor in tensors.items():
-                # One tensor at a time: a file may hold gigabytes.
+                # Converted one tensor at a time, because a file may hold gigabytes.
                 if tensor.is_floating_point() and tensor.dtype != chosen:
                     as_bf16 = chosen == torch.bfloat16
                     tensors[name] = round_to_bf16(tensor.float()) if as_bf16 else tensor.to(chosen)
             total += sum(tensor.nbytes for tensor in tensors.values())
             save_file(tensors, target / file.name, metadata={"format": "pt"})
-            (target / file.name).chmod(0o644)  # as the files beside it: a web server may serve it
+            # Readable like the other files, so that a web server can serve the file.
+            (target / file.name).chmod(0o644)
         elif file.name == "config.json":
             content = _read(file)
             content["dtype"] = str(chosen).removeprefix("torch.")
@@ -90,9 +92,10 @@ def _copy(source: Path, target: Path, dtype: str) -> None:
 
 
 def check_plain_folder(folder: Path) -> None:
-    """Raise `CheckpointError` where copying `folder` would copy what lies elsewhere, or never end.
+    """Check that copying `folder` copies only files inside it, and that the copy ends.
 
-    A folder may be a stranger's: a link in it can name a private file of who copies the folder.
+    The folder may come from a stranger: a link in it could name a private file of the user who
+    copies the folder. Raises `CheckpointError` for a path that is not safe.
     """
     for path in sorted(folder.rglob("*")):
         if path.is_dir() and not path.is_symlink():
@@ -119,30 +122,40 @@ def generate(
     seed: int = 0,
     device: str = "cpu",
 ) -> str:
-    """Prompt and a sampled completion of up to `tokens` tokens.
+    """Sample a completion of `prompt`, and return prompt and completion as one text.
 
-    `model` is a run folder or a Hugging Face folder; temperature 0 takes the likeliest token.
-    `device` is PyTorch's name of one; the model computes in its own dtype on "cpu", elsewhere in
-    bf16. After "cuda" this process can begin no run on GPUs any more (see `train`).
-    Raises `CheckpointError` if there is no model or it cannot be loaded, `ConfigError` for
-    numbers out of range.
+    Args:
+        model: a run folder or a Hugging Face folder.
+        prompt: text to continue. If empty, the completion starts from the end-of-text token.
+        tokens: largest number of tokens of the completion.
+        temperature: sampling temperature. 0 always takes the most likely token.
+        seed: seed of the sampling.
+        device: PyTorch's name of a device. On "cpu" the model computes in its own dtype, on any
+            other device in bf16. After "cuda" this process can no longer start a run on GPUs.
+
+    Raises:
+        CheckpointError: there is no model, or the model cannot be loaded.
+        ConfigError: a number is out of range, or `prompt` is empty and the model has no
+            end-of-text token.
     """
     if tokens < 1:
         raise ConfigError(f"tokens {tokens}: give 1 or more")
     if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature {temperature:g}: give 0 (likeliest token) or more")
+        raise ConfigError(
+            f"temperature {temperature:g}: give a number of at least 0 (0: most likely token)"
+        )
     folder = model_folder(model)
-    # Not before: the two take seconds, and there may be no model.
+    # Imported only now: the two imports take seconds, and there may be no model.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
         with _no_progress_bar():
-            # Nothing in the folder, which may be a stranger's, is run.
+            # The folder may come from a stranger, so no code in it is run.
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             options: dict[str, Any] = {} if device == "cpu" else {"dtype": torch.bfloat16}
-            # Named here: a folder's own choice may be code of a hub.
+            # The attention is named here, because a folder may name one whose code is on a hub.
             capped = getattr(config, "attn_logit_softcapping", None) is not None
             network = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -163,7 +176,8 @@ def generate(
     choice: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         choice = {"do_sample": True, "temperature": temperature}
-    # Without an own padding token transformers takes the end-of-text token, and says so each time.
+    # If the tokenizer has no padding token, transformers takes the end-of-text token, and warns
+    # each time.
     choice["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
     output = network.generate(**inputs, max_new_tokens=tokens, **choice)
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
@@ -171,7 +185,7 @@ def generate(
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Loading a model that was just written takes no time worth a bar."""
+    """Context without transformers' progress bars: loading a local model takes little time."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
 """The training loop of one rank: rounds of slots of inner steps (docs/algorithm.md §2).
 
-Every rank of every site runs this same loop. A single site is the case D = 1; a site that enters
-late runs it without inner steps until a plan counts it in.
+Every rank of every site runs this same loop. A single site is the case D = 1. A site that enters
+late follows the rounds without inner steps until a plan includes it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to stop and has
-    """The run stops here, with a checkpoint, or this site was asked to leave it and has."""
+    """The run was stopped after a checkpoint, or this site was asked to leave and has left."""
 
 
 @dataclass
 class Trainer:
-    """One rank's training, from its entry to the end of the run."""
+    """Trains one rank, from its entry to the end of the run."""
 
     state: RankState
     control: RankControl
@@ -52,20 +52,21 @@ class Trainer:
     hooks: Hooks
     form_group: FormGroup
     donor_pause: float
-    """Seconds after which a donor with nothing to offer says so."""
+    """Seconds without an offer after which a donor tells its receiver to keep waiting."""
     donor_patience: float
-    """Seconds that a donor whose link broke may take to be replaced."""
+    """Seconds within which a donor whose link broke must be replaced by another donor."""
     background: BackgroundQueue = field(default_factory=BackgroundQueue)
-    """What the coordinator is told and asked beside training: a round trip may take longer than an
-    inner step."""
+    """Queue of requests to the coordinator, sent while training goes on. A round trip to the
+    coordinator may take longer than an inner step."""
     counted_from: int = -1
-    """The round from which on this site counts since it entered last."""
+    """First round in which this site took part after its latest entry."""
     ahead: Future[PlanReply] | None = None
-    """The plan of the next round, asked for while this one ends."""
+    """Reply with the plan of the next round, which is requested while this round ends."""
     watch: RoundWatch | None = None
-    """Who looks on, so that rounds can be repeated and compared."""
+    """Signs states and fingerprints of inner steps, so that audits can repeat rounds. May be
+    None: then no states are recorded."""
     rounds_ended: int = 0
-    """Rounds that this process has trained to their ends."""
+    """Number of rounds that this process has trained to their ends."""
     collector: PythonCollects = field(default_factory=PythonCollects)
 
     def __post_init__(self) -> None:
@@ -78,9 +79,11 @@ class Trainer:
         self.rank.model.before_update = before_change
 
     def run(self, joining_site: JoiningSite | None) -> None:
-        """Train to the end of the run. `joining_site`: the fetching of state, if this site enters.
+        """Train to the end of the run.
 
-        Raises `Stopped` when the run was stopped, and whatever ended it otherwise.
+        `joining_site` fetches the state of a site that enters the run. It may be None: this rank
+        then has its state already. Raises `Stopped` if the run was stopped or this site left it,
+        and `DilocoxError` if the run or this site failed.
         """
         if joining_site is not None:
             self.enter(joining_site)
@@ -102,7 +105,11 @@ class Trainer:
         self.finish(plan)
 
     def next_plan(self) -> RoundPlan:
-        """The plan of the round this rank stands in; serves entering sites while it waits."""
+        """Wait for the plan of the next round of this rank, and return the plan.
+
+        While it waits, the rank serves entering sites as a donor. Raises `Stopped` if the run
+        stops or this site is asked to leave.
+        """
         ahead, self.ahead = self.ahead, None
         while True:
             if ahead is not None:
@@ -111,7 +118,7 @@ class Trainer:
                 reply = self.client.poll_plan(self.at.round, 0.0 if self.donors.busy else 1.0)
             self.control.touch()
             self.donors.serve()
-            # Raises when the run has failed or this site was declared gone.
+            # Raises if the run has failed or this site was declared gone.
             news = self.control.news
             # A resumed run has plans before all of its sites are back.
             started = news.phase != "starting"
@@ -128,7 +135,7 @@ class Trainer:
                 time.sleep(0.02)
 
     def train_round(self, plan: RoundPlan) -> None:
-        """From the slot where this rank stands to the round's end."""
+        """Train the round of `plan`, from this rank's current slot to the end of the round."""
         self.meter.begin(plan, self.at.slot)
         if self.at.slot == 0:
             self.record_round_start(plan)
@@ -148,7 +155,7 @@ class Trainer:
         self.end_round(plan)
 
     def record_round_start(self, plan: RoundPlan) -> None:
-        """The round of `plan` is about to begin."""
+        """Have the state recorded in which the round of `plan` begins, if the run is recorded."""
         self.checkpointer.begin_round(self.outer, plan)
         if self.watch is not None:
             self.watch.boundary(
@@ -159,9 +166,9 @@ class Trainer:
             )
 
     def prefetch_plan(self, round_: int) -> None:
-        """Ask for the plan of the next round, beside the last inner step of this one.
+        """Request the plan of round `round_`, during the last inner step of the round before.
 
-        Not earlier: who joins or leaves until then is in it, or not.
+        An earlier request would miss sites that join or leave until then.
         """
 
         def ask() -> PlanReply:
@@ -171,7 +178,7 @@ class Trainer:
         self.ahead = self.background.submit(ask)
 
     def train_slot(self, plan: RoundPlan, slot: int) -> None:
-        """The inner steps of one slot; a slow site may have none in it."""
+        """Take this site's inner steps of slot `slot`. A slow site may have none in a slot."""
         member = plan.members[self.me]
         steps = plan.inner_steps // plan.slots
         last = member.steps(plan.inner_steps) - 1
@@ -205,8 +212,10 @@ class Trainer:
             self.background.submit(lambda: self.client.report(0, {"text": text}, kind="warning"))
 
     def end_slot(self, plan: RoundPlan, slot: int) -> None:
-        """Landings and boundaries; then this rank says where it stands, and how long a slot takes
-        it."""
+        """Apply the landings and take the boundaries that are due at the end of `slot`.
+
+        Then report to the coordinator this rank's position and how long its slots take.
+        """
         before_change()
         if not self.config.exchanges_gradients:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
@@ -231,31 +240,32 @@ class Trainer:
     def check_finite(self, plan: RoundPlan) -> None:
         """Drop this site's contributions of the round if a loss or gradient was not finite.
 
-        The site goes on from the anchor; twice in a row, or alone, it ends the run.
+        The site then continues from the anchor. Raises `RunEndedError` in the second such round
+        in a row, or if the site trains alone.
         """
         bad = self.meter.non_finite()
         if bad is None or self.outer.dropping:
             return
         self.drop(plan, bad)
         if self.config.exchanges_gradients:
-            return  # left out of the mean step by step: all sites took the same steps
+            return  # the mean of each step left these gradients out: sites still agree
         self.outer.dropping = True
         self.outer.reset_to_anchor()
         self.rank.model.sync_tied()
 
     def check_pseudo_gradients(self, plan: RoundPlan) -> None:
-        """Say which contribution was dropped at a boundary because it was not finite.
+        """Report the contribution that was dropped at a boundary because it was not finite.
 
-        Only this rank knows; its fragment has gone back to the anchor already.
+        Only this rank knows of it. The fragment has already been reset to the anchor.
         """
         bad, self.outer.non_finite = self.outer.non_finite, None
         if bad is not None:
             self.drop(plan, bad)
 
     def drop(self, plan: RoundPlan, bad: str) -> None:
-        """A contribution is dropped because `bad` is not finite.
+        """Note that a contribution is dropped because `bad`, a loss or a tensor, is not finite.
 
-        Raises `RunEndedError` for a second round in a row, or at a site alone.
+        Raises `RunEndedError` in the second such round in a row, or if the site trains alone.
         """
         where = f"site {self.me}, round {plan.round}: {bad} is not finite"
         if len(plan.members) == 1 or self.state.dropped_round == plan.round - 1:
@@ -264,15 +274,20 @@ class Trainer:
                 f"{where}{again}; the last checkpoint is whole: lower inner.learning_rate and "
                 "resume, or look at the data of these steps"
             )
-            # Every rank says so: if one left first, the others would go on without this site.
+            # Every rank reports it: if one rank left first, the other sites would go on.
             with contextlib.suppress(DilocoxError):
                 self.client.fail(reason)
             raise RunEndedError(reason)
-        log.warning("%s: its contribution is dropped, it goes on from the anchor", where)
+        log.warning(
+            "%s: the site's contribution is dropped, and the site continues from the anchor", where
+        )
         self.meter.dropped = bad
 
     def end_round(self, plan: RoundPlan) -> None:
-        """Report, evaluate and write a checkpoint as the plan says; then the next round."""
+        """Report the round, and evaluate and write a checkpoint if `plan` says so.
+
+        If the other sites have gone on without this site, it catches up instead.
+        """
         self.outer.dropping = False
         self.at.round, self.at.slot = plan.round + 1, 0
         self.rounds_ended += 1
@@ -303,35 +318,44 @@ class Trainer:
         self.donors.serve()
 
     def overtaken(self, round_: int) -> Entering | None:
-        """How this site enters again, if the others go on without it after `round_`."""
+        """Return this site's new entry if the others have gone on without it after `round_`.
+
+        None if the site still takes part.
+        """
         for entry in self.control.news.entering:
-            # Not the entry that it has behind it, which the last beat may still tell of.
+            # The last heartbeat may still name the entry that this site has completed.
             if entry.site == self.me and entry.from_round > max(round_, self.counted_from):
                 return entry
         return None
 
     def ends_without_it(self) -> RunEndedError:
-        """What this site ends with if it is left behind when the run ends: its anchor is not the
-        run's, and there is no round left to catch up in."""
+        """Return the error of a site that is left behind when the run ends.
+
+        Its anchor is not the run's anchor, and no round is left in which it could catch up.
+        """
         return RunEndedError(
-            f"site {self.me}: the run ends while it is left behind; the model is at the others"
+            f"site {self.me}: the run ended while this site was left behind; the other sites have "
+            "the model"
         )
 
     def catch_up(self) -> None:
-        """Enter again: the others have gone on without this site.
+        """Enter the run again after the other sites have gone on without this site.
 
-        What it has trained since stays in its residual, and the inner optimizer as it is.
+        This site's training since then is kept in its residual. The state of its inner optimizer
+        is kept, too. Raises `RunEndedError` if the run ends first.
         """
-        log.warning("site %s is left behind: it sets its work aside and catches up", self.me)
+        log.warning(
+            "site %s is left behind: it keeps its training in the residual and catches up", self.me
+        )
         self.background.wait()
         self.ahead = None
-        # It may have trained one round more before it heard of it.
+        # This site may have trained another round before the coordinator named the entry.
         while (entry := self.overtaken(-1)) is None:
             self.control.hurry()
             self.control.touch()
             time.sleep(0.02)
         if entry.from_round > self.at.round:
-            # The round of the last exchange that was begun without it: nothing follows a flush.
+            # The last exchange without this site is of this round. No round follows a flush.
             begun = self.client.poll_plan(entry.from_round - 1).plan
             if begun is not None and begun.kind == "flush":
                 raise self.ends_without_it()
@@ -342,7 +366,7 @@ class Trainer:
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
 
     def joining_site(self, entry: Entering, first: FirstState | None = None) -> JoiningSite:
-        """Begin to fetch this rank's pieces. `first`: see `JoiningSite`."""
+        """Start to fetch this rank's pieces, as `entry` says. `first`: see `JoiningSite`."""
         return JoiningSite(
             self.state,
             self.control,
@@ -354,7 +378,10 @@ class Trainer:
         )
 
     def enter(self, joining_site: JoiningSite) -> None:
-        """See `JoiningSite.catch_up`. Raises `Stopped` where that raises `EntryStopped`."""
+        """Catch up until the next plan includes this site (see `JoiningSite.catch_up`).
+
+        Raises `Stopped` if the run stops meanwhile or the site is asked to leave.
+        """
         self.collector.rest()
         try:
             joining_site.catch_up()
@@ -363,9 +390,10 @@ class Trainer:
         self.counted_from = self.at.round
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:
-        """Held-out loss of the anchor, at the first site of the plan; round -1: before training.
+        """Evaluate the held-out loss of the anchor after `round_`; -1 means before training.
 
-        With `evaluation.patience` at all sites, since one alone must not end the run.
+        The first site of `plan` evaluates. With `evaluation.patience` all sites evaluate, because
+        one site alone must not end the run.
         """
         if next(iter(plan.members)) == self.me:
             self.report_eval_loss(round_)
@@ -377,39 +405,43 @@ class Trainer:
             self.checkpointer.keep_best(self.rank, round_, loss, first=False)
 
     def report_eval_loss(self, round_: int) -> None:
-        """Evaluate the anchor after `round_` and report that."""
+        """Evaluate the anchor after `round_`, and report the held-out loss."""
         loss = self.evaluator.held_out_loss(round_)
         if self.rank.place.leads:
             evaluated(self.client, self.hooks.on_evaluation, round_, loss)
         self.checkpointer.keep_best(self.rank, round_, loss, first=True)
 
     def probe_gradients(self, plan: RoundPlan, fragments: Sequence[int]) -> None:
-        """Where the held-out loss goes along these fragments of the plan, for a gate that goes by
-        gradients."""
+        """Measure the gradient of the held-out loss with respect to these fragments of the plan.
+
+        A gate that judges contributions by gradients uses it.
+        """
         self.outer.slope = self.evaluator.gradient_probe(self.outer.names(plan, fragments))
 
     def wait_for_record(self) -> None:
-        """Return when checkpoints and the record have all that there is so far."""
+        """Return when all checkpoints and the whole record up to now are written."""
         self.checkpointer.wait()
         if self.watch is not None:
             self.watch.wait()
 
     def stop(self) -> None:
-        """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
+        """Write a checkpoint at the slot where the whole run stops. Raises `Stopped`."""
         self.background.wait()
         plan = self.client.poll_plan(self.at.round, 0.0).plan
         self.checkpointer.save(self.state, plan, last=True)
         self._go(lambda: self.client.finish(complete=False))
 
     def depart(self) -> None:
-        """Leave the run: what this rank owed the others is decided. Raises `Stopped`."""
+        """Leave the run, after this rank's exchanges in flight have ended. Raises `Stopped`."""
         self.background.wait()
         self.outer.settle()
         self._go(self.client.depart)
 
     def turn_back(self, leaves: bool) -> NoReturn:
-        """Go before this site has trained a round since it entered (again): the run stops, or the
-        site `leaves`. Raises `Stopped`."""
+        """End this site's part before it has trained a round since its latest entry.
+
+        `leaves`: the site was asked to leave; otherwise the run stops. Raises `Stopped`.
+        """
         self.background.wait()
         self._go(self.client.depart if leaves else lambda: self.client.finish(complete=False))
 
@@ -419,16 +451,16 @@ class Trainer:
         raise Stopped
 
     def finish(self, plan: RoundPlan) -> None:
-        """Flush, evaluate, publish the model.
+        """Write the last checkpoint, flush, evaluate and publish the model.
 
-        The last checkpoint is from before the flush, so that a resumed run flushes once. Raises
-        `RunEndedError` if the others have flushed without this site.
+        The last checkpoint is taken before the flush, so that a resumed run flushes only once.
+        Raises `RunEndedError` if the other sites have flushed without this site.
         """
         self.background.wait()
         self.checkpointer.save(self.state, plan, last=True)
         self.record_round_start(plan)
         if self.watch is not None:
-            # An auditor may look for it as soon as the flush is decided, and that is at once.
+            # An auditor may look for this state as soon as the flush is decided, which is at once.
             self.watch.wait()
         before_change()
         if self.config.exchanges_gradients:
