@@ -287,9 +287,9 @@ def test_what_cannot_be_handed_in_is_said(
         options = _parser().parse_args(["audit", str(folder), "--site", "lyon", *more])
         return options.call(options)
 
-    with pytest.raises(ConfigError, match="--coordinator: is for --hand-in"):
+    with pytest.raises(ConfigError, match="--coordinator needs --hand-in"):
         call("--coordinator", "127.0.0.1:1")
-    with pytest.raises(ConfigError, match="--token-file: is for --coordinator HOST:PORT"):
+    with pytest.raises(ConfigError, match="--token-file needs --coordinator HOST:PORT"):
         call("--hand-in", "--token-file", "x")
     (tmp_path / "token").write_text(f"dilocox1-{'0' * 64}-{'0' * 32}")
     with pytest.raises(ConfigError, match="give HOST:PORT"):

@@ -38,7 +38,7 @@ def test_a_checkpoint_that_is_gone_is_named(workshop: Workshop) -> None:
         part.rename(run.folder.parent / "moved-away")
     again = workshop.start("gone", *sets, flags=("--resume",))
     assert again.wait() == 1
-    assert "site paris holds no whole part of the checkpoint" in again.printed()
+    assert "site paris lacks its part of the checkpoint" in again.printed()
     assert "Traceback" not in again.printed()
 
 

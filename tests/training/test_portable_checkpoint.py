@@ -115,8 +115,8 @@ def test_a_mount_point_is_refused_before_weights_are_fetched(
 def test_preparing_alone_asks_for_the_tokenizer_too(place: Path, tmp_path: Path) -> None:
     other = going_on(place, data={"vocabulary_size": 300})
     text = refusal(check_tokenizer, other)
-    assert "set data.tokenizer as the run.toml of run old has it" in text
-    assert "or data.vocabulary_size = 270 if it trained its own" in text
+    assert "set data.tokenizer as in the run.toml of run old" in text
+    assert "or data.vocabulary_size = 270 if that run trained its own tokenizer" in text
     check_tokenizer(going_on(place))
     # A tokenizer that is named is one that somebody chose; one that is not there cannot be asked.
     named = {"vocabulary_size": 300, "tokenizer": str(place / "start")}
@@ -139,11 +139,11 @@ def test_other_token_files_are_refused_with_the_likely_cause(place: Path, tmp_pa
     text = write_text(tmp_path / "text", 5)
     tokenizer = str(place / "tokens" / "tokenizer")
     for name, options, cause in (
-        ("trained", {}, 'most likely data.tokenizer, here "train", was another there'),
+        ("trained", {}, 'most likely data.tokenizer, here "train", differed in that run'),
         (
             "loaded",
             {"tokenizer": tokenizer},
-            "knows the same tokens, so that most likely data.sour",
+            "knows the same tokens, so most likely data.sour",
         ),
     ):
         data = {"source": str(text), "folder": str(tmp_path / name), **options}

@@ -197,7 +197,7 @@ def test_a_receiver_waits_for_its_donor_s_next_slot_end() -> None:
 
 
 def test_a_receiver_does_not_wait_for_who_is_its_donor_no_more() -> None:
-    with pytest.raises(EpochChangedError, match="old is not to be fetched from"):
+    with pytest.raises(EpochChangedError, match="old is no longer the donor"):
         network("new", MemoryStore({}), entering("next"), 10.0).pair("e", "old", "new")
 
 

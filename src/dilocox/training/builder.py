@@ -105,8 +105,8 @@ class Hooks:
             return
         if config.inner.optimizer != "sgd":
             raise ConfigError(
-                'optimizer: an optimizer of your own needs inner.optimizer = "sgd" in the run '
-                "file, so that no exchange and no estimate of memory relies on AdamW's moments"
+                'optimizer: set inner.optimizer = "sgd" in the run file, so that no exchange and '
+                "no estimate of memory relies on AdamW's moments"
             )
         if config.site.replicas > 1:
             raise ConfigError(

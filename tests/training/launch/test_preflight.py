@@ -80,9 +80,9 @@ def test_resuming_another_run_names_the_key_that_differs(tmp_path: Path) -> None
     before = content(run.folder)
     other = config(tmp_path, inner={"learning_rate": 0.5})
     text = refusal(preflight.claim_folder, other, resume=True)
-    assert "was begun with inner.learning_rate = 0.001, the run file says 0.5" in text
+    assert "was started with inner.learning_rate = 0.001, but the run file has 0.5" in text
     text = refusal(preflight.claim_folder, config(tmp_path, sites={"oslo": {}}), resume=True)
-    assert "was begun with other sites" in text
+    assert "was started with other sites" in text
     # Places may change: a resumed run may be given more threads or another port.
     moved = config(tmp_path, site={"threads": 2}, network={"port": 4711})
     preflight.claim_folder(moved, resume=True)
@@ -94,7 +94,7 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_begun(tmp_path: Path) -> No
     path = run.folder / "run.toml"
     path.write_text(path.read_text().replace("moments = true\n", ""))
     text = refusal(preflight.claim_folder, run, resume=True)
-    assert "compression.moments = false, the run file says true; resume with --set" in text
+    assert "compression.moments = false, but the run file has true; resume with --set" in text
     preflight.claim_folder(config(tmp_path, compression={"moments": False}), resume=True)
 
 
@@ -165,7 +165,7 @@ def test_files_of_no_run_are_not_mixed_with_one(tmp_path: Path) -> None:
     run.folder.mkdir()
     (run.folder / "thesis.tex").write_text("x", encoding="utf-8")
     text = refusal(preflight.claim_folder, run, resume=False)
-    assert "holds files that are not of a run (thesis.tex)" in text
+    assert "holds files that no run has written (thesis.tex)" in text
 
 
 def test_token_files_that_were_prepared_before_are_no_hindrance(tmp_path: Path) -> None:

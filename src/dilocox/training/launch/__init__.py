@@ -1,1 +1,1 @@
-"""Starts and watches the processes of a run: coordinator, sites, ranks."""
+"""Starts and supervises the processes of a run: coordinator, sites and ranks."""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line a round, what happened, and the end."""
+"""Prints a run for the user: one line per round, events, and a summary."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dilocox.utils.plain_text import plain, plain_lines
 
 Record = dict[str, Any]
 NOTABLE = 0.05
-"""Share of a round that others have to wait for a site before it is named."""
+"""Share of a round for which the others must wait for a site before the line names the site."""
 
 
 def round_line(record: Record, steps: int) -> str:
-    """One combined round of a run of `steps` inner steps as a line of text."""
+    """Return one line about a round of all sites, in a run of `steps` inner steps."""
     loss = f"{record['loss']:.3f}" if "loss" in record else "-"
     waited = record.get("waited_for", {})
     last = max(waited, key=lambda site: waited[site], default=None)
@@ -37,7 +37,7 @@ def round_line(record: Record, steps: int) -> str:
 
 
 def device_words(record: Record) -> str:
-    """MFU and memory of a round, with what separates them from what follows; empty if not known."""
+    """Return MFU and memory of a round, with spaces after them. Empty if they are not known."""
     words = []
     if "mfu" in record:
         words.append(f"MFU {record['mfu']:.1%}")
@@ -49,7 +49,7 @@ def device_words(record: Record) -> str:
 
 
 def plan_line(record: Record) -> str:
-    """What was chosen for the rounds to come."""
+    """Return one line about the settings that were chosen for the next rounds."""
     number = record["fragments"]
     return (
         f"round {record['round']:>3}  plan: {record['inner_steps']} inner steps, "
@@ -60,7 +60,7 @@ def plan_line(record: Record) -> str:
 
 
 class Display:
-    """Prints a run's records, a line per round and event. On a terminal with a bar below them."""
+    """Prints a run's records, one line per round and event. On a terminal a bar is below them."""
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self._steps = config.total_steps
@@ -71,7 +71,7 @@ class Display:
         self._task: Any = None
 
     def start(self) -> None:
-        """Show the bar, on a terminal."""
+        """Show the progress bar, if there is a terminal."""
         if not self._lively:
             return
         self._progress = Progress(
@@ -87,21 +87,22 @@ class Display:
         self._progress.start()
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def line(self, text: str) -> None:
-        """A line, or several, that are always shown, and in a log at once.
+        """Print one or several lines, and flush them.
 
-        Nothing in the text is obeyed, whoever wrote it.
+        Markup and control characters in the text have no effect, since a stranger may have
+        written it.
         """
         self._console.print(escape(plain_lines(text)))
         self._console.file.flush()
 
     def step(self, text: str, share: float | None = None) -> None:
-        """A step of the preparation, in place, on a terminal."""
+        """Show a step of the preparation, and its share done, in one line of a terminal."""
         if not self._lively:
             return
         done = "" if share is None else f" {share:4.0%}"
@@ -115,7 +116,7 @@ class Display:
             sys.stdout.flush()
 
     def show(self, record: Record) -> None:
-        """A record of the recorder (see `dilocox.coordinator.metrics.run_metrics`)."""
+        """Print a record of the run's metrics (see `dilocox.coordinator.metrics.run_metrics`)."""
         kind = record.get("kind")
         if kind == "round" and not record.get("site"):
             self.line(round_line(record, self._steps))
@@ -130,7 +131,7 @@ class Display:
             self.line(plain(record["text"]))
 
     def summary(self, record: Record) -> None:
-        """The end of a run, in a few lines."""
+        """Print the end of a run, in a few lines."""
         first, last = record.get("val_loss_first"), record.get("val_loss_last")
         if record.get("phase") == "finished" and record.get("reason"):
             self.line(f"ended early       {plain(record['reason'])}")

@@ -1,4 +1,4 @@
-"""Serves a run to its end: `dilocox coordinator`, and the coordinator of a run on one machine."""
+"""The coordinator's process: `dilocox coordinator`, and the coordinator of `dilocox train`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from dilocox.training.payload_sizes import payload_sizes
 from dilocox.training.portable_checkpoint import Handover
 
 ENDPOINT = "endpoint.json"
-"""In the coordinator's folder, readable by its owner: address, join tokens, operator's identity."""
+"""File in the coordinator's folder with address, join tokens and the operator's identity. Only its
+owner can read it."""
 LOG_PATIENCE = 3.0
-"""Seconds that a start waits for who hands a verdict to the log of its folder just then."""
+"""Seconds that a start waits for a process that is handing a verdict to the log of the folder."""
 LEDGER = "ledger.json"
-"""In the run's folder: who was given which token ranges, written at the end."""
+"""File in the run's folder, written at the end: which site was given which token ranges."""
 
 
 def coordinate(
@@ -50,11 +51,15 @@ def coordinate(
     resume: bool,
     verbose: bool = False,
 ) -> int:
-    """`dilocox coordinator`: serve a run whose sites join from other machines; exit code.
+    """`dilocox coordinator`: serve a run whose sites join from other machines.
 
-    In a folder whose run has not ended it goes on from the event log, on the port that it had, and
-    the sites that train on meanwhile find it again. `resume` goes back to the last checkpoint.
-    `verbose`: print the table of time-outs, too.
+    If the folder has a run that has not ended, the coordinator continues from its event log, on
+    the same port. Sites that are still training then reach it again. `resume` goes back to the
+    last checkpoint instead. `run_file` and `overrides` appear in the printed join lines. The run
+    starts with `wait_for` sites; None means all. `verbose` also prints the table of time-outs.
+
+    Returns the exit code: 0 if the run is finished, 130 if it was stopped. Raises `DilocoxError`
+    if the run cannot start, or if it failed.
     """
     display = Display(config)
     folder = config.folder
@@ -74,7 +79,7 @@ def coordinate(
     def ready(endpoint: Endpoint) -> None:
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
         tokens = folder / "coordinator" / TOKENS
-        # With the brackets of an IPv6 address, as `dilocox join` wants it.
+        # An IPv6 address keeps its brackets, as `dilocox join` expects.
         address = endpoint.url.removeprefix("https://")
         display.line(f"coordinator of run {config.run.name} on {address}; at each site run")
         sets = [part for item in overrides for part in ("--set", item)]
@@ -87,8 +92,9 @@ def coordinate(
             words += ["--run-file", str(run_file), *sets, "--token-file", str(tokens / site)]
             display.line(f"  {shlex.join(words)}")
         display.line(
-            f"each with a copy of its own file of {tokens}, readable by its owner only: who holds "
-            "it may join as that site (without --token-file it is asked for)"
+            f"each with a copy of the site's own file in {tokens}, readable by its owner only: "
+            "whoever has the token can join as that site (without --token-file the command asks "
+            "for the token)"
         )
         if verbose:
             display.line(Timeouts.derive(config.network).table())
@@ -113,19 +119,27 @@ def coordinate(
 
 
 def leave(folder: Path, site: str, now: bool, change: StandingChange | None) -> str:
-    """`dilocox leave`: take a site out of the run in `folder`; what becomes of it, in one line.
+    """`dilocox leave`: take a site out of the run in `folder`, or change who may join as the site.
 
-    `change`: for good, with its join token; or let it in again; or with another key.
+    Called on the coordinator's machine by a user who can read its folder.
 
-    To be called where the coordinator runs, by who may read its folder. Raises `DilocoxError`.
+    Args:
+        now: the site leaves at once, not after its round.
+        change: ban the site, lift its ban, or let it join with another key. None: none of these.
+
+    Returns:
+        One line that says what happens to the site.
+
+    Raises:
+        DilocoxError: the folder is not of a running coordinator, or the request is refused.
     """
     try:
         endpoint = Endpoint.load(folder / "coordinator" / ENDPOINT)
         config = load_written(folder / "run.toml")
     except (OSError, ValueError, TypeError, ConfigError) as error:
         raise TrainingError(
-            f"{folder}: no folder of a coordinator whose run goes on ({error}); give the run "
-            "folder on the coordinator's machine"
+            f"{folder}: is not the folder of a coordinator whose run goes on ({error}); give the "
+            "run folder on the coordinator's machine"
         ) from None
     timeouts = Timeouts.derive(config.network)
     patience = replace(timeouts, coordinator=timeouts.heartbeat)
@@ -149,7 +163,19 @@ def serve_run(
     on_ready: Callable[[Endpoint], None],
     port: int | None = None,
 ) -> dict[str, Any]:
-    """Serve a run to its end: phase, reason and summary. `port`: instead of `network.port`."""
+    """Serve a run to its end, and return phase, reason and summary.
+
+    Args:
+        payloads: sizes of payloads, see `payload_sizes`. None if plans do not adapt to the link.
+        resume: go back to the last checkpoint.
+        wait_for: number of sites with which the run starts. None: all sites of the run file.
+        emit: gets every record of the run's metrics.
+        on_ready: called with address and join tokens when the coordinator listens.
+        port: port to listen on. None: `network.port`.
+
+    Raises:
+        TrainingError: another coordinator runs on this folder.
+    """
     with contextlib.ExitStack() as ends:
         if not ends.enter_context(held(folder / "coordinator", LOG_PATIENCE)):
             raise TrainingError(
@@ -185,7 +211,10 @@ def serve_run(
 
 
 def earlier_run(config: RunConfig) -> EarlierRun:
-    """The run that one with `model.handover` goes on from. Raises `CheckpointError`."""
+    """Return the run from which a run with `model.handover` continues.
+
+    Raises `CheckpointError` if its handover cannot be read.
+    """
     found = Handover.read(config.model.path)
     return EarlierRun(found.run, found.steps, found.ledger)
 
@@ -206,13 +235,13 @@ def refuse_finished(folder: Path) -> None:
     summary = folder / "summary.json"
     if summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["phase"] == "finished":
         raise TrainingError(
-            f"{folder}: this run is finished, its model is in {folder / 'model'}; to train on, "
-            "begin a new run with model.path set to it"
+            f"{folder}: this run is finished and its model is in {folder / 'model'}; to train the "
+            "model further, start a new run with model.path set to that folder"
         )
 
 
 def _port_before(folder: Path) -> int:
-    """The port that the run's coordinator had, for which its sites look; 0 if it had none."""
+    """Return the earlier port of the run's coordinator, which its sites know; 0 without one."""
     try:
         port = host_and_port(Endpoint.load(folder / "coordinator" / ENDPOINT).url)[1]
     except FileNotFoundError:

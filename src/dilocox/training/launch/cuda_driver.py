@@ -1,8 +1,8 @@
-"""Finds out, without starting CUDA, whether ranks use a GPU and whether its driver is new enough.
+"""Checks, without starting CUDA, whether ranks use a GPU and whether its driver is new enough.
 
-A process that has started CUDA cannot be forked. PyTorch notices a driver that is too old only when
-CUDA starts, in every rank. Source of the lowest drivers: NVIDIA, "CUDA Compatibility", section
-"minor version compatibility".
+A process that has started CUDA cannot be forked. PyTorch only reports a driver that is too old
+when CUDA starts, in every rank. Source of the lowest drivers: NVIDIA, "CUDA Compatibility",
+section "minor version compatibility".
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dilocox.errors import ConfigError
 
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 LOWEST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""By CUDA's major version: the lowest major version of a Linux driver that runs it."""
+"""Lowest major version of a Linux driver, by CUDA's major version."""
 
 
 def ranks_use_gpu(config: RunConfig) -> bool:
-    """Will ranks of this run use a GPU on this machine?"""
+    """Return whether ranks of this run use a GPU on this machine."""
     if config.site.device != "auto":
         return config.site.device == "cuda"
     return machine_has_gpu()
 
 
 def machine_has_gpu() -> bool:
-    """Whether PyTorch may use a GPU on this machine."""
+    """Return whether this machine has an NVIDIA driver and PyTorch is a build for CUDA."""
     return torch.version.cuda is not None and KERNEL_MODULE.exists()
 
 
 def check_driver(config: RunConfig) -> None:
     """Raise `ConfigError` if ranks here would use a GPU whose driver is too old for this PyTorch.
 
-    Nothing is refused where the kernel does not tell the driver's version, as in WSL.
+    Nothing is refused if the kernel does not report the driver's version, as in WSL.
     """
     if torch.version.cuda is None or not ranks_use_gpu(config):
         return
@@ -45,7 +45,7 @@ def check_driver(config: RunConfig) -> None:
     except OSError:
         return
     driver, cuda = driver_version(text), torch.version.cuda
-    # NVIDIA's compatibility package lets an older driver run a newer CUDA: its library knows.
+    # NVIDIA's compatibility package lets an older driver run a newer CUDA. So ask its library.
     if driver_is_enough(driver, cuda) or _newest_cuda() >= _major(cuda):
         return
     raise ConfigError(
@@ -57,13 +57,16 @@ def check_driver(config: RunConfig) -> None:
 
 
 def driver_is_enough(driver: str | None, cuda: str) -> bool:
-    """Can `driver` ("570.133.20") run programs built for `cuda` ("13.0")? True if unknown."""
+    """Return whether `driver` ("570.133.20") can run programs built for `cuda` ("13.0").
+
+    True if either version is not known.
+    """
     lowest = LOWEST_DRIVER.get(_major(cuda))
     return driver is None or lowest is None or _major(driver) >= lowest
 
 
 def driver_version(text: str) -> str | None:
-    """The version in the text of `/proc/driver/nvidia/version`; None if there is none."""
+    """Return the version in the text of `/proc/driver/nvidia/version`. None if there is none."""
     for line in text.splitlines():
         if line.startswith("NVRM version:"):
             found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", line)
@@ -72,7 +75,10 @@ def driver_version(text: str) -> str | None:
 
 
 def _newest_cuda() -> int:
-    """CUDA's newest major version by the driver's own library, which needs no start for that."""
+    """Return the newest major version of CUDA that the driver's library supports; 0 if unknown.
+
+    This call does not start CUDA.
+    """
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

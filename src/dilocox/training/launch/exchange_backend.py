@@ -1,4 +1,4 @@
-"""The groups that carry a rank's exchanges, and what the coordinator hears and says of them."""
+"""The backend of a rank's exchanges: groups of peers, and requests to the coordinator."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from dilocox.utils import tracing
 GroupKey = tuple[int, tuple[str, ...]]
 """Epoch and sites of a group."""
 KEPT_GROUPS = 3
-"""Groups of past epochs that stay open: a slower peer may still be reading from them."""
+"""Number of newest groups that stay open: a slower peer may still read from an earlier one."""
 
 
 @dataclass
 class LinkBackend:
-    """The groups that carry this rank's exchanges, and the coordinator's part in them."""
+    """`ExchangeBackend` over links: this rank's peer groups, and requests to the coordinator."""
 
     client: CoordinatorClient
     control: RankControl
@@ -59,7 +59,7 @@ class LinkBackend:
         if self.record is None or what.values is None or what.key.kind != "outer":
             return None
         if self.rounds is not None:
-            # The state comes into the log before what was made from it.
+            # The state must be in the log before a contribution that was made from the state.
             self.rounds.wait_signed()
         return self.record.commit(what, payload)
 
@@ -80,7 +80,10 @@ class LinkBackend:
         digests: Mapping[str, str],
         opinions: Mapping[str, RankOpinion],
     ) -> VoteReply:
-        """Vote with a signature under this rank's own payload, if the run is recorded."""
+        """Send this rank's vote to the coordinator, and return the reply.
+
+        If the run is recorded, the vote carries a signature under this rank's own payload.
+        """
         own = digests.get(self.place.site)
         signed = None
         if self.record is not None and own is not None and key.kind == "outer":
@@ -97,11 +100,15 @@ class LinkBackend:
         )
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
-        """The group of these members in an epoch; formed when it is first needed.
+        """Return the group of the members and the epoch of `begun`, and form it at the first call.
 
-        Two exchanges may ask at a time: for one group they wait for each other, for two they do
-        not, since their peers may form these in the other order. One that could not be formed never
-        will be: what its members told each other is of their first try.
+        Two threads may call this at the same time. For the same group one waits for the other; for
+        different groups they do not wait, since peers may form these in another order. A group
+        that could not be formed is never tried again, because the addresses that its members
+        exchanged are those of the first try. `superseded` returns whether the epoch has ended.
+
+        Raises `UnreachedError` if a member cannot be reached, and `EpochChangedError` if the
+        members changed meanwhile.
         """
         sites = tuple(member.site for member in begun.members)
         key = (begun.epoch, sites)
@@ -122,9 +129,8 @@ class LinkBackend:
             return self._form(key, superseded)
         except UnreachedError as error:
             self._unformed[key] = error
-            # Who refuses may have died a moment ago, and who waits in vain may hear of it from the
-            # one that should have come. The coordinator knows within a heartbeat, and then this is
-            # no link's fault.
+            # The peer may have died a moment ago. The coordinator then changes the epoch within
+            # a heartbeat, and no link is to blame.
             end = time.monotonic() + self.timeouts.heartbeat
             while time.monotonic() < end:
                 if superseded():
@@ -147,11 +153,12 @@ class LinkBackend:
         )
 
     def pair(self, name: str, donor: str, receiver: str) -> PeerGroup:
-        """The two ranks of an entry.
+        """Form the group of the two ranks of an entry, and return it.
 
-        The donor comes at one of its slot ends: the receiver waits for its word in the store for as
-        long as it is the one to fetch from, and only then begins to count. Raises
-        `EpochChangedError` when it is not any more.
+        The donor joins at one of its slot ends, and announces that by a key in the coordinator's
+        key-value store. The receiver waits for this key as long as the donor is the right one.
+        Time limits only start after that. Raises `EpochChangedError` if the entry has another
+        donor now.
         """
         me, word = self.place.site, f"{name}/donor/{donor}"
         if me == donor:
@@ -162,7 +169,7 @@ class LinkBackend:
 
         while me != donor and not self.client.kv_check([word]):
             if not fetches():
-                raise EpochChangedError(f"{donor} is not to be fetched from any more")
+                raise EpochChangedError(f"{donor} is no longer the donor of this site")
             with contextlib.suppress(ExchangeError):
                 self.client.kv_get([word], 1.0)
 

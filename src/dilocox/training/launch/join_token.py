@@ -1,4 +1,7 @@
-"""Where `dilocox join` takes the join token from. Not the command line: all users can read that."""
+"""Reads the join token from a file, the environment or the terminal.
+
+The token is never taken from the command line, which every user of the machine can read.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,17 @@ def read_token(
     environment: Mapping[str, str] | None = None,
     ask: Callable[[str], str] | None = None,
 ) -> str:
-    """The join token: from `file`, else the environment, else from who sits at the terminal.
+    """Return the join token from `file`, else from the environment, else from the terminal.
 
-    `ask` shows a prompt and returns what is typed, unseen (default: `getpass`, on a terminal).
-    Raises `JoinError`, which never shows a token.
+    `environment`: None means the process's environment. `ask` shows a prompt and returns the typed
+    text without showing it; None means `getpass`, if there is a terminal. Raises `JoinError` if
+    there is no token or the file cannot be read. The error never shows a token.
     """
     if file is not None:
         if str(file).startswith("dilocox1-"):
             raise JoinError(
-                "token: on a command line every user of this machine can read it; write it to a "
-                f"file and give that with --token-file, or set {VARIABLE}"
+                "token: must not be on the command line, since every user of this machine can read "
+                f"it; write the token to a file for --token-file, or set {VARIABLE}"
             )
         try:
             return file.read_text(encoding="utf-8-sig").strip()

@@ -1,6 +1,6 @@
-"""Starts a run: all of its sites on this machine, or one that joins a coordinator elsewhere.
+"""Starts a run with all its sites on this machine, or one site that joins a coordinator elsewhere.
 
-Both ways are the same: a coordinator (see `dilocox.training.launch.coordinator_process`), and sites
+Both use the same code: a coordinator (`dilocox.training.launch.coordinator_process`), and sites
 that join it.
 """
 
@@ -54,10 +54,10 @@ from dilocox.utils.formatting import number
 from dilocox.utils.versions import check_versions
 
 SAMPLED = 3 * 10**9
-"""Parameters of the largest model of which a finished run samples a completion: in fp32 they take
-12 GB, and a processor some seconds per token."""
+"""Most parameters of a model from which a finished run samples a completion. In fp32 they take
+12 GB, and a CPU takes some seconds per token."""
 BAD_FORK = 3
-"""Exit code of a child in which CUDA would refuse to work."""
+"""Exit code of a forked child in which CUDA refuses to work."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +72,27 @@ class Result:
 
     @property
     def finished(self) -> bool:
-        """The run is complete."""
+        """Whether the run is complete."""
         return self.phase == "finished"
 
     @property
     def failed(self) -> bool:
-        """The run could not go on."""
+        """Whether the run has failed."""
         return self.phase == "failed"
 
     @property
     def stopped(self) -> bool:
-        """The run was stopped with a checkpoint."""
+        """Whether the run was stopped, with a checkpoint."""
         return self.phase == "stopped"
 
 
 def prepare_data(
     config: RunConfig, display: Display | None = None, begun: bool = False
 ) -> TokenFiles:
-    """The run's token files, made in a child process if they are not there yet.
+    """Return the run's token files. If there are none yet, a child process makes them.
 
-    `begun`: the run may have begun with those that are there, whatever their sources hold now.
+    `begun`: the run may have started with existing token files, so these are used even if their
+    sources have changed since. `display` may be None: then only warnings are printed.
     """
 
     def progress(step: str, share: float) -> None:
@@ -109,10 +110,10 @@ def prepare_data(
 def have_files(
     config: RunConfig, display: Display | None = None, begun: bool = False
 ) -> TokenFiles:
-    """Refuse what cannot be trained; then the model's weights and the token files are here.
+    """Check what can be checked without text, then fetch the weights and prepare the token files.
 
-    All that needs no text is asked before: preparing it may take hours. `begun`: see
-    `prepare_data`.
+    The checks come first, because preparing text may take hours. `display` and `begun`: see
+    `prepare_data`. Raises `DilocoxError` if the model or its data cannot be used.
     """
     check_place(config.data_folder)
     check_handover(config)
@@ -144,10 +145,10 @@ def train_here(
     debug: bool,
     trace: bool = False,
 ) -> Result:
-    """Train a run with all of its sites on this machine.
+    """Train a run with all its sites on this machine, and return how it ended. See `api.train`.
 
-    Ctrl-C, or SIGTERM, stops the run at a slot end with a checkpoint; a second one ends it at once.
-    `trace`: what every rank does when is recorded, as `trace.json` in the run folder.
+    Ctrl-C or SIGTERM stops the run at a slot end with a checkpoint; a second one ends it at once.
+    Raises `DilocoxError` if the run cannot start or fails.
     """
     check_versions()
     check_driver(config)
@@ -193,7 +194,7 @@ def _run_here(
     debug: bool,
     trace: bool,
 ) -> Result:
-    """Coordinator and sites in processes of their own, to the end of the run."""
+    """Run coordinator and sites in child processes to the end of the run."""
     folder = config.folder
     ours, theirs = processes.CONTEXT.Pipe(duplex=False)
     coordinator = processes.start(
@@ -213,7 +214,7 @@ def _run_here(
         display.start()
         end = _watch(ours, coordinator, sites, endpoint, config, display)
         if end["phase"] == "failed":
-            # The coordinator stays for two beats more; who looks for it later looks in vain.
+            # The coordinator answers for two more beats; after that, sites cannot reach it.
             grace = min(grace, 4 * Timeouts.derive(config.network).beat)
     except KeyboardInterrupt:
         grace = 0.0
@@ -231,7 +232,7 @@ def _run_here(
 
 
 def _show_trace(display: Display, merge: Callable[[], Path | None]) -> None:
-    """Write the timeline that was recorded, if one was. It is not worth a run's failure."""
+    """Write the recorded timeline, if there is one. An error does not make the run fail."""
     try:
         path = merge()
     except OSError as error:
@@ -242,7 +243,7 @@ def _show_trace(display: Display, merge: Callable[[], Path | None]) -> None:
 
 
 def _last_words(config: RunConfig, result: Result, display: Display) -> None:
-    """What a user does next: look at the model, or go on."""
+    """Show the paths of the run's results, or how to resume the run."""
     folder = result.folder
     if result.stopped:
         display.line(f"stopped; the same command with --resume goes on ({config.checkpoint_store})")
@@ -257,9 +258,9 @@ def _last_words(config: RunConfig, result: Result, display: Display) -> None:
 
 
 def _completion(config: RunConfig, folder: Path, display: Display) -> str:
-    """What the model makes of the prompt, quoted; or why that is not shown, and how to see it.
+    """Return a sampled completion in quotes, or why there is none and how to sample one.
 
-    The run is finished: nothing that goes wrong here is its failure.
+    The run is finished, so an error here does not make it fail.
     """
     command = f"dilocox generate {folder} samples one"
     try:
@@ -277,7 +278,7 @@ def _completion(config: RunConfig, folder: Path, display: Display) -> str:
 
 def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], None]) -> str:
     progress("sampling a completion", 0.0)
-    # This process has no children, and the ranks are gone.
+    # This process has no children and the ranks have ended, so all cores are free.
     torch.set_num_threads(available_cores())
     on_gpu = config.site.device != "cpu" and torch.cuda.is_available()
     evaluation = config.evaluation
@@ -291,7 +292,7 @@ def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], No
 
 
 def _first_word(pipe: Connection, coordinator: BaseProcess, display: Display) -> Endpoint:
-    """Wait until the coordinator listens."""
+    """Wait until the coordinator listens, and return its address and the join tokens."""
     while True:
         try:
             kind, value = pipe.recv()
@@ -313,9 +314,10 @@ def _watch(
     config: RunConfig,
     display: Display,
 ) -> dict[str, Any]:
-    """Show what comes until the coordinator says how the run ended.
+    """Show the coordinator's records until the run ends, and return how it ended.
 
-    Raises `KeyboardInterrupt` when a person asks twice to end, and `TrainingError`.
+    Raises `KeyboardInterrupt` at the user's second request to end, and `TrainingError` if the
+    coordinator fails.
     """
     running, stopping = dict(sites), False
     with listening(second_interrupts=True) as asked:
@@ -350,7 +352,7 @@ def _operator(endpoint: Endpoint, config: RunConfig) -> CoordinatorClient:
 def _coordinate_in_child(
     config: RunConfig, folder: Path, payloads: Menu | None, resume: bool, pipe: Connection
 ) -> None:
-    # Where the reader has gone this process is about to end with it.
+    # A broken pipe means that the parent has ended, and this process is about to end, too.
     def tell(kind: str, value: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
             pipe.send((kind, value))
@@ -394,28 +396,28 @@ def _site_in_child(
 
 
 def stay_forkable(device: str = "auto") -> None:
-    """To be called before anything else by a process that forks others.
+    """Keep this process fit for forking. Call this before anything else in a process that forks.
 
-    `device` is the run's `site.device`. Raises `ConfigError` if this process has used a GPU: the
-    ranks that are forked from it could not.
+    `device` is the run's `site.device`. Raises `ConfigError` if this process has used a GPU,
+    because ranks that are forked from it could not use one.
     """
     if device != "cpu" and processes.CONTEXT.get_start_method() == "fork" and _has_used_gpu():
         raise ConfigError(
-            "this process has used CUDA already, and ranks that are forked from it could not use a "
-            "GPU any more; begin the run before anything else asks for a GPU (in a notebook: "
-            'restart its kernel), or in a process of its own by "dilocox train RUN_FILE", or set '
+            "this process has used CUDA already, so ranks that are forked from it could not use a "
+            "GPU; start the run before any other code uses a GPU (in a notebook: "
+            'restart its kernel), or in a new process by "dilocox train RUN_FILE", or set '
             'site.device = "cpu"'
         )
-    torch.set_num_threads(1)  # no thread pool that a child would miss
-    # Whoever asks whether there is a GPU must not start CUDA: no child could use it then.
+    torch.set_num_threads(1)  # a forked child would lack the threads of a pool
+    # A check for a GPU must not start CUDA, because no child could use CUDA then.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 def _has_used_gpu() -> bool:
-    """Whether CUDA would refuse to work in a child of this process.
+    """Return whether CUDA would refuse to work in a forked child of this process.
 
-    Asking how many GPUs there are, as `torch.cuda.is_available()` does, is enough for that, and
-    only a child knows of it.
+    A query for the number of GPUs, as in `torch.cuda.is_available()`, is enough to cause that.
+    Only a child can find out.
     """
     if torch.cuda.is_initialized():
         return True
@@ -433,11 +435,11 @@ def _tell_bad_fork() -> None:
 def _check_site(
     config: RunConfig, site: str, display: Display | None, hooks: Hooks, here: int | None = None
 ) -> None:
-    """Refuse what cannot run at `site`, and have its weights and token files here.
+    """Check that `site` can train here, fetch its weights and prepare its token files.
 
-    `here`: ranks of the site on this machine, if not all of them.
+    `here`: number of the site's ranks on this machine; None means all of them.
     """
-    # The coordinator compares their digest with that of the token files that the run began with.
+    # Existing files are kept: the coordinator compares their digest with that of the run's start.
     files = have_files(config, display, begun=True)
     preflight.check_run(config, files.vocabulary_size, sites_here=1, ranks_here=here)
     preflight.check_data(config, files, [site], hooks.dataset is not None)
@@ -454,12 +456,10 @@ def join(
     key_file: Path | None = None,
     hooks: Hooks | None = None,
 ) -> int:
-    """`dilocox join`: take part in a run as `site`; exit code.
+    """`dilocox join`: take part in a run as `site`, and return the exit code. See `api.join`.
 
-    Under torchrun or Slurm this process is one rank of the site; else it starts all of them.
-    `trace`: as for `train_here`, of this site alone and as `trace-SITE.json`. `key_file`: where the
-    site keeps its key, if not in its run folder. `hooks`: functions in place of dilocox's own; the
-    run file has to agree on their code.
+    Under torchrun or Slurm this process is one rank of the site. Otherwise it starts all ranks of
+    the site. `hooks`: the user's own functions; the run file must name the digest of their code.
     """
     hooks = hooks or Hooks()
     if site not in config.sites:

@@ -1,11 +1,10 @@
-"""What can be refused before any process starts: folder, port, model, data, memory, disk.
+"""Checks before any process starts: folder, port, model, data, memory and disk.
 
-In order of a start: `check_folder` and `check_coordinator` (the coordinator's machine),
-`check_tokenizer` (`dilocox.training.launch.tokenizer_check`, of a new run), `check_place`
-(`dilocox.data.folder`), `check_handover` (`dilocox.training.portable_checkpoint`), `check_model`,
-`fetch_weights` (`dilocox.models.prefetch`), then the data is prepared, `check_run`, and
-`claim_folder` last: until then nothing of an earlier run in the folder is changed, so that a
-refused start loses nothing.
+The checks are called in this order: `check_folder` and `check_coordinator` on the coordinator's
+machine, `check_tokenizer` for a new run (`tokenizer_check`), `check_place` (`data.folder`),
+`check_handover` (`training.portable_checkpoint`), `check_model`, and `fetch_weights`
+(`models.prefetch`). Then the data is prepared, and `check_run` follows. `claim_folder` is last:
+before it no file of an earlier run in the folder is changed, so a refused start loses nothing.
 """
 
 from __future__ import annotations
@@ -68,28 +67,28 @@ WRITTEN = (
     "trace",
     "trace*.json",
 )
-"""What a run writes into its folder, and all that `--overwrite` takes away."""
-_ELSEWHERE = "choose another run.name (`dilocox handover` lets it go on from here)"
+"""Names that a run writes into its folder. `--overwrite` removes these and nothing else."""
+_ELSEWHERE = "choose another run.name (`dilocox handover` lets the new run go on from here)"
 STARTED = ("metrics.jsonl", "coordinator", "logs", "private", "record")
-"""What a start leaves that failed before anything was trained."""
+"""Names that a start leaves behind if it failed before any training."""
 
 
 def check_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> None:
-    """Refuse a folder that a run may not use; changes nothing.
+    """Check that the run may use its folder, and change nothing.
 
-    Raises `TrainingError` for a folder that holds a run already (without `resume`), another run,
-    none (with `resume`), a run that is going on, or files that no run wrote.
+    Raises `TrainingError` if the folder holds another run, a run that is going on, or files that
+    no run wrote. It is also raised for a run without `resume`, and for no run with `resume`.
     """
     folder = config.folder
     written = folder / "run.toml"
     if not written.exists():
         if resume:
-            raise TrainingError(f"{folder}: no run to resume; leave out --resume to begin one")
+            raise TrainingError(f"{folder}: no run to resume; leave out --resume to start a run")
         foreign = _foreign(config)
         if foreign:
             raise TrainingError(
-                f"{folder}: holds files that are not of a run ({foreign[0]}); choose another "
-                "run.folder or move them away"
+                f"{folder}: holds files that no run has written ({foreign[0]}); choose another "
+                "run.folder or move the files away"
             )
         _check_writable(folder)
         return
@@ -105,10 +104,10 @@ def check_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> No
 
 
 def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Path:
-    """Make the run's folder, or open it to go on; with `overwrite` an earlier run in it goes.
+    """Create the run's folder, or keep it with `resume`; `overwrite` removes an earlier run in it.
 
-    Raises as `check_folder` and `check_coordinator`, and `TrainingError` for a folder that cannot
-    be written to.
+    Returns the folder. Raises the errors of `check_folder` and `check_coordinator`, and
+    `TrainingError` if the folder cannot be written to.
     """
     check_folder(config, resume, overwrite)
     check_coordinator(config)
@@ -133,7 +132,7 @@ def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Pa
 
 
 def _check_writable(folder: Path) -> None:
-    """Make and remove a folder where `folder` is to be; what permissions say is not always so."""
+    """Create and remove a folder in the place of `folder`: permissions alone may be misleading."""
     place = folder
     while not place.exists():
         place = place.parent
@@ -146,7 +145,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _foreign(config: RunConfig) -> list[str]:
-    """Names in the folder of a run that has not begun, beside its token files."""
+    """Return names in the folder that no start has left and that are not token files."""
     folder = config.folder
     if not folder.is_dir():
         return []
@@ -165,7 +164,7 @@ def _foreign(config: RunConfig) -> list[str]:
 
 
 def _held(lock: Path) -> bool:
-    """True if a running coordinator holds the file `lock`."""
+    """Return whether a running coordinator holds the file `lock`."""
     try:
         with lock.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -180,7 +179,7 @@ def _check_same_run(config: RunConfig, written: Path) -> None:
     try:
         earlier = load_written(written)
     except ConfigError as error:
-        raise TrainingError(f"{error}; put back what the run wrote there") from None
+        raise TrainingError(f"{error}; put back the file that the run wrote there") from None
     if earlier.digest() == config.digest():
         return
     before, now = earlier.shared(), config.shared()
@@ -190,22 +189,22 @@ def _check_same_run(config: RunConfig, written: Path) -> None:
                 began, said = (json.dumps(each) for each in (before[section].get(key), value))
                 mend = "without it" if began == "null" else f"with --set {section}.{key}={began}"
                 raise TrainingError(
-                    f"{written.parent}: was begun with {section}.{key} = {began}, the run file "
-                    f"says {said}; resume {mend}, or {_ELSEWHERE}"
+                    f"{written.parent}: was started with {section}.{key} = {began}, but the run "
+                    f"file has {said}; resume {mend}, or {_ELSEWHERE}"
                 )
-    raise TrainingError(f"{written.parent}: was begun with other sites; {_ELSEWHERE}")
+    raise TrainingError(f"{written.parent}: was started with other sites; {_ELSEWHERE}")
 
 
 def as_begun(config: RunConfig) -> RunConfig:
-    """`config` as it goes on with the run in its folder (`RunConfig.as_begun`).
+    """Return `config` as it continues the run in its folder (see `RunConfig.as_begun`).
 
-    To be called after `check_folder` has found that run. Raises `ConfigError`.
+    Called after `check_folder` has found that run. Raises `ConfigError`.
     """
     return config.as_begun(load_written(config.folder / "run.toml"))
 
 
 def check_coordinator(config: RunConfig, wait_for: int | None = None) -> None:
-    """Raise `ConfigError` for what only the coordinator needs: sinks, address, number of sites."""
+    """Raise `ConfigError` for bad settings of the coordinator: sinks, address, number of sites."""
     check_sinks(config)
     least, most = config.outer.min_sites, len(config.sites)
     if wait_for is not None and not least <= wait_for <= most:
@@ -219,7 +218,7 @@ def check_coordinator(config: RunConfig, wait_for: int | None = None) -> None:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            # As the server itself does: the last run's closed connections are no reason.
+            # As the server does: closed connections of an earlier run must not block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except socket.gaierror as error:
@@ -236,8 +235,8 @@ def check_coordinator(config: RunConfig, wait_for: int | None = None) -> None:
 def check_model(config: RunConfig) -> None:
     """Raise `ModelError` or `ConfigError` for a model that cannot be trained in this layout.
 
-    Needs no data; a tokenizer that is still to be trained will have `data.vocabulary_size` tokens,
-    one that is still to be loaded is loaded: preparing the text may take hours.
+    Needs no text, whose preparation may take hours. A tokenizer that will be trained counts with
+    `data.vocabulary_size` tokens. A tokenizer that will be loaded is loaded now.
     """
     check_transformers()
     _check_attention(config)
@@ -255,8 +254,8 @@ def check_data(
 ) -> None:
     """Raise `DataError` or `ConfigError` for token files that `sites` cannot train on.
 
-    `files` are those that all sites share. With `own_dataset` the sequences come from the user's
-    function, and only the sites' own token files are looked at.
+    `files`: the token files that all sites share. With `own_dataset` sequences come from the
+    user's function, so only the tokenizers of the sites' own token files are checked.
     """
     spaces: dict[str, TokenFiles] = {}
     for site in sites:
@@ -272,7 +271,7 @@ def check_data(
         )
         batch = config.site_batch(site)
         if config.outer.global_batch == "fixed":
-            batch = config.global_batch  # where it is the only one that is left
+            batch = config.global_batch  # the batch of a site that is the only one left
         if batch > space.sequences_per_epoch:
             private = config.sites[site].data or config.sites[site].batch_size
             key = f"sites.{site}.batch_size" if private else "site.batch_size"
@@ -290,7 +289,7 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
                 f"{files.content[what]}; prepare it with data.tokenizer = "
                 f'"{files.tokenizer_folder}"'
             )
-    # Not the files' digests: a tokenizer that is loaded and saved again is written differently.
+    # Digests of the files may differ, because a tokenizer changes when it is loaded and saved.
     ours, theirs = (each.tokenizer_folder / "tokenizer.json" for each in (own, files))
     if read_vocabulary(ours) != read_vocabulary(theirs):
         raise DataError(
@@ -306,11 +305,11 @@ def check_run(
     own_dataset: bool = False,
     ranks_here: int | None = None,
 ) -> None:
-    """Raise the error that a rank would meet later, before any rank is started.
+    """Check the run with its token files. Raises the error that a rank would raise later.
 
-    The token files are there. `sites_here`: sites of the run on this machine; a machine with one
-    of several looks at that site's own token files by `check_data`. `ranks_here`: of a site over
-    several machines, how many of its ranks are here, the first ones.
+    `sites_here`: number of sites on this machine; if these are not all, the caller checks the
+    site's own token files by `check_data`. `ranks_here`: number of the site's ranks on this
+    machine, which are the first ones; None means all.
     """
     files = TokenFiles.open(config.data_folder)
     everyone = list(config.sites) if sites_here == len(config.sites) else []
@@ -334,34 +333,34 @@ def check_run(
 
 
 def check_handed_data(config: RunConfig, files: TokenFiles) -> None:
-    """Raise `ConfigError` for token files that are not those of the run that is gone on from."""
+    """Raise `ConfigError` for token files that differ from those of the handover's run."""
     found = Handover.read(config.model.path)
     if files.digest == found.data_digest:
         return
     tokenizer = json.dumps(config.data.tokenizer)
     if _has_tokenizer_of(files, Path(str(config.model.path)).expanduser()):
         cause = (
-            "the tokenizer knows the same tokens, so that most likely data.source or "
-            f"data.validation_fraction was another there, or {tokenizer} was not the name in "
+            "the tokenizer knows the same tokens, so most likely data.source or "
+            f"data.validation_fraction differed in that run, or {tokenizer} was not the name in "
             "data.tokenizer"
         )
     else:
-        cause = f"most likely data.tokenizer, here {tokenizer}, was another there"
+        cause = f"most likely data.tokenizer, here {tokenizer}, differed in that run"
     raise ConfigError(
-        f"model.handover: the token files' digest is {files.digest}, of run {found.run} it was "
-        f"{found.data_digest}, and token ranges would name other text; {cause}: set [data] as the "
-        "run.toml there has it, copy that run's data folder, or set handover = false"
+        f"model.handover: the token files' digest is {files.digest}, but run {found.run} had "
+        f"{found.data_digest}, and token ranges would name other text; {cause}: set [data] as in "
+        "its run.toml, copy that run's data folder, or set handover = false"
     )
 
 
 def _has_tokenizer_of(files: TokenFiles, model: Path) -> bool:
-    """Whether the tokenizer of the token files knows the tokens of that in the folder `model`."""
+    """Return whether the token files' tokenizer has the tokens of the one in folder `model`."""
     ours, theirs = (place / "tokenizer.json" for place in (files.tokenizer_folder, model))
     return theirs.is_file() and read_vocabulary(theirs) == read_vocabulary(ours)
 
 
 def _check_store(config: RunConfig, blueprint: ModelPlan, parameters: int) -> None:
-    """Raise `RecordError` for a store that cannot be used, `ConfigError` for one that will fill."""
+    """Raise `RecordError` for a store that cannot be used, `ConfigError` for one that is small."""
     whole = count_parameters(blueprint.hf_config)
     least = small_budget(config, whole)
     if least is not None:
@@ -392,7 +391,7 @@ def _check_store(config: RunConfig, blueprint: ModelPlan, parameters: int) -> No
 
 
 def _check_blueprint(config: RunConfig, blueprint: ModelPlan) -> list[int]:
-    """Parameters of each stage, after showing that the model can be cut and trained so."""
+    """Return the parameters of each stage, after checking that the model can be divided so."""
     chunks = config.site.stages * config.site.chunks
     if chunks > 1:
         probe_cut(blueprint.hf_config, chunks, config.model.attention)
@@ -402,7 +401,7 @@ def _check_blueprint(config: RunConfig, blueprint: ModelPlan) -> list[int]:
 
 
 def _stage_parameters(config: RunConfig, blueprint: ModelPlan, stage: int) -> int:
-    """Parameters of a stage, which is also shown to divide into fragments."""
+    """Return the parameters of a stage, after checking that it can be divided into pieces."""
     shapes = stage_shapes(config, blueprint, stage)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     if not config.exchanges_gradients:
@@ -411,7 +410,7 @@ def _stage_parameters(config: RunConfig, blueprint: ModelPlan, stage: int) -> in
 
 
 def _held_by_first(config: RunConfig, parameters: Sequence[int], ranks: int) -> list[int]:
-    """Of every stage's parameters, how many the first `ranks` ranks of a site hold."""
+    """Return how many of each stage's parameters the first `ranks` ranks of a site hold."""
     shards = config.site.shards
     return [
         size * min(shards, max(0, ranks - stage * shards)) // shards
@@ -420,7 +419,7 @@ def _held_by_first(config: RunConfig, parameters: Sequence[int], ranks: int) -> 
 
 
 def _check_attention(config: RunConfig) -> None:
-    """The model's own code looks for what its attention needs in the ranks alone."""
+    """Raise `ConfigError` if attention lacks a GPU or package, which only ranks would find."""
     wanted = config.model.attention
     if wanted != "flash_attention_2":
         return
@@ -428,7 +427,7 @@ def _check_attention(config: RunConfig) -> None:
         raise ConfigError(
             f'model.attention: "{wanted}" needs a GPU, ranks here have none; use "sdpa"'
         )
-    # Transformers takes it from either package.
+    # Transformers takes flash attention from either of the two packages.
     if not any(importlib.util.find_spec(name) for name in ("flash_attn", "kernels")):
         raise ConfigError(
             f'model.attention: "{wanted}" needs the package flash-attn, which is not installed '
@@ -459,7 +458,7 @@ def _check_disk(config: RunConfig, parameters: int, sites_here: int) -> None:
 
 
 def headline(config: RunConfig, files: TokenFiles) -> str:
-    """What is about to be trained, in a few lines."""
+    """Return a few lines that say what will be trained."""
     blueprint = ModelPlan.of(config, files.vocabulary_size)
     hf: Any = blueprint.hf_config
     outer, site = config.outer, config.site
@@ -483,7 +482,7 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
 
 
 def _course(config: RunConfig) -> str:
-    """Length and plan of the run, in words."""
+    """Describe the length and the first plan of the run."""
     outer, adapt = config.outer, config.control.adapt
     steps = f"{config.total_steps} inner steps in rounds of {outer.inner_steps}"
     if config.exchanges_gradients:

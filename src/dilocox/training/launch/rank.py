@@ -1,4 +1,4 @@
-"""The process of one rank: put together, enter the run, train, leave."""
+"""The process of one rank: builds its parts, enters the run, trains and leaves."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankJob:
-    """All that a rank's process is told."""
+    """The arguments of a rank's process."""
 
     config: RunConfig
     place: RankPlace
@@ -84,33 +84,37 @@ class RankJob:
     address: str
     """Interface name or IP address that the exchange binds to."""
     meeting: str | dist.Store | None
-    """File or store in which the site's ranks meet."""
+    """File or store in which the site's ranks meet. May be None: the rank is alone."""
     local_rank: int
+    """Number of this rank among the ranks on this machine."""
     ranks_here: int
+    """Number of ranks on this machine."""
     shared_folder: bool
-    """All sites of the run write to the same run folder."""
+    """Whether all sites of the run write to the same run folder."""
     log_file: Path | None
+    """File for the rank's output. None leaves the output where it is."""
     debug: bool = False
     trace: Path | None = None
-    """Where the rank's timeline is recorded, if it is."""
+    """File for the rank's timeline. None records no timeline."""
     tell: site_log.Say | None = None
-    """Gets a line per event and per round, if the rank leads a site that shows them itself."""
+    """Gets a line per event and round. None if another process shows the run."""
 
 
 STOPPED = 130
-"""Exit code of a rank whose run was stopped where it stood."""
+"""Exit code of a rank whose run was stopped before its end."""
 _REPLACED: list[TextIO] = []
-"""What a rank's process printed to before it had its log."""
+"""Output streams that a rank's process used before its log."""
 
 Errors = Callable[[str, bool], None]
-"""(the one line that says why a rank failed, whether another start would fail in the same way)."""
+"""(one line with the reason of a failure, whether another start would fail in the same way)."""
 
 
 def run_rank(job: RankJob, errors: Errors) -> int:
-    """Run one rank to its end; the process's exit code: 0, 1 if it has failed, or `STOPPED`.
+    """Run one rank to its end, and return the exit code: 0, 1 after a failure, or `STOPPED`.
 
-    A rank that has failed keeps its process group: destroying one waits for its peers, which may
-    be in a collective until its time limit. The caller ends the process by `processes.exit_now`.
+    `errors` gets the reason of a failure. A rank that has failed keeps its process group, since
+    destroying a group waits for its peers, which may be in a collective until the time limit. The
+    caller ends the process by `processes.exit_now`.
     """
     _set_up_log(job)
     try:
@@ -180,14 +184,14 @@ def _train(job: RankJob, errors: Errors) -> None:
 
     control = RankControl(client, timeouts.beat, timeouts.stall, timeouts.heartbeat, stuck)
     try:
-        # Building takes minutes where the model is large, and the coordinator waits for beats.
+        # Building a large model takes minutes, in which the coordinator expects heartbeats.
         control.start(building=True)
         rank = _build(job, blueprint, timeouts, control.touch)
         control.built()
         if rank.not_deterministic:
             _say_not_deterministic(rank, client)
         rank.model.lead()
-        # After an error nobody is let go: other replicas may be in a collective that never ends.
+        # After an error replicas are not released: they may be in a collective that never ends.
         try:
             _take_part(job, rank, files, client, control, timeouts, endpoint)
         except Stopped:
@@ -208,7 +212,7 @@ def _train(job: RankJob, errors: Errors) -> None:
 def _build(
     job: RankJob, blueprint: ModelPlan, timeouts: Timeouts, progress: Callable[[], None]
 ) -> RankParts:
-    """This rank's part of the model. Collective over the site."""
+    """Build this rank's part of the model. Collective over the site."""
     config, place, store = job.config, job.place, job.meeting
     if isinstance(store, str):
         store = dist.FileStore(store, config.site.ranks) if config.site.ranks > 1 else None
@@ -231,14 +235,16 @@ def _build(
 
 
 def random_seed(config: RunConfig, place: RankPlace) -> int:
-    """Seed of a rank's default generator, which dropout draws from: a stream of its own for every
-    rank of every site, in 0..2**63-1."""
+    """Return the seed of a rank's default generator, from which dropout draws.
+
+    The seed is in 0..2**63-1, and differs between all ranks of all sites.
+    """
     name = f"dilocox/random/1|{config.run.seed}|{place.site}|{place.rank_of(config.site)}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
 def _follow(job: RankJob, blueprint: ModelPlan, timeouts: Timeouts) -> None:
-    """The life of a rank of a further replica. Neither other sites nor the coordinator know it."""
+    """Run a rank of a further replica. Neither other sites nor the coordinator know this rank."""
     rank = _build(job, blueprint, timeouts, lambda: None)
     collector, steps = Collector(), 0
 
@@ -318,8 +324,8 @@ def _say_not_deterministic(rank: RankParts, client: CoordinatorClient) -> None:
     names = ", ".join(rank.not_deterministic)
     text = (
         f"no deterministic kernel on this GPU for {names}: the site trains without deterministic "
-        "kernels, and audits of its rounds may be NOT_RUN (site.deterministic = false says so for "
-        "all sites)"
+        "kernels, and audits of its rounds may be NOT_RUN (site.deterministic = false sets this "
+        "for all sites)"
     )
     log.warning("%s", text)
     if rank.place.leads:
@@ -327,7 +333,7 @@ def _say_not_deterministic(rank: RankParts, client: CoordinatorClient) -> None:
 
 
 def _open_record(job: RankJob, rank: RankParts, client: CoordinatorClient) -> RankRecord | None:
-    """This rank's part in the run's record; none if the run is not recorded."""
+    """Return the writer of this rank's part of the record. None if the run is not recorded."""
     if not job.identity.record_run:
         return None
     patience = job.config.network.link_timeout
@@ -339,7 +345,7 @@ def _open_record(job: RankJob, rank: RankParts, client: CoordinatorClient) -> Ra
 def _open_windows(
     job: RankJob, rank: RankParts, store: Store, warn: Callable[[str], None]
 ) -> Windows | None:
-    """Where this rank's payloads go, if old ones are removed one day."""
+    """Return the windows that remove old payloads of this rank. None if all payloads stay."""
     place = job.place
     bound = bound_of(job.config, count_parameters(rank.blueprint.hf_config))
     if bound is None:
@@ -353,7 +359,7 @@ def _open_windows(
 
 
 def _open_rounds(job: RankJob, rank: RankParts, client: CoordinatorClient) -> InnerRecord | None:
-    """What keeps this rank's states; none if no round is to be repeated."""
+    """Return the writer of this rank's states. None if no states are kept for audits."""
     config, place = job.config, job.place
     if not job.identity.record_run or config.record.states_every == 0:
         return None
@@ -384,22 +390,26 @@ def _warning(client: CoordinatorClient) -> Callable[[str], None]:
 
 
 def _beside_training(rank: RankParts) -> Callable[[], None] | None:
-    """How the exchange's thread prepares itself, if training computes on the CPU.
+    """Return a function that limits the exchange thread to one thread of PyTorch. None on a GPU.
 
-    With threads of its own it would own more OpenMP threads together with the training than there
-    are cores. The runtime then lets all of them sleep at every barrier instead of spinning, which
-    costs the inner steps a quarter of their speed.
+    Otherwise training and exchange together would have more OpenMP threads than there are cores.
+    The runtime would then let all threads sleep at every barrier instead of spinning, which costs
+    a quarter of the inner steps' speed.
     """
     if rank.mesh.device.type != "cpu":
         return None
-    # PyTorch sets the calling thread's number, and what threads begin with that have not asked for
-    # theirs yet: the training's thread asks now, so that it keeps its own.
+    # `set_num_threads` also sets the number for threads that have not queried theirs yet. The
+    # training thread queries its number now, so that it keeps that number.
     torch.get_num_threads()
     return lambda: torch.set_num_threads(1)
 
 
 def _enter(trainer: Trainer) -> JoiningSite | None:
-    """Take up a checkpoint, be the founder, or begin to fetch from a donor."""
+    """Enter the run: load a checkpoint, be the founder, or start to fetch from a donor.
+
+    Returns the fetching of state from a donor; None if this rank has its state already. Raises
+    `CheckpointError` if the checkpoint is damaged, and `RunEndedError` if it is missing.
+    """
     news, first = trainer.control.news, None
     if news.phase == "starting":
         found = _last_complete(trainer.client.checkpoints())
@@ -409,13 +419,13 @@ def _enter(trainer: Trainer) -> JoiningSite | None:
         if found is not None and news.donor is None and trainer.checkpointer.damage:
             trainer.client.spoiled(found.tick, trainer.checkpointer.damage)
             raise CheckpointError(
-                f"{trainer.checkpointer.damage}; the run goes back to the one before"
+                f"{trainer.checkpointer.damage}; the run goes back to the checkpoint before"
             )
         if found is not None and news.donor is None:
             reason = (
-                f"site {trainer.me} holds no whole part of the checkpoint at slot {found.tick} in "
-                f"{trainer.config.checkpoint_store}, and the others would take theirs from "
-                "it; put the folder back, or begin a new run from the model"
+                f"site {trainer.me} lacks its part of the checkpoint at slot {found.tick} in "
+                f"{trainer.config.checkpoint_store}, and the other sites would fetch their state "
+                "from this site; put the folder back, or start a new run from the model"
             )
             trainer.client.fail(reason)
             raise RunEndedError(reason)
@@ -440,14 +450,14 @@ def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def _flight_records(job: RankJob) -> Path:
-    """What the names of NCCL's flight records of this rank begin with: beside its log."""
+    """Return the path with which names of this rank's NCCL flight records begin, beside its log."""
     logs = job.config.folder / "logs" if job.log_file is None else job.log_file.parent
     place = job.place
     return logs / f"{place.file_name}-nccl-"
 
 
 def _lines_to(descriptor: int) -> TextIO:
-    """Text, line by line, to a descriptor that stays open."""
+    """Return a line-buffered text stream to a descriptor, which stays open after the stream."""
     return open(
         descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
     )
@@ -462,8 +472,8 @@ def _set_up_log(job: RankJob) -> None:
         os.dup2(stream, 2)
         if stream > 2:
             os.close(stream)
-        # A notebook, or whoever captures output, has put something without a descriptor there. It
-        # stays referenced: what owns descriptor 1 would close it in the end.
+        # Notebooks and output capture replace sys.stdout by a stream without a descriptor. The old
+        # streams stay referenced: the stream that owns descriptor 1 would close it when freed.
         _REPLACED.extend((sys.stdout, sys.stderr))
         sys.stdout, sys.stderr = _lines_to(1), _lines_to(2)
     logging.basicConfig(

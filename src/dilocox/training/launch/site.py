@@ -1,4 +1,4 @@
-"""One site of a run: it enrols, starts its ranks and watches over them."""
+"""One site of a run: enrols with the coordinator, starts its ranks and supervises them."""
 
 from __future__ import annotations
 
@@ -55,20 +55,31 @@ def run_site(
     shared_folder: bool,
     trace: bool = False,
 ) -> Ended:
-    """Enrol a site, start its ranks and watch over them; how it ended.
+    """Enrol a site, start its ranks and supervise them to their end. Returns how the site ended.
 
-    A rank that dies takes its site down: the others are told at once, and the ranks ended.
-    `trace`: every rank records its timeline below `folder` (see `trace_file.part_path`).
-    Raises `JoinError`, or `ConfigError` for ports that cannot be used.
+    If a rank dies, the whole site leaves the run: the coordinator is told at once, and the other
+    ranks are ended.
+
+    Args:
+        endpoint: address of the coordinator, and this site's join token.
+        hooks: the user's own functions.
+        debug: write more to the logs of the ranks.
+        folder: run folder, for logs and timelines.
+        shared_folder: all sites of the run are on this machine and write to one run folder.
+        trace: record the timeline of every rank (see `chrome_trace.part_path`).
+
+    Raises:
+        JoinError: the coordinator refuses the site or cannot be reached.
+        ConfigError: ports for exchanges cannot be used.
     """
-    # Sites that share a machine share its GPUs: each begins after those of the sites before.
+    # Sites on one machine share its GPUs: a site's GPUs follow those of the sites before it.
     first = list(config.sites).index(site) * config.site.ranks if shared_folder else 0
     address = exchange_address(config, site, endpoint.url)
     check_ports(site, config.sites[site], config.site.exchanging_ranks, address)
     check_congestion(config.network.congestion)
     identity = enrol_site(config, site, endpoint)
     errors = processes.CONTEXT.SimpleQueue()
-    # A site that was given address and token alone: nobody else at its terminal shows the run.
+    # Without an operator identity this is `dilocox join`: no other process here shows the run.
     news = None if endpoint.operator else processes.CONTEXT.SimpleQueue()
     if news is not None:
         where = endpoint.url.removeprefix("https://")
@@ -76,7 +87,7 @@ def run_site(
         site_log.note_joined(config, site, where)
     ranks_here = config.site.ranks * (len(config.sites) if shared_folder else 1)
     ranks: list[BaseProcess] = []
-    # A folder that only this user can enter: nobody else makes the file before the ranks do.
+    # Only this user can enter the folder, so no other user can create the ranks' meeting file.
     private = tempfile.mkdtemp(prefix=f"dilocox-{site}-")
     try:
         for number in range(config.site.ranks):
@@ -117,7 +128,10 @@ def keep_site(
     shared_folder: bool,
     trace: bool = False,
 ) -> int:
-    """`run_site`, and again after every crash for as long as the run lasts; exit code."""
+    """Call `run_site`, and again after every crash while the run lasts. Returns the exit code.
+
+    The arguments are those of `run_site`.
+    """
     ended = keep_in_run(
         site,
         lambda: run_site(config, site, endpoint, hooks, debug, folder, shared_folder, trace),
@@ -139,9 +153,11 @@ def _rank_in_child(job: RankJob, errors: Any) -> None:
 
 
 def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
-    """Tell the coordinator that `site` is there; its ranks have to beat soon after.
+    """Enrol `site` with the coordinator, and return its identity.
 
-    Which token files all sites share is told by a site with text of its own as well.
+    The site's ranks must send heartbeats soon after that. The site names the digest of the token
+    files that all sites share, even if it has text of its own. Raises `JoinError` if the
+    coordinator refuses the site.
     """
     versions, data = installed_versions(), TokenFiles.open(config.data_folder).digest
     identity, reply = enrol(
@@ -167,9 +183,9 @@ def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
 def _accept(
     config: RunConfig, endpoint: Endpoint, identity: Identity, manifest: str, facts: OwnFacts
 ) -> None:
-    """Check the manifest that the coordinator has shown, and sign that the site takes part in it.
+    """Check the run's manifest that the coordinator has sent, and sign it for this site.
 
-    Raises `JoinError` if it is not the one of this run; the site is out of the run then.
+    Raises `JoinError` if it is not the manifest of this run. The site has then left the run.
     """
     rank = RankName(site=identity.site, stage=0, shard=0)
     client = CoordinatorClient(endpoint.url, identity, Timeouts.derive(config.network), rank)
@@ -186,10 +202,10 @@ def _accept(
 
 
 class SiteLine:
-    """What a site itself, not one of its ranks, says to the coordinator.
+    """Sends requests of the site's own process, which is no rank, to the coordinator.
 
-    The site may be known as gone already, or the coordinator away: then nothing is said, and the
-    end of its beats tells it all.
+    If the coordinator cannot be reached, or already counts the site as gone, a request is dropped:
+    the coordinator then learns of the site's end by its missing heartbeats.
     """
 
     def __init__(
@@ -198,12 +214,12 @@ class SiteLine:
         self.site = site
         self._url, self._identity = endpoint.url, identity
         timeouts = Timeouts.derive(config.network)
-        # What cannot be said within a heartbeat is known by then.
+        # After the heartbeat time-out the coordinator knows anyway, so no request takes longer.
         self._timeouts = replace(timeouts, coordinator=timeouts.heartbeat)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[CoordinatorClient]:
-        # Opened when it is needed: until then this process forks.
+        # Opened only when needed, because this process still forks until then.
         rank = RankName(site=self.site, stage=0, shard=0)
         client = CoordinatorClient(self._url, self._identity, self._timeouts, rank)
         try:
@@ -212,19 +228,19 @@ class SiteLine:
             client.close()
 
     def leave(self, reason: str, *, failed: bool) -> None:
-        """The site is gone from now on."""
+        """Tell the coordinator that the site leaves the run at once. `failed`: by a failure."""
         with contextlib.suppress(DilocoxError), self._open() as client:
             client.leave(reason, failed=failed)
 
     def retire(self, reason: str) -> bool:
-        """Ask to leave when the round is done; whether that could be said."""
+        """Ask the coordinator to let the site leave after its round. Returns whether it replied."""
         with contextlib.suppress(DilocoxError), self._open() as client:
             print_error(f"{client.retire(self.site, reason)} (again: at once)")
             return True
         return False
 
     def took_part(self) -> bool:
-        """Whether this incarnation has been counted in; true if that cannot be told."""
+        """Return whether this incarnation of the site has taken part; True if it is not known."""
         with contextlib.suppress(DilocoxError), self._open() as client:
             mine = next(item for item in client.status().sites if item.site == self.site)
             return mine.role in ("active", "finished")
@@ -232,16 +248,16 @@ class SiteLine:
 
 
 def _show(news: Any) -> None:
-    """Print what the leading rank has told since the last look."""
+    """Print the lines that the leading rank has sent since the last call."""
     while news is not None and not news.empty():
         site_log.say(news.get())
 
 
 def _watch(line: SiteLine, ranks: list[BaseProcess], errors: Any, news: Any = None) -> Ended:
-    """Wait until all ranks have ended well, or one has failed.
+    """Wait until all ranks have ended without an error, or one rank has failed.
 
-    A rank that says so has failed, though its process may hang behind that. Asked to go, by a
-    signal, the site finishes its round first; asked again it goes at once.
+    A rank that reports an error has failed, even if its process hangs after that. At the first
+    signal the site finishes its round and leaves; at the second signal it leaves at once.
     """
     heard = 0
     with listening() as asked:
@@ -256,8 +272,8 @@ def _watch(line: SiteLine, ranks: list[BaseProcess], errors: Any, news: Any = No
                     line.leave(reason, failed=False)
                     return Ended(130, reason)
             if failed or not errors.empty():
-                # A rank that was killed cannot say so, its neighbours then say that a link broke;
-                # else the rank that failed first is the one that knows why.
+                # A killed rank reports nothing, and its neighbours report a broken link. In all
+                # other cases the rank that failed first knows the reason.
                 time.sleep(0.2)
                 failed = _failed(ranks)
                 if any(rank.exitcode == STOPPED for rank in ranks):
@@ -278,18 +294,19 @@ def _failed(ranks: list[BaseProcess]) -> list[BaseProcess]:
 
 
 def _died(rank: BaseProcess) -> str:
-    """What is said of a rank that could not say it itself."""
+    """Return why the process of `rank` ended, if the rank itself reported no reason."""
     line = f"{rank.name} {processes.why_ended(rank)}"
     if rank.exitcode == -signal.SIGKILL:
-        # The system's own way to make room.
+        # Linux kills processes with SIGKILL if memory runs out.
         return f"{line}; if nobody did that, memory has run out: {HOST_MEND}"
     return line
 
 
 def exchange_address(config: RunConfig, site: str, url: str) -> str:
-    """Interface name or IP address that this site's exchange binds to.
+    """Return the interface name or IP address that this site's exchange binds to.
 
-    The run file's, else this machine's address on the way to the coordinator.
+    It is the one in the run file, otherwise this machine's address on the route to the
+    coordinator. Raises `RetryLaterError` if there is no route.
     """
     chosen = config.sites[site].interface or config.network.interface
     if chosen:
@@ -302,5 +319,5 @@ def exchange_address(config: RunConfig, site: str, url: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise RetryLaterError(
-            f"coordinator {host}:{port}: no way there ({error.strerror}); check the address"
+            f"coordinator {host}:{port}: cannot be reached ({error.strerror}); check the address"
         ) from None

@@ -1,6 +1,7 @@
-"""What `dilocox join` prints of its site: a line per event and per round, in a log, too.
+"""The lines that `dilocox join` prints for its site, and the site's journal.
 
-Everything that a site's leading rank reports to the coordinator is also a line at the site.
+There is one line per event and per round. Everything that a site's leading rank reports to the
+coordinator is also shown at the site.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ Say = Callable[[str], None]
 
 
 def say(line: str) -> None:
-    """A line that is there at once, off a terminal, too."""
+    """Print a line, and flush it, so that it is shown at once even without a terminal."""
     print(plain_lines(line), flush=True)
 
 
 def note(config: RunConfig, site: str, kind: str, /, **fields: Any) -> None:
-    """Append a line to the site's journal. A disk that fails costs the line, not the run."""
+    """Append a line to the site's journal. If the disk fails, the line is lost, not the run."""
     path = config.folder / JOURNALS.replace("*", site)
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -50,7 +51,7 @@ def note(config: RunConfig, site: str, kind: str, /, **fields: Any) -> None:
 
 
 def note_joined(config: RunConfig, site: str, coordinator: str) -> None:
-    """Say in the journal that this process has taken the site into the run."""
+    """Write to the journal that this process has taken the site into the run."""
     note(
         config, site, "joined", run=config.run.name, steps=config.total_steps,
         coordinator=coordinator, process=os.getpid(), host=socket.gethostname(),
@@ -62,12 +63,12 @@ class TellingClient(CoordinatorClient):
 
     tell: Say | None = None
     author: SigningIdentity | None = None
-    """In whose name reports are signed; None if the run is not recorded."""
+    """Identity that signs the reports. None if the run is not recorded."""
     journal: Callable[..., None] | None = None
-    """Gets kind and fields of every report, if there is a journal."""
+    """Gets kind and fields of every report. May be None: then there is no journal."""
 
     def report(self, round_: int, metrics: Mapping[str, Any], kind: ReportKind = "round") -> None:
-        """Metrics (JSON values) of this site's round."""
+        """Report metrics (JSON values) of this site's round, and show them at the site."""
         super().report(round_, metrics, kind)
         self._sign(round_, metrics, kind)
         line = line_of(kind, round_, metrics)
@@ -79,7 +80,7 @@ class TellingClient(CoordinatorClient):
             self.journal(known, round=round_, **said)
 
     def _sign(self, round_: int, metrics: Mapping[str, Any], kind: str) -> None:
-        """Sign a report that the coordinator has. What cannot be signed ends no run."""
+        """Sign a report that the coordinator has received. A failure does not end the run."""
         if self.author is None:
             return
         try:
@@ -91,7 +92,7 @@ class TellingClient(CoordinatorClient):
 
 
 def line_of(kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:
-    """A report in words. None for a kind that is for the coordinator alone."""
+    """Return a report as a line for users. None for a kind that only the coordinator needs."""
     if kind == "warning":
         return str(metrics["text"])
     if kind in ("evaluation", "first_evaluation"):
@@ -110,20 +111,22 @@ def line_of(kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:
 
 
 def joined(site: str, run: str, coordinator: str) -> str:
-    """The line of a site that the coordinator has taken in."""
+    """Return the line of a site that has joined a run."""
     return f"site {site} has joined run {run} at {coordinator}; its ranks build the model"
 
 
 def begins(site: str, round_: int | None) -> str:
-    """The line of a site whose ranks are ready. `round_`: the first that it trains; None while it
-    still has to fetch the model."""
+    """Return the line of a site whose ranks are ready.
+
+    `round_`: first round that the site trains. None if it must fetch the model first.
+    """
     if round_ is None:
         return f"site {site} takes over the model from another site"
     return f"site {site} takes part from round {round_} on"
 
 
 def end(config: RunConfig, site: str) -> str:
-    """The last line of a site that has ended well: where the model is."""
+    """Return the last line of a site that has ended without an error: where the model is."""
     model = config.folder / "model"
     if model.is_dir():
         return f"site {site} is done; model {model}"

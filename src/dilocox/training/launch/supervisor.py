@@ -1,4 +1,4 @@
-"""Keeps one site in its run: starts it again after a crash, for as long as the run lasts."""
+"""Keeps one site in its run: restarts it after a crash, as long as the run lasts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilocox.utils.plain_text import plain_lines
 from dilocox.utils.processes import Requests
 
 FRUITLESS = 5
-"""So many incarnations in a row that never took part in a round, and the site gives up."""
+"""A site gives up after this number of incarnations in a row that took part in no round."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Ended:
     """How one incarnation of a site has ended."""
 
     code: int
-    """Exit code: 0 done, 130 asked to go, 1 failed."""
+    """Exit code: 0 finished, 130 asked to leave, 1 failed."""
     reason: str = ""
     permanent: bool = False
-    """Another incarnation would end the same way."""
+    """Whether another incarnation would end in the same way."""
     took_part: bool = True
-    """It contributed to the run before it ended."""
+    """Whether this incarnation contributed to the run before it ended."""
 
 
 class Asked(Requests):
-    """Whether someone has asked this process to go, and how often."""
+    """Counts how often a signal has asked this process to end."""
 
     def __init__(
         self, second_interrupts: bool = False, now: Callable[[], float] = time.monotonic
@@ -44,7 +44,7 @@ class Asked(Requests):
         self._second_interrupts = second_interrupts
 
     def __call__(self, number: int, _frame: object) -> None:
-        """A signal's handler. Raises `KeyboardInterrupt` at the second request, if told to."""
+        """Handle a signal. Raises `KeyboardInterrupt` at a second request if asked to."""
         if not self.heard():
             return
         self.signal = number
@@ -54,13 +54,15 @@ class Asked(Requests):
 
 @contextlib.contextmanager
 def listening(second_interrupts: bool = False, asked: Asked | None = None) -> Iterator[Asked]:
-    """Count SIGTERM and SIGINT instead of ending by them.
+    """Context in which SIGTERM and SIGINT are counted and do not end the process.
 
-    A terminal's Ctrl-C reaches every process of a run. Where the parent decides what it means it is
-    ignored: the site must not leave while the run stops with a checkpoint. A handler of the
-    caller's own stays in place, and outside the main thread nothing is heard.
-    `second_interrupts`: the second request raises `KeyboardInterrupt`. `asked`: what hears the
-    signals, if not a new one.
+    A terminal's Ctrl-C reaches every process of a run. A process that ignores SIGINT keeps
+    ignoring it, because its parent decides: a site must not leave while the run stops with a
+    checkpoint. A handler of the caller's own stays in place. Outside the main thread no signal
+    is counted.
+
+    `second_interrupts`: raise `KeyboardInterrupt` at the second request. `asked`: the counter;
+    None makes a new one.
     """
     asked = asked or Asked(second_interrupts)
     if threading.current_thread() is not threading.main_thread():
@@ -86,13 +88,22 @@ def keep_in_run(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], bool] | None = None,
 ) -> Ended:
-    """Call `start`, which runs one incarnation of `site`, until another would be of no use.
+    """Run incarnations of `site` until the run ends or another incarnation is useless.
 
-    What goes wrong at the first start is raised: a mistyped name or address has to be seen at
-    once. Later the site tries again with growing pauses, and gives up when it is refused, when
-    `FRUITLESS` incarnations in a row took part in nothing, or when the coordinator could not be
-    joined for `timeouts.rejoin` seconds. `say` gets a line per failure. `sleep` waits and
-    returns whether it was asked to go.
+    An error of the first start is raised, so that a mistyped name or address is seen at once.
+    After that the site retries with growing pauses. It gives up if it is refused, if `FRUITLESS`
+    incarnations in a row took part in no round, or if the coordinator could not be joined for
+    `timeouts.rejoin` seconds.
+
+    Args:
+        start: runs one incarnation of the site, and returns how it ended.
+        say: gets one line per failure.
+        now: clock, in seconds.
+        sleep: waits for a number of seconds, and returns whether a signal asked to end.
+
+    Raises:
+        JoinError: the coordinator refuses the site.
+        DilocoxError: the first start failed.
     """
     ended = start()
     waits = backoff_delays(timeouts.retry, timeouts.retry_most)
@@ -106,8 +117,8 @@ def keep_in_run(
         if fruitless == FRUITLESS:
             return Ended(
                 1,
-                f"site {site}: failed {FRUITLESS} times in a row before it took part in the run, "
-                f"the last time so: {ended.reason}; mend that and start it again",
+                f"site {site}: failed {FRUITLESS} times in a row before it took part in the run; "
+                f"the last reason: {ended.reason}; remove that cause and start the site again",
                 permanent=True,
             )
         say(ended.reason)
@@ -124,21 +135,21 @@ def keep_in_run(
                 if now() - joined > timeouts.rejoin:
                     return Ended(
                         1,
-                        f"site {site}: gave up after {timeouts.rejoin:g} s ({error}); run the join "
-                        "line again when the run is there",
+                        f"site {site}: gave up after {timeouts.rejoin:g} s ({error}); run the same "
+                        "command again when the coordinator can be reached",
                         permanent=True,
                     )
                 say(str(error))
             except JoinError:
                 raise
             except DilocoxError as error:
-                # What the first start got past may be in order again by the next.
+                # The first start got past this check, so the next one may succeed again.
                 ended = Ended(1, str(error), took_part=False)
                 break
 
 
 def _sleep(seconds: float) -> bool:
-    """Wait, but for someone who asks this process to go: whether that was so."""
+    """Wait `seconds`, or until a signal asks this process to end. Returns whether one did."""
     end = time.monotonic() + seconds
     with listening() as asked:
         while not asked.times and (left := end - time.monotonic()) > 0:
@@ -147,5 +158,5 @@ def _sleep(seconds: float) -> bool:
 
 
 def print_error(line: str) -> None:
-    """A line for the person at the terminal, or in its log."""
+    """Print a line for the user to standard error."""
     print(f"dilocox: {plain_lines(line)}", file=sys.stderr, flush=True)

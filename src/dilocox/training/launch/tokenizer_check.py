@@ -1,4 +1,4 @@
-"""Does the tokenizer belong to the weights that a run starts from? Asked before text is read."""
+"""Checks that the tokenizer belongs to the weights from which a run starts, before text is read."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _MEND = "leave out data.tokenizer, or set model.pretrained = false"
 
 
 def check_trained_tokenizer(config: RunConfig) -> None:
-    """Raise `ConfigError` for a new run that would train a tokenizer which its weights do not know.
+    """Raise `ConfigError` if a new run would train a tokenizer that its weights do not know.
 
-    Not asked of a run that goes on: whatever its weights have learned, they have learned it.
+    Not called for a resumed run: its weights have been trained on its tokens already.
     """
     if _starts_from_weights(config.model) and config.data.tokenizer == "train":
         raise ConfigError(
-            f'data.tokenizer "train": the weights of model.path {config.model.path} know the '
-            f"tokens of their own tokenizer only; {_MEND}"
+            f'data.tokenizer "train": the weights of model.path {config.model.path} only know the '
+            f"tokens of their own tokenizer; {_MEND}"
         )
 
 
 def check_handed_tokenizer(config: RunConfig) -> None:
-    """Raise `ConfigError` for a run that would train a tokenizer of another size than the run had
-    that it goes on from.
+    """Check the size of a tokenizer that a run with a handover would train.
 
-    Those token files would be refused, but only when all text is encoded. Raises `CheckpointError`
-    for a handover that cannot be read, `DataError` for its tokenizer.
+    Raises `ConfigError` if the earlier run's tokenizer had another size. Without this check, the
+    run would only be refused after all text is encoded. Raises `CheckpointError` if the handover
+    cannot be read, and `DataError` if its tokenizer cannot be read.
     """
     model, data = config.model, config.data
     file = Path(str(model.path)).expanduser() / "tokenizer.json"
-    # A handover may be without a tokenizer: then the token files alone can tell.
+    # Without a tokenizer in the handover, only the token files can be compared later.
     if not model.handover or data.tokenizer != "train" or not file.is_file():
         return
     size = max(read_vocabulary(file).values(), default=-1) + 1
@@ -48,50 +48,56 @@ def check_handed_tokenizer(config: RunConfig) -> None:
         raise ConfigError(
             f'data.tokenizer "train": would give {data.vocabulary_size} tokens '
             f"(data.vocabulary_size), the tokenizer of run {run} has {size}, and token ranges "
-            f"would name other text; set data.tokenizer as the run.toml of run {run} has it, or "
-            f"data.vocabulary_size = {size} if it trained its own"
+            f"would name other text; set data.tokenizer as in the run.toml of run {run}, or "
+            f"data.vocabulary_size = {size} if that run trained its own tokenizer"
         )
 
 
 def read_vocabulary(file: Path) -> dict[str, int]:
-    """Ids by token of a `tokenizer.json`. Raises `DataError`."""
+    """Return the ids of a `tokenizer.json` by token. Raises `DataError` if it cannot be read."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library has no class of its own for it
+    except Exception as error:  # the library raises plain `Exception`
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{file}: cannot be read ({reason}); copy the folder again") from None
     return dict(tokenizer.get_vocab(with_added_tokens=True))
 
 
 def check_tokenizer(config: RunConfig) -> None:
-    """The same, and for a tokenizer that is far too small to be that of the model's weights.
+    """Check a new run's tokenizer in all ways that need no text.
 
-    Raises `ConfigError`, `DataError` for a tokenizer and `ModelError` for a model that cannot be
-    loaded, and all that `check_handed_tokenizer` does.
+    Does `check_trained_tokenizer` and `check_handed_tokenizer`. Also refuses a tokenizer that is
+    far too small to be the one of the model's weights.
+
+    Raises `ConfigError` if the tokenizer does not fit, `DataError` and `ModelError` if tokenizer
+    or model cannot be loaded, and the errors of `check_handed_tokenizer`.
     """
     check_trained_tokenizer(config)
     check_handed_tokenizer(config)
     model, name = config.model, config.data.tokenizer
     if name == model.path and names_missing_folder(name):
         raise ConfigError(
-            f"model.path {name}: no such folder; give an existing one or a hub name (its tokenizer "
-            "is looked for there, too, as data.tokenizer is not set)"
+            f"model.path {name}: no such folder; give an existing folder or a hub name (its "
+            "tokenizer is looked for there, too, because data.tokenizer is not set)"
         )
-    # Embeddings of a model may have rows to spare for its own tokenizer.
+    # A model's embedding may have more rows than its own tokenizer has tokens.
     if not _starts_from_weights(model) or name in (model.path, f"{model.path}@{model.revision}"):
         return
     rows = load_model_config(model, None).vocab_size
     size = tokenizer_size(name)
     if 2 * size < rows:
         raise ConfigError(
-            f"data.tokenizer {name}: has {size} tokens, the weights of model.path {model.path} a "
-            f"vocabulary of {rows}, so that it is not theirs; {_MEND}"
+            f"data.tokenizer {name}: has {size} tokens, but the weights of model.path {model.path} "
+            f"have a vocabulary of {rows}, so it cannot be their tokenizer; {_MEND}"
         )
 
 
 def tokenizer_size(name: str) -> int:
-    """Largest token id + 1 of a tokenizer that is loaded. Raises `DataError`."""
-    # In a child: its library starts threads.
+    """Load the tokenizer `name`, and return its largest token id + 1.
+
+    Raises `DataError` if it cannot be loaded.
+    """
+    # Loaded in a child process, because the tokenizer library starts threads.
     return int(processes.call_in_child(_load, name, on_progress=lambda step, share: None))
 
 
@@ -101,5 +107,5 @@ def _load(name: str, progress: Callable[[str, float], None]) -> int:
 
 
 def _starts_from_weights(model: ModelSection) -> bool:
-    # A run that goes on from another one needs that one's token files (`check_handed_tokenizer`).
+    # A run with a handover needs the earlier run's token files (see `check_handed_tokenizer`).
     return model.path is not None and model.pretrained and not model.handover

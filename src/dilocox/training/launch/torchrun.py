@@ -1,8 +1,8 @@
-"""A rank of a site that somebody else has started: torchrun, or Slurm's `srun`.
+"""A rank of a site that a launcher has started: torchrun, or Slurm's `srun`.
 
-Before the ranks form their process group they meet in a store, where one may wait for another for
-as long as it takes: preparing text takes hours, and collectives have a time limit. Until then
-nothing is started here that a fork would harm, neither CUDA nor a thread.
+Before the ranks form their process group, they meet in a store. A wait in the store has no time
+limit, but a collective has one, and preparing text may take hours. Until the ranks have met, this
+module starts neither CUDA nor a thread, because a fork would break both.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from dilocox.utils import processes
 from dilocox.utils.chrome_trace import merge_rank, part_path
 
 LOOK = 0.25
-"""Seconds from one look into the store to the next. (PyTorch's own wait warns whenever it ends.)"""
+"""Seconds between two looks into the store. (PyTorch's own wait warns at each time-out.)"""
 LAST_WORDS = 10.0
-"""Seconds in which the others may hear why the first rank gives up."""
+"""Seconds for which the first rank waits until the others have read why it gives up."""
 
 
 def join_as_rank(
@@ -54,17 +54,26 @@ def join_as_rank(
     trace: bool = False,
     hooks: Hooks | None = None,
 ) -> int:
-    """Take part as one rank that a launcher has started; exit code.
+    """Take part in a run as one rank that a launcher has started, and return the exit code.
 
-    The first rank does `check` (it refuses what cannot run, and prepares the data), the others
-    `fetch` (what each machine needs). When all are through, the first one enrols the site and
-    tells the others who they are. Raises `JoinError` at all of them if one cannot go on.
+    When all ranks have called `check` or `fetch`, the first rank enrols the site, and gives the
+    site's identity to the other ranks.
+
+    Args:
+        variables: the launcher's variables for this rank.
+        check: called by the first rank: checks the run and prepares the data.
+        fetch: called by all other ranks: fetches the files that each machine needs.
+        trace: record this rank's timeline.
+        hooks: the user's own functions. None: dilocox's functions are used.
+
+    Raises:
+        JoinError: a rank of the site cannot go on. All ranks raise it.
     """
     if variables.world != config.site.ranks:
         raise JoinError(
-            f"site {site}: {variables.world} ranks were started, the run file asks for "
-            f"{config.site.product} = {config.site.ranks}; start {config.site.ranks} or change "
-            "[site]; if no launcher started this: unset RANK SLURM_PROCID"
+            f"site {site}: {variables.world} ranks were started, but the run file asks for "
+            f"{config.site.product} = {config.site.ranks}; start {config.site.ranks} ranks or "
+            "change [site]; if no launcher started this process: unset RANK SLURM_PROCID"
         )
     variables.export()
     place = RankPlace.of_rank(site, variables.rank, config.site)
@@ -107,30 +116,30 @@ def join_as_rank(
         going = Going(SiteLine(config, site, endpoint, job.identity))
         with listening(asked=going):
             code = run_rank(job, failed)
-        # Its rounds are done, and its part of a checkpoint is written.
+        # After a request to leave, the rank's rounds are done and its checkpoint is written.
         code = 130 if going.times else code
     if trace and place.exchanges:
         try:
             merge_rank(config.folder, site, place.stage, place.shard)
-        except OSError as error:  # not worth a run's failure
+        except OSError as error:  # a missing timeline does not make the run fail
             print_error(f"the timeline was not written: {error}")
     if place.leads:
         site_log.note(config, site, "ended", code=code, reason="; ".join(errors))
     if code == 0 and place.leads:
         site_log.say(site_log.end(config, site))
     if code and dist.is_initialized():
-        # The others end by the launcher, or by what the coordinator tells them.
+        # The other ranks are ended by the launcher, or learn of the end from the coordinator.
         processes.exit_now(code)
     return code
 
 
 class Going(Asked):
-    """Hears the launcher's SIGTERM, and has the site leave the run as `dilocox join` does.
+    """Handles the launcher's SIGTERM: the site leaves the run as `dilocox join` does.
 
-    A launcher tells all ranks of a machine, and kills them later; the run is told by each rank
-    that hears it, since the leading one may be on another machine. The rank trains on: it ends
-    when its rounds are done, or with a checkpoint where its site is the last. Asked again, it ends
-    at once.
+    A launcher sends SIGTERM to all ranks of a machine, and kills them later. Each rank that gets
+    the signal tells the coordinator, since the leading rank may be on another machine. The rank
+    trains on until its rounds are done; if its site is the last one, it ends with a checkpoint.
+    At a second signal the rank ends at once.
     """
 
     def __init__(
@@ -140,7 +149,7 @@ class Going(Asked):
         self._line, self._end = line, end
 
     def __call__(self, number: int, frame: object) -> None:
-        """The signal's handler. It must not wait for the coordinator: training goes on."""
+        """Handle the signal. A thread asks the coordinator, because training must not wait."""
         before = self.times
         super().__call__(number, frame)
         if self.times > before:
@@ -148,7 +157,10 @@ class Going(Asked):
             threading.Thread(target=self.ask, args=(again,), name="going", daemon=True).start()
 
     def ask(self, again: bool) -> None:
-        """Ask the coordinator to let the site go; end this process if it cannot or need not."""
+        """Ask the coordinator to let the site leave after its round.
+
+        With `again`, or if the coordinator does not reply, end this process at once.
+        """
         reason = f"asked to go (signal {self.signal})"
         if again or not self._line.retire(reason):
             self._line.leave(reason, failed=False)
@@ -157,10 +169,10 @@ class Going(Asked):
 
 @contextlib.contextmanager
 def meeting_place(variables: RankVariables, patience: timedelta) -> Iterator[dist.Store | None]:
-    """The store of all ranks that were started together; none for one rank alone.
+    """Context with the store in which all ranks of the site meet. None if there is only one rank.
 
-    torchrun has one. Otherwise the first rank serves it, in a process of its own that ends with
-    it. Raises `JoinError` if there is no way there within `patience`.
+    torchrun has such a store. Otherwise the first rank serves one, in a child process that ends
+    with the rank. Raises `JoinError` if the store cannot be reached within `patience`.
     """
     if variables.world == 1:
         yield None
@@ -181,10 +193,10 @@ def meeting_place(variables: RankVariables, patience: timedelta) -> Iterator[dis
             store = dist.TCPStore(host, port, is_master=False, timeout=patience)
         except RuntimeError as error:
             raise JoinError(
-                f"{host}:{port}: no way to the first rank ({str(error).splitlines()[0]}); set "
-                "MASTER_ADDR and MASTER_PORT to where all ranks reach it"
+                f"{host}:{port}: the first rank cannot be reached ({str(error).splitlines()[0]}); "
+                "set MASTER_ADDR and MASTER_PORT to an address at which all ranks reach it"
             ) from None
-        # An agent's store outlives the ranks that it starts again.
+        # The store of torchrun's agent outlives restarted ranks, so each attempt has its prefix.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         yield dist.PrefixStore(f"dilocox/{attempt}", store)
     finally:
@@ -193,7 +205,7 @@ def meeting_place(variables: RankVariables, patience: timedelta) -> Iterator[dis
 
 def _serve(host: str, port: int, pipe: Connection) -> None:
     try:
-        # As long as this process lives, which is as long as the first rank does.
+        # The store lives as long as this process, which ends with the first rank.
         _store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         pipe.send(str(error).splitlines()[0])
@@ -211,11 +223,19 @@ def agree(
     enrol: Callable[[], str],
     seal: Seal,
 ) -> str:
-    """What `enrol` gives, at all ranks: the first one calls it once all are through `prepare`.
+    """Return the result of `enrol` at all ranks of the site.
 
-    What `enrol` gives holds private keys, and everybody in the site's network can read the store:
-    it lies there under `seal` only, until every rank has read it. Raises `JoinError` at every rank
-    if one of them cannot go on.
+    Every rank calls `prepare`. After all of them have, the first rank calls `enrol`. The result
+    holds private keys, and every machine in the site's network can read the store. So the store
+    only holds the result encrypted by `seal`, until every rank has read it.
+
+    Args:
+        store: store in which the ranks meet. None if there is only one rank.
+        rank: number of this rank within the site.
+        world: number of the site's ranks.
+
+    Raises:
+        JoinError: a rank cannot go on. All ranks raise it.
     """
     if store is None:
         prepare()
@@ -248,7 +268,10 @@ def agree(
 
 
 class Seal:
-    """AES-256-GCM under a key made from the join token (HKDF-SHA256), which every rank has."""
+    """Encrypts by AES-256-GCM, with a key derived by HKDF-SHA256 from the join token.
+
+    Every rank of the site has the join token.
+    """
 
     def __init__(self, token: str, site: str) -> None:
         kdf = HKDF(hashes.SHA256(), length=32, salt=None, info=b"dilocox: identity of a site")
@@ -256,12 +279,15 @@ class Seal:
         self._site = site.encode()
 
     def close(self, text: str) -> str:
-        """`text` as hex that only this site's ranks can read, and nobody else can make."""
+        """Return `text` encrypted, as hex. Only this site's ranks can read it, or make another."""
         nonce = os.urandom(12)
         return (nonce + self._cipher.encrypt(nonce, text.encode(), self._site)).hex()
 
     def open(self, sealed: str) -> str:
-        """Inverse of `close`. Raises `JoinError` for a text of somebody else."""
+        """Return the text that `close` encrypted.
+
+        Raises `JoinError` for a text that was not encrypted with this site's join token.
+        """
         try:
             content = bytes.fromhex(sealed)
             return self._cipher.decrypt(content[:12], content[12:], self._site).decode()
@@ -273,8 +299,10 @@ class Seal:
 
 
 def _hear(store: dist.Store, key: str) -> str:
-    """What a rank has said under `key`, whenever it does. Raises `JoinError` if that is why it
-    cannot go on, or if the store is gone."""
+    """Wait without a limit for a rank's message under `key`, and return it.
+
+    Raises `JoinError` if the message says why the rank cannot go on, or if the store is gone.
+    """
     while True:
         try:
             if not store.check([key]):
@@ -283,8 +311,8 @@ def _hear(store: dist.Store, key: str) -> str:
             said = store.get(key).decode()
         except RuntimeError as error:
             raise JoinError(
-                f"the first rank of this site is gone ({str(error).splitlines()[0]}); see what it "
-                "said"
+                f"the first rank of this site is gone ({str(error).splitlines()[0]}); look at "
+                "that rank's output for the reason"
             ) from None
         if said.startswith("-"):
             raise JoinError(said[1:])

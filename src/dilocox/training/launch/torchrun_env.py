@@ -1,4 +1,4 @@
-"""Ranks that an existing launcher has started: torchrun's variables, or Slurm's."""
+"""Environment variables of ranks that a launcher has started: torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilocox.errors import JoinError
 
 @dataclass(frozen=True)
 class RankVariables:
-    """What a launcher says about this process."""
+    """The launcher's variables for this process, named as in torchrun."""
 
     rank: int
     world: int
@@ -21,11 +21,11 @@ class RankVariables:
     master_address: str
     master_port: str
     own_gpu: bool = False
-    """The launcher shows this process one GPU alone, as `srun --gpus-per-task=1` does."""
+    """Whether this process sees only one GPU, as with `srun --gpus-per-task=1`."""
 
     @property
     def device_number(self) -> int:
-        """Number of this rank's GPU among those that it sees."""
+        """Number of this rank's GPU among the GPUs that the process sees."""
         return 0 if self.own_gpu else self.local_rank
 
     def export(self) -> None:
@@ -40,12 +40,14 @@ class RankVariables:
 
 
 def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariables | None:
-    """The launcher's variables, or none if this process was started by hand.
+    """Return the launcher's variables. None if no launcher has started this process.
 
-    torchrun's come first. Slurm's count only inside `srun` (a batch script and a shell by
-    `srun --pty` have them, too, but are no ranks); the ranks then meet at the first node of the
-    step, on a port made of the numbers of job and step.
-    Raises `JoinError` for variables that are not numbers.
+    torchrun's variables are tried first. Slurm's variables only count inside `srun`: a batch
+    script and a shell by `srun --pty` have them, too, but are no ranks. Slurm's ranks meet at the
+    first node of the step, on a port that is computed from the numbers of job and step.
+
+    `environment`: None means the process's environment. Raises `JoinError` for variables that are
+    not numbers.
     """
     env = os.environ if environment is None else environment
     seen = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -65,9 +67,9 @@ def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariable
                 return None  # the batch or extern step of a job, not a step of ranks
             world = int(env["SLURM_STEP_NUM_TASKS"])
             if world == 1 and "SLURM_PTY_PORT" in env:
-                return None  # a shell by `srun --pty`, in which somebody types
+                return None  # an interactive shell by `srun --pty`
             nodes = max(1, int(env.get("SLURM_STEP_NUM_NODES", "1")))
-            # Two sites may be two steps of one job, on the same first node.
+            # Two sites may be two steps of one job on the same first node: their ports must differ.
             port = int(env.get("SLURM_JOB_ID", "0")) + 251 * int(env.get("SLURM_STEP_ID", "0"))
             return RankVariables(
                 int(env["SLURM_PROCID"]),

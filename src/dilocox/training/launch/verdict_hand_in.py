@@ -1,5 +1,8 @@
-"""Hands verdicts to the log of their run: to its coordinator, or, once that has ended, by the key
-in the coordinator's folder."""
+"""Hands audit verdicts to the log of their run.
+
+While the run goes on, they are sent to its coordinator. After that, they are appended to the log
+with the key in the coordinator's folder.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ from dilocox.record.writer.one_writer import held
 from dilocox.training.launch.join_token import read_token
 
 PATIENCE = 2.0
-"""Seconds in which a coordinator on this machine has to answer, before its folder is looked at
+"""Seconds within which a coordinator on this machine must answer; after that its folder is tried
 again."""
 _ADDRESS = re.compile(r"[^/]+:[0-9]{1,5}")
 Call = Callable[[str | None], HandInReply]
-"""Gives a statement to the log; of none, says by whom it would be."""
+"""Hands a statement to the log. For None it only returns in whose name a statement would be."""
 
 
 @dataclass
@@ -48,24 +51,28 @@ class HandIn:
     signer: Signer
     run: str
     by: str
-    """In whose name: a site's, or the operator's (empty)."""
+    """Name of the site that hands them in. Empty for the operator."""
     done: int = 0
+    """Number of verdicts that were handed in."""
     failed: list[str] = field(default_factory=list)
-    """Why verdicts are not in the log; their files are there."""
+    """Reasons why verdicts are not in the log. Their files exist in any case."""
 
     @classmethod
     def open(cls, call: Call, signer: Signer, run: str) -> HandIn:
-        """Raises `DilocoxError` if nothing can be handed in."""
+        """Check that verdicts on the run `run` can be handed in, and return the `HandIn`.
+
+        Raises `DilocoxError` if they cannot.
+        """
         reply = call(None)
         if reply.run != run:
             raise RecordError(
-                f"--hand-in: this coordinator's run is {reply.run[:12]}…, the audited one "
-                f"{run[:12]}…; name its own coordinator"
+                f"--hand-in: this coordinator's run is {reply.run[:12]}…, but the audited run is "
+                f"{run[:12]}…; give the address of that run's coordinator"
             )
         return cls(call, signer, run, reply.by)
 
     def file(self, path: Path) -> None:
-        """Hand in the verdict in a file. What goes wrong is in `failed`."""
+        """Hand in the verdict in the file `path`. An error is added to `failed`."""
         try:
             signed, line = read(path, self.run), read_text(path)
             self._statement(signed, line)
@@ -79,7 +86,7 @@ class HandIn:
         self.call(self.signer.sign(said))
 
     def earlier(self, folder: Path, course: RunHistory) -> None:
-        """Hand in what this auditor's key has signed before and the log does not name."""
+        """Hand in earlier verdicts of this auditor's key that the log does not name."""
         named = {each.file for each in course.verdicts}
         for path in paths_of(folder):
             signed = read(path, self.run)
@@ -91,19 +98,20 @@ class HandIn:
 def opened(
     options: argparse.Namespace, folder: Path, course: RunHistory, signer: Signer
 ) -> HandIn | None:
-    """By the options of a command, for the run in `folder`; None if nothing is handed in.
+    """Return the `HandIn` that a command's options ask for, for the run in `folder`.
 
-    Raises `DilocoxError`.
+    None if no verdict is to be handed in. Also hands in earlier verdicts of `signer`. Raises
+    `ConfigError` if options contradict each other, and `DilocoxError` if handing in fails.
     """
     if not options.hand_in:
         given = "--coordinator" if options.coordinator else "--token-file"
         if options.coordinator or options.token_file:
-            raise ConfigError(f"{given}: is for --hand-in; add that, or leave it out")
+            raise ConfigError(f"{given} needs --hand-in: add that option, or leave this one out")
         return None
     run = course.run
     if options.coordinator is None:
         if options.token_file is not None:
-            raise ConfigError("--token-file: is for --coordinator HOST:PORT; add that")
+            raise ConfigError("--token-file needs --coordinator HOST:PORT: add that option")
         found = HandIn.open(_own(folder), signer, run)
     else:
         token = read_token(options.token_file)
@@ -121,7 +129,7 @@ def _by_token(address: str, token: str) -> Call:
 
 
 def _own(run: Path) -> Call:
-    """By the operator: whoever may read the coordinator's folder."""
+    """Return a call for the operator, who can read the coordinator's folder in `run`."""
     place = run / "coordinator"
     try:
         config = load_written(run / "run.toml")
@@ -129,9 +137,9 @@ def _own(run: Path) -> Call:
     except (OSError, ConfigError) as error:
         raise RecordError(
             f"--hand-in: {run} is not the folder of the run's coordinator ({error}); give its "
-            "address with --coordinator HOST:PORT, and --token-file"
+            "address with --coordinator HOST:PORT, and a token with --token-file"
         ) from None
-    # The folder may have been moved since.
+    # The folder may have been moved since the run.
     section = config.run.model_copy(update={"folder": str(run)})
     here = config.model_copy(update={"run": section})
 
@@ -140,8 +148,8 @@ def _own(run: Path) -> Call:
         while True:
             try:
                 with contextlib.ExitStack() as locks:
-                    # A coordinator of an older dilocox knows the second lock alone. It is not
-                    # touched while one starts that knows both.
+                    # A coordinator of an older dilocox only takes the second lock. A newer one
+                    # takes the first lock first, so the second is left alone while it starts.
                     names = (LOG_LOCK, LOCK)
                     if all(locks.enter_context(held(place, name=name)) for name in names):
                         return _appended(here, place, statement)
@@ -149,7 +157,7 @@ def _own(run: Path) -> Call:
             except OSError as error:
                 raise RecordError(f"{place}: cannot be written ({error.strerror})") from None
             except CoordinatorUnreachableError:
-                # It may be about to end, and then the log is free.
+                # The coordinator may be about to end, and the log is free after that.
                 if time.monotonic() >= end:
                     raise
 
@@ -157,7 +165,7 @@ def _own(run: Path) -> Call:
 
 
 def _asked(config: RunConfig, place: Path, statement: str | None) -> HandInReply:
-    """By the coordinator, which runs."""
+    """Hand the statement to the running coordinator."""
     try:
         endpoint = Endpoint.load(place / "endpoint.json")
         identity = Identity.load(endpoint.operator)
@@ -170,7 +178,7 @@ def _asked(config: RunConfig, place: Path, statement: str | None) -> HandInReply
 
 
 def _appended(config: RunConfig, place: Path, statement: str | None) -> HandInReply:
-    """By the log's own key, where no coordinator runs."""
+    """Append the statement with the log's own key, because no coordinator runs."""
     notary = TransparencyLogSink.open(config, place, lambda text: None)
     try:
         if statement is not None:
