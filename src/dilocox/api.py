@@ -72,9 +72,9 @@ def train(
             from 0, in a run of `steps` inner steps. Parameter groups of an optimizer of your own
             keep the ratio of their learning rates.
         on_evaluation: called with (round, held-out loss) in the process of the first rank of the
-            first site. If it returns True, the run ends early, as if all its steps were done: the
-            rounds that are already planned are trained, then the flush is applied and the model
-            is published. The result is then `finished`, and its reason says why.
+            first site. If it returns True, the run ends early, as if all its steps were done. The
+            rounds that are already planned are trained first; then the flush is applied and the
+            model is published. The result is `finished`, and its reason says why.
         resume: go on from the last checkpoint of the run folder.
         overwrite: replace an earlier run in the same folder.
         debug: show tracebacks.
@@ -114,9 +114,9 @@ def join(
     """Take part in a run over a network as `site`, as the command `dilocox join` does.
 
     The functions are those of `train`, and all sites must use the same functions. The run file of
-    the coordinator and of every site names the SHA-256 of their code (`code_digest`) as
-    `run.code`; a site with other functions, or with none, is refused. `on_evaluation` is not part
-    of this digest. It is called at the site that evaluates, which is the first site of the run.
+    the coordinator and of every site has the SHA-256 of their code (`code_digest`) as `run.code`.
+    A site with other functions, or with none, is refused. `on_evaluation` is not part of this
+    digest. It is called at the site that evaluates, which is the first site of the run.
 
     Args:
         config: the run, as `load_run` returns it.

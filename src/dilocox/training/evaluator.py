@@ -49,9 +49,9 @@ class Evaluator:
         """Return held-out loss and its gradients for the tensors `names`; None without probe batch.
 
         The gradient is taken half-way between the anchors of `names` and this site's own trained
-        values, as in the midpoint rule: at the anchor itself the gradient may be of no use. The
-        rest of the model is the anchor. `names` may be empty, since all ranks of the site
-        evaluate together, even if only some of them have a boundary.
+        values, as in the midpoint rule. At the anchor itself the slope may lead nowhere. The rest
+        of the model is the anchor. `names` may be empty, since all ranks of the site evaluate
+        together, even if only some of them have a boundary.
         """
         if self.probe_batch is None:
             return None

@@ -1,11 +1,11 @@
 """Entry of a site into a run: theta_0 at the start, the state of a training site later.
 
 The founder makes theta_0 itself. Every other site that enters fetches its pieces from a donor, in
-a thread. Until a plan includes the site, it follows the rounds without inner steps: it receives
+a thread. Until a plan includes the site, it follows the rounds without inner steps. It receives
 the exchanges of the other sites, and applies them to the pieces that it has fetched. Meanwhile it
 never advances past the lease, so it stands at the same slot as the training sites when its first
-round starts. A site that was overtaken enters in the same way. It keeps its inner state, and its
-residual, to which it adds its training since the last landing.
+round starts. A site that was overtaken enters in the same way. It keeps its inner state and its
+residual, to which it adds all its training that no average holds yet.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Donors:
 class JoiningSite:
     """Fetches this rank's pieces, and follows the rounds until a plan includes the site.
 
-    If the donor is lost, or gives a state that most sites do not hold, the coordinator names
-    another donor, and the missing pieces are fetched from that donor.
+    The coordinator names another donor if the donor is lost, or gives a state that most sites do
+    not hold. The missing pieces are then fetched from that donor.
     """
 
     def __init__(

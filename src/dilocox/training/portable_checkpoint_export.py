@@ -129,9 +129,9 @@ def _parts(config: RunConfig, folder: Path, tick: int | None) -> tuple[TokenFile
 def _point(config: RunConfig, folder: Path, tick: int | None) -> Point:
     """Return the point at which the run would be resumed, and the checkpoint of a site for it.
 
-    The result is: the resume point, a site whose part of the checkpoint is here, digests of that
-    part by (stage, shard), and the coordinator's state at the point. Raises `CheckpointError` if
-    no site's part is here.
+    The result is the resume point, a site whose part of the checkpoint is here, digests of that
+    part by (stage, shard), and the coordinator's state then. Raises `CheckpointError` if no
+    site's part is here.
     """
     log = EventLog(folder / "coordinator")
     try:

@@ -204,8 +204,8 @@ def _accept(
 class SiteLine:
     """Sends requests of the site's own process, which is no rank, to the coordinator.
 
-    If the coordinator cannot be reached, or already counts the site as gone, a request is dropped:
-    the coordinator then learns of the site's end by its missing heartbeats.
+    If the coordinator cannot be reached, or already counts the site as gone, a request is dropped.
+    The coordinator then learns of the site's end by its missing heartbeats.
     """
 
     def __init__(

@@ -91,9 +91,9 @@ def keep_in_run(
     """Run incarnations of `site` until the run ends or another incarnation is useless.
 
     An error of the first start is raised, so that a mistyped name or address is seen at once.
-    After that the site retries with growing pauses. It gives up if it is refused, if `FRUITLESS`
-    incarnations in a row took part in no round, or if the coordinator could not be joined for
-    `timeouts.rejoin` seconds.
+    After that the site retries with growing pauses. It gives up if it is refused, or if
+    `FRUITLESS` incarnations in a row took part in no round. It also gives up if the coordinator
+    could not be joined for `timeouts.rejoin` seconds.
 
     Args:
         start: runs one incarnation of the site, and returns how it ended.
