@@ -77,7 +77,7 @@ def train(
             model is published. The result is `finished`, and its reason says why.
         resume: go on from the last checkpoint of the run folder.
         overwrite: replace an earlier run in the same folder.
-        debug: show tracebacks.
+        debug: write more to the logs.
         trace: write a timeline of every rank to `trace.json` in the run folder, as a Chrome trace.
 
     Returns:
@@ -125,6 +125,7 @@ def join(
         token_file: file with the join token. Without it, the environment variable DILOCOX_TOKEN
             is read; without that, the token is asked for at the terminal.
         key_file: file in which the site keeps its key. By default the file is in its run folder.
+        debug: write more to the logs.
         trace: write this site's timeline to `trace-SITE.json` in its run folder.
 
     Returns:

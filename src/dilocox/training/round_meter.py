@@ -345,7 +345,7 @@ class Shared:
     dropped: str | None
     """Stage and tensor that the first dropping rank has dropped. None if no rank dropped any."""
     payload_bytes: float
-    """Sum over all ranks."""
+    """Bytes of payloads that were sent, summed over all ranks."""
     values: float
     """Number of fp32 values that the payloads encode, summed over all ranks."""
     seconds: float

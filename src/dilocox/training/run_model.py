@@ -142,7 +142,7 @@ def generate(
         raise ConfigError(f"tokens {tokens}: give 1 or more")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(
-            f"temperature {temperature:g}: give a number of at least 0 (0: most likely token)"
+            f"temperature {temperature:g}: give 0 (always the most likely token) or more"
         )
     folder = model_folder(model)
     # Imported only now: the two imports take seconds, and there may be no model.
