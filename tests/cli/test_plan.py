@@ -51,7 +51,7 @@ def test_a_plan_in_one_page(plan: Command, file: Path) -> None:
     assert code == 0
     assert err == ""  # quiet off a terminal
     assert "$0.00 egress for" in out
-    assert "(--egress USD a GB, or a link of a cloud)" in out
+    assert "(--egress USD sets a price per GB; so does --link with the name of a cloud)" in out
     assert re.search(r"  record: [\d.]+ [GMk]?B at each site for the whole run, .* a day", out)
     assert "lyon, paris: l40s:2x1, 1 of 2 GPUs used; link 100mbit, round trip 30 ms" in out
     assert "100.0M tokens:" in out
@@ -81,9 +81,9 @@ def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file
     wanted = (file, "--gpu", "l40s:4x2", "--link", "100mbit", "--set", "site.stages=4")
     code, out, _ = plan(*wanted)
     assert code == 0
-    assert "of a machine's memory for 4 ranks (--host-memory GIB checks it)" in out
+    assert "per machine for 4 ranks (give --host-memory GIB to check that it fits)" in out
     code, out, _ = plan(*wanted, "--host-memory", 1)
-    assert "beside the GPUs, fits: 0.0 GiB of a machine's memory for 4 ranks, of 1.0 GiB" in out
+    assert "host memory fits: 0.0 GiB per machine for 4 ranks, of 1.0 GiB" in out
     code, out, _ = plan(*wanted, "--host-memory", 1e-4, "--json")
     assert code == 0
     memory = json.loads(out)["memory"]
@@ -93,9 +93,9 @@ def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file
     assert memory["host_needed_bytes"] == 4 * max(each["host"] for each in memory["stages"])
     assert memory["host_available_bytes"] == int(1e-4 * 2**30)
     code, out, _ = plan(*wanted, "--host-memory", 1e-4)
-    assert "beside the GPUs, DOES NOT FIT: 0.0 GiB" in out
+    assert "host memory DOES NOT FIT: 0.0 GiB" in out
     assert "try --set outer.momentum_dtype=bf16, or spread the site over more nodes" in out
-    assert out.splitlines()[-1].startswith("Memory: what 4 ranks keep beside their GPUs")
+    assert out.splitlines()[-1].startswith("Memory: 4 ranks on one machine need")
     # With the outer state on the GPUs copies, buffers and payloads are in the machine's memory.
     inside = ("--host-memory", 1e-2, "--set", "outer.device=model", "--json")
     code, out, _ = plan(*wanted, *inside)
@@ -169,7 +169,7 @@ def test_a_table_of_ones_own(plan: Command, file: Path, tmp_path: Path) -> None:
         (["--gpu", "l40s", "--link", "1gbit", "--utilisation", "2"], "--utilisation 2"),
         (["--gpu", "l40s", "--link", "1gbit", "--rtt", "-1"], "--rtt -1"),
         (["--gpu", "l40s", "--link", "1gbit", "--tokens", "0"], "--tokens 0"),
-        (["--gpu", "l40s", "--link", "1gbit", "--fabric", "x"], '--fabric: "x" is no rate'),
+        (["--gpu", "l40s", "--link", "1gbit", "--fabric", "x"], '--fabric: "x" is not a rate'),
         (["--gpu", "local", "--link", "1gbit"], "`dilocox plan --calibrate` measures"),
         (["--gpu", "l40s", "--link", "measured"], "`dilocox plan --calibrate --peer HOST:PORT`"),
         (["--gpu", "l40s", "--link", "1gbit", "--host-memory", "0"], "--host-memory 0"),

@@ -1,1 +1,1 @@
-"""What stands beside a run: planner, audits, reports, releases, test networks."""
+"""Tools beside a training run: planner, audits, reports, releases, test networks."""

@@ -60,5 +60,5 @@ def test_the_least_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match="choose another file by --to"):
+    with pytest.raises(TrainingError, match="choose another file with --to"):
         write({}, tmp_path / "file" / "x.toml")

@@ -97,7 +97,7 @@ def test_one_that_goes_away_is_named(answering: Answering) -> None:
     with socket.create_connection(("127.0.0.1", answering.port)) as asker:
         asker.sendall(link_probe.CONTROL)
         assert asker.recv(100) == link_probe.READY
-    assert "127.0.0.1: went away" in str(answering.ended())
+    assert "127.0.0.1: disconnected" in str(answering.ended())
 
 
 def test_something_else_that_answers_is_not_measured(quick: None) -> None:
@@ -112,7 +112,9 @@ def test_something_else_that_answers_is_not_measured(quick: None) -> None:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        with pytest.raises(TrainingError, match="what answers there does not measure links"):
+        with pytest.raises(
+            TrainingError, match="the program that answers there does not measure links"
+        ):
             measure_link("127.0.0.1", port)
         thread.join(10.0)
 
@@ -126,7 +128,7 @@ def test_a_line_on_which_nothing_comes_is_given_up(
         assert asker.recv(100) == link_probe.READY
         monkeypatch.setattr(link_probe, "PATIENCE", 0.2)
         asker.sendall(link_probe.UP)
-        assert "went away" in str(made.ended())
+        assert "disconnected" in str(made.ended())
 
 
 def test_a_port_that_is_taken() -> None:

@@ -68,6 +68,6 @@ def test_rows_as_text() -> None:
     assert row.endswith("0.00")
     assert len({len(line) for line in lines if line.startswith(("outer", "pinned", "total"))}) == 1
     assert lines[-2].split()[:2] == ["total", "0.00"]
-    assert lines[-1] == "step, or: these come in turn, and the most of them counts"
+    assert lines[-1] == "the step and each 'or' come one after another: only the largest counts"
     (alone,) = [line for line in parts_text("stage 0", of(shared=True), 0) if "GiB" in line]
     assert alone.split()[-1] == "memory"

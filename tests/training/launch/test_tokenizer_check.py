@@ -105,7 +105,7 @@ def test_a_plan_takes_the_vocabulary_of_a_tokenizer_that_is_given(
     assert outline.hf_config.vocab_size == 270
     assert outline.whole["model.embed_tokens.weight"][0] == 270
     text = refusal(ModelOutline.of, config(tmp_path, data={"tokenizer": str(tmp_path / "none")}))
-    assert text.endswith("; to plan without it, give model.architecture a vocab_size")
+    assert text.endswith("; to plan without the tokenizer, set vocab_size in model.architecture")
     known = {"architecture": {**ARCHITECTURE, "vocab_size": 300}}
     away = config(tmp_path, model=known, data={"tokenizer": str(tmp_path / "none")})
     assert ModelOutline.of(away).hf_config.vocab_size == 300

@@ -1,5 +1,5 @@
-"""The planner: memory, time, bytes and money of a run before any GPU is rented.
+"""The planner predicts a run's memory, time, traffic and cost before any GPU is rented.
 
-`predict` says how fast a run would go; `plan_run` says all of it. Everything is computed from the
-model's configuration: no weights, no GPU, no network.
+`predict` computes the speed alone; `plan_run` computes the whole plan. Both need only the model's
+configuration: no weights, no GPU, no network.
 """

@@ -1,8 +1,9 @@
-"""What a forward pass keeps for the backward pass, counted on tensors that have no memory.
+"""Counts the activations that a forward pass saves for the backward pass, on fake tensors.
 
-The model's own code runs one layer (and the head) on fake tensors, and every tensor that autograd
-saves is counted once, parameters left out. So the figures are those of the model that will run,
-not of a formula. The loss alone is a formula: most of what it needs is not what autograd saves.
+The model's own code runs one layer, and the head, on tensors without memory. Every tensor that
+autograd saves is counted once; parameters are left out. The figures are therefore those of the
+model itself, not of a formula. Only the loss is estimated by a formula, because autograd saves
+only a small part of the memory that the loss needs.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ class Kept:
     """Bytes that one micro-batch keeps at a rank until its backward pass."""
 
     layer: int
-    """Of a layer, all that it saves."""
+    """All activations that one layer saves."""
     entry: int
-    """Of a layer, its input alone: what activation checkpointing keeps."""
+    """The input of one layer, which `activation_checkpointing = true` keeps."""
     selected: int
-    """Of a layer, what `activation_checkpointing = "selective"` keeps."""
+    """What one layer keeps with `activation_checkpointing = "selective"`."""
     head: int
-    """Of norm and head, and what the loss needs in its backward pass."""
+    """What the final norm and the head save, and what the loss needs in its backward pass."""
     exact: bool
-    """Counted; otherwise a lower bound, because the model cannot run on fake tensors."""
+    """Whether activations were counted. If not, they are a lower bound by formula, because the
+    model's code does not run on fake tensors."""
 
 
 def kept(config: RunConfig, outline: ModelOutline) -> Kept:
-    """What a micro-batch of the run keeps of a layer in the middle, and of the head."""
+    """Return what one micro-batch of the run keeps of a middle layer and of the head."""
     tokens = config.site.micro_batch_size * config.data.sequence_length
     width = 4 if config.site.precision == "fp32" else 2
     hidden = int(outline.hf_config.hidden_size)
@@ -50,7 +52,8 @@ def kept(config: RunConfig, outline: ModelOutline) -> Kept:
     try:
         layer, selected = _saved(config, outline)
         before, _ = _saved(config, outline, _hidden_alone)
-        # Such as a soft cap's: of the tokens that the head is multiplied with at a time.
+        # What the head saves of its logits, for example for a soft cap. It counts for the tokens
+        # that the head processes at a time.
         of_logits = _saved(config, outline, _all_logits)[0] - before
         if not holds_whole_logits(config):
             vocabulary = int(outline.hf_config.vocab_size)
@@ -58,7 +61,7 @@ def kept(config: RunConfig, outline: ModelOutline) -> Kept:
         head = max(0, before - layer) + of_logits
         return Kept(layer, entry, min(layer, entry + selected), head + loss, exact=True)
     except Exception:
-        # Modelling code may do what fake tensors cannot, such as looking at values.
+        # Modelling code may do things that fake tensors do not support, such as reading values.
         site = config.site.model_copy(update={"stages": 1, "schedule": "1f1b"})
         model = config.model.model_copy(update={"activation_checkpointing": False})
         alone = config.model_copy(update={"site": site, "model": model})
@@ -67,27 +70,27 @@ def kept(config: RunConfig, outline: ModelOutline) -> Kept:
 
 
 def _all_logits(logits: Logits, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Stands for a loss, and multiplies the head with all tokens."""
+    """Stand-in for a loss: returns the logits of all tokens."""
     return logits(hidden)
 
 
 def _hidden_alone(_logits: Logits, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Stands for a loss, and keeps its input as a matrix product does."""
+    """Stand-in for a loss: saves its input, as a matrix product does."""
     return hidden.square()
 
 
 def _saved(
     config: RunConfig, outline: ModelOutline, loss: HeadLoss | None = None
 ) -> tuple[int, int]:
-    """Bytes that a chunk of one layer saves for a micro-batch; and those of its operations whose
-    outputs selective checkpointing saves. With a `loss` the chunk has the head, too."""
+    """Return (bytes that a chunk of one layer saves for a micro-batch, bytes of the outputs that
+    selective checkpointing saves). With a `loss` the chunk includes the head."""
     head = loss is not None
     count = int(outline.hf_config.num_hidden_layers)
     index = count - 1 if head else count // 2
     spec = ChunkSpec(1, 3, index, index + 1, embeds=False, head=head, parameters=0)
     rows, length = config.site.micro_batch_size, config.data.sequence_length
     attention = "eager" if config.model.attention == "eager" else "sdpa"
-    # Parameters are used as bf16, by FSDP or by copies of them.
+    # A run in bf16 computes with bf16 parameters: FSDP's gathered ones, or casts.
     dtype = torch.bfloat16 if config.site.precision != "fp32" else torch.float32
     chunk = build_chunk(
         outline.hf_config, spec, attention=attention, activation_checkpointing=False, dtype=dtype
@@ -108,7 +111,8 @@ def _saved(
 
 
 def _count_saved(forward: Callable[[], Any], module: torch.nn.Module) -> int:
-    """Bytes of all storages that autograd saves in `forward`, parameters of `module` left out."""
+    """Return the bytes of all storages that autograd saves in `forward`, without parameters of
+    `module`."""
     own = {storage_key(parameter) for parameter in module.parameters()}
     found: dict[int, int] = {}
     alive: list[Any] = []

@@ -1,4 +1,4 @@
-"""What to change in a run file whose ranks do not fit their GPUs."""
+"""Finds changes of the run file with which ranks that do not fit their GPUs would fit."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from dilocox.tools.planner.variants import changed
 
 @dataclass(frozen=True)
 class Change:
-    """Something in the run file that lowers what a device needs."""
+    """One or more changes of the run file that lower the memory need of a device."""
 
     values: Mapping[str, Any]
-    """Value by key, such as `site.stages`."""
+    """New value by key, such as `site.stages`."""
     needed: int
-    """Bytes with it."""
+    """Bytes that the fullest device needs with the change."""
     fits: bool
 
     @property
     def text(self) -> str:
-        """As `--set` takes it."""
+        """The change as arguments of the command line, `--set KEY=VALUE ...`."""
         return " ".join(
             f"--set {key}={json.dumps(value).strip(chr(34))}" for key, value in self.values.items()
         )
 
 
 MOST_ADVICE = 3
+"""Single changes to return at most."""
 MOST_TOGETHER = 4
+"""Keys to change together at most."""
 
 
 def advice(
     config: RunConfig, outline: ModelOutline, place: GpuPlacement, gpus: int
 ) -> list[Change]:
-    """What would make the run fit at `place`: single changes, in order of what they cost training.
+    """Return changes with which the run fits at `place`, those that cost training least first.
 
-    `gpus`: as many as every site has.
-
-    If none suffices alone, the changes that come closest, taken together until they do; the last
-    one says whether they do.
+    If no single change is enough, the changes that save most are combined, one after another,
+    until the run fits or nothing more helps. Then the list has that one combination; its `fits`
+    may be False. `gpus`: number of GPUs that every site has.
     """
     singles = _tried({}, config, outline, place, gpus)
     if any(change.fits for change in singles):
@@ -70,7 +71,7 @@ def _tried(
     place: GpuPlacement,
     gpus: int,
 ) -> list[Change]:
-    """Every single change on top of `before`, with what it leaves needed."""
+    """Try single changes on top of `before`, until `MOST_ADVICE` of them fit."""
     basis = changed(config, before) if before else config
     tried: list[Change] = []
     for change in _changes(basis, outline, place, gpus):
@@ -80,7 +81,7 @@ def _tried(
             reshaped = any(name in RESHAPES for name in values)
             shape = ModelOutline.of(run) if reshaped else ModelOutline(run, outline.blueprint)
         except DilocoxError:
-            continue  # what the run file cannot say is no advice
+            continue  # the run file does not allow this change
         bytes_ = needed(footprints(run, shape, place, counted(run, shape)), place, run)
         tried.append(Change(values, bytes_, bytes_ <= place.device.memory))
         if sum(change.fits for change in tried) == MOST_ADVICE:
@@ -89,18 +90,18 @@ def _tried(
 
 
 RESHAPES = ("site.stages", "site.schedule", "data.sequence_length")
-"""Keys that change the cut."""
+"""Keys that change where the model is cut into stages."""
 
 
 def _changes(
     config: RunConfig, outline: ModelOutline, place: GpuPlacement, gpus: int
 ) -> Iterator[dict[str, Any]]:
-    """Single changes worth trying, those that cost training least first."""
+    """Yield single changes worth trying, those that cost training least first."""
     site = config.site
     for key, value in _smaller(config, place):
         yield {key: value}
     if not place.device.shared:
-        # The same GPUs, of which each holds less.
+        # The number of GPUs stays the same, and each GPU holds less.
         for factor in (2, 4, 8):
             if site.replicas % factor == 0:
                 fewer = {"site.replicas": site.replicas // factor}
@@ -119,7 +120,7 @@ def _changes(
 
 
 def _smaller(config: RunConfig, place: GpuPlacement) -> Iterator[tuple[str, Any]]:
-    """Of these changes those that leave the layout, the optimizer and the data as they are."""
+    """Yield those changes that keep the layout, the optimizer and the data as they are."""
     site = config.site
     if config.outer.device == "model" and not place.device.shared:
         yield "outer.device", "cpu"
@@ -140,4 +141,4 @@ def _smaller(config: RunConfig, place: GpuPlacement) -> Iterator[tuple[str, Any]
 
 
 SHORT = 512
-"""Shorter sequences than this are no advice."""
+"""Tokens: sequences of at most this length are not shortened further."""

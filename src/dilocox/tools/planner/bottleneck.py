@@ -1,4 +1,4 @@
-"""What a planned run spends its time on, and the one sentence about it."""
+"""Finds the bottleneck of a planned run, and describes it in one sentence."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dilocox.tools.planner.hardware_table import WIRE_SHARE
 from dilocox.tools.planner.plan import RunPlan
 
 SMALL = 0.05
-"""Shares below this are not worth a sentence."""
+"""Shares of the time below this are not worth a sentence."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time of the slowest site goes, as shares of it; they add up to 1."""
+    """Shares of the slowest site's time by cause; they add up to 1."""
 
     compute: float
     bubble: float
     traffic: float
     optimizer: float
     network: float
-    """Waiting for payloads."""
+    """Waiting for payloads of other sites."""
     exchange: float
-    """Boundaries, landings and codecs, as far as training stands still for them."""
+    """Boundaries, landings and codecs, as far as they hold up training."""
 
 
 def shares(plan: RunPlan) -> Shares:
-    """Of the time from one inner step of the slowest site to its next."""
+    """Return the shares of the time from one inner step of the slowest site to its next."""
     prediction, step = plan.prediction, plan.step
     whole = prediction.course.step_seconds_of(plan.slowest)
     network = prediction.course.waited_share_of(plan.slowest)
@@ -41,28 +41,28 @@ def shares(plan: RunPlan) -> Shares:
 
 
 def sentence(plan: RunPlan) -> str:
-    """What holds the run back most, in numbers, and what would help."""
+    """Return a sentence about the run's largest bottleneck, with figures and what would help."""
     if not plan.fits_devices:
         device = plan.fullest.device
         stage = max(plan.footprints, key=lambda each: each.device).stage
         who = "all ranks of a site need" if device.shared else f"stage {stage} needs"
         return (
-            f"Memory: {who} {plan.needed / GIB:.1f} GiB, a {device.name} has "
+            f"Memory: {who} {plan.needed / GIB:.1f} GiB, but a {device.name} has only "
             f"{plan.available / GIB:.1f} GiB for training."
         )
     host = plan.host
     if host is not None and host.available is not None and not host.fits:
         return (
-            f"Memory: what {host.ranks} ranks keep beside their GPUs takes "
-            f"{host.needed / GIB:.1f} GiB of "
-            f"a machine at {host.place.text}, which has {host.available / GIB:.1f} GiB."
+            f"Memory: {host.ranks} ranks on one machine need "
+            f"{host.needed / GIB:.1f} GiB of host memory, "
+            f"but a machine at {host.place.text} has only {host.available / GIB:.1f} GiB."
         )
     found = shares(plan)
     site = plan.config.site
     lines = {
         "bubble": (
             found.bubble,
-            f"Pipeline bubbles: {found.bubble:.0%} of the time stages wait for each other, because "
+            f"Pipeline bubbles: stages wait for each other {found.bubble:.0%} of the time, because "
             f"{site.micro_batches} micro-batches are few for {site.stages} stages; raise "
             "site.batch_size, or use an interleaved schedule or fewer stages.",
         ),
@@ -74,13 +74,13 @@ def sentence(plan: RunPlan) -> str:
         ),
         "optimizer": (
             found.optimizer,
-            f"The inner optimizer: {found.optimizer:.0%} of the time; a larger site.batch_size "
-            "spreads it over more tokens.",
+            f"The inner optimizer takes {found.optimizer:.0%} of the time; a larger "
+            "site.batch_size spreads it over more tokens.",
         ),
         "exchange": (
             found.exchange,
-            f"Work of the exchange: {found.exchange:.0%} of the time training stands still for "
-            "boundaries, landings and codecs; longer rounds, a lighter codec or outer.device = "
+            f"Exchange work: training stands still {found.exchange:.0%} of the time for "
+            "boundaries, landings and codecs; longer rounds, a cheaper codec or outer.device = "
             '"model" help.',
         ),
         "sites": (_uneven(plan), _uneven_text(plan)),
@@ -99,9 +99,9 @@ def _less_traffic(plan: RunPlan) -> str:
     if better is None:
         return "fewer shards, a faster --fabric or a larger site.micro_batch_size help."
     return (
-        "its shards gather parameters between nodes. Shards inside of nodes, and replicas of them "
-        f"(--set site.replicas={better.replicas} --set site.shards={better.shards}), make a step "
-        f"of {plan.step.seconds:.3g} s one of {better.step.seconds:.3g} s."
+        "shards gather parameters between nodes. With shards inside one node and more replicas "
+        f"(--set site.replicas={better.replicas} --set site.shards={better.shards}), a step takes "
+        f"{better.step.seconds:.3g} s instead of {plan.step.seconds:.3g} s."
     )
 
 
@@ -111,25 +111,27 @@ def _network(plan: RunPlan, share: float) -> str:
     if prediction.exchange_seconds < share * prediction.round_seconds / 2:
         return (
             f"The exchange between the sites: training stands still for it {share:.0%} of the "
-            f"time, but a round's payloads take {prediction.exchange_seconds:.3g} s only of its "
-            f"{prediction.round_seconds:.3g} s. Round trips and what else an exchange takes beside "
-            "its bytes hold it up, which no faster link changes; more to compute per step or "
-            "longer rounds help."
+            f"time, but payloads use the link for only {prediction.exchange_seconds:.3g} s of a "
+            f"round of {prediction.round_seconds:.3g} s. Round trips and other fixed costs of an "
+            "exchange hold training up. A faster link does not help; longer rounds or more "
+            "computation per step do."
         )
     busy = prediction.exchange_seconds / max(1e-9, prediction.round_seconds)
-    # Hidden if exchanges take no longer than computation does; what nothing hides has to be short.
+    # Overlapped exchanges are hidden if they take no longer than computation; blocking ones must
+    # be short.
     blocking = plan.config.exchanges_gradients or prediction.choice.delay == 0
     most = SMALL / (1 - SMALL) if blocking else 1.0
     enough = 8 * slowest.rate / WIRE_SHARE * busy / (most * max(1e-9, 1 - share))
     return (
         f"The link between the sites: training stands still for it {share:.0%} of the time "
-        f"(a round's payloads take {prediction.exchange_seconds:.3g} s of its "
-        f"{prediction.round_seconds:.3g} s); about {rate_text(enough)} or a smaller codec would do."
+        f"(payloads use it for {prediction.exchange_seconds:.3g} s of a round of "
+        f"{prediction.round_seconds:.3g} s); a link of about {rate_text(enough)}, or a codec with "
+        "smaller payloads, would be enough."
     )
 
 
 def _uneven(plan: RunPlan) -> float:
-    """Share of all GPUs' time lost because the other sites wait for the slowest."""
+    """Return the share of all GPUs' time that is lost because sites wait for the slowest one."""
     busy = plan.prediction.course.busy
     return 1 - sum(busy) / (len(busy) * max(busy))
 
@@ -141,7 +143,8 @@ def _uneven_text(plan: RunPlan) -> str:
         idle = sites[busy.index(min(busy))].name
         return (
             f"Declared speeds: {_uneven(plan):.0%} of all GPUs' time is lost, most at {idle}, "
-            f"which is faster than sites.{idle}.speed says; raise it, or declare no speeds."
+            f"because this site is faster than sites.{idle}.speed says; raise that key, or declare "
+            "no speeds."
         )
     slowest = sites[plan.slowest]
     return (

@@ -1,6 +1,6 @@
 """Measures this machine: a real inner step, codecs, the outer step, and a link.
 
-What comes out is a table entry like those of `devices.toml`, under the name `local`.
+The result is a table with entries like those of `devices.toml`, under the name `local`.
 """
 
 from __future__ import annotations
@@ -41,23 +41,29 @@ from dilocox.tools.planner.trial_run import (
 
 Progress = Callable[[str], None]
 LARGEST = 60_000_000
-"""Parameters of the model that processors step; layers are left out above that."""
+"""Most parameters of the model that is stepped on processors; a larger model is cut down."""
 TOKENS = 512
-"""Longest sequence of the steps that are timed there."""
+"""Longest sequence, in tokens, of the steps that are timed on processors."""
 MICRO_BATCHES = 3
+"""Micro-batches of the second timed step. The first one has 1, so the difference is computation."""
 MOST_NARROWED = 256
+"""Largest factor by which the model's width is divided."""
 
 
 def calibrate(
     config: RunConfig | None, progress: Progress, peer: tuple[str, int] | None = None
 ) -> dict[str, Any]:
-    """A table with `gpu.local`, `host.local` and a link, as measured on this machine.
+    """Measure this machine, and return a table with `gpu.local`, `host.local` and one link.
 
-    `config`: the run whose model is stepped, without it a small one. On processors it has fewer
-    layers, a shorter sequence and one stage if it is large; on a GPU see `calibrate_gpu.sized`.
-    `peer`: host and port of a machine that answers (`link_probe`), the link to which
-    is `link.measured`; without one `link.loopback` is written.
-    Raises `DilocoxError` if a step cannot be taken here, or the link cannot be measured.
+    Args:
+        config: The run whose model is stepped. None: a small model. On processors the model is
+            cut down (`cut_down`), on a GPU it is sized to fill it (`calibrate_gpu.sized`).
+        progress: Called with the name of each measurement.
+        peer: Host and port of a machine that runs `dilocox plan --answer`; the link to it becomes
+            `link.measured`. None: this machine's own loopback becomes `link.loopback`.
+
+    Raises:
+        DilocoxError: A step cannot be taken here, or the link cannot be measured.
     """
     source = f"dilocox plan --calibrate, {time.strftime('%Y-%m-%d')}"
     if peer is None:
@@ -65,7 +71,7 @@ def calibrate(
         rate = measure_loopback()
         link = {LOOPBACK: {**link_entry(MeasuredLink(rate, rate, 5e-5)), "usd_per_gb": 0.0}}
     else:
-        # First: that nobody answers is known at once.
+        # The link comes first, so that a peer that does not answer is reported at once.
         link = {MEASURED: link_entry(measure_link(*peer, progress))}
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -85,11 +91,11 @@ def calibrate(
 
 
 def link_entry(measured: MeasuredLink) -> dict[str, Any]:
-    """A link as tables have it: with the headers that travel beside what was counted."""
+    """Return a measured link as a table entry: rates on the wire, packet headers included."""
 
     def on_the_wire(rate: float) -> str:
         kbit = max(1, round(8 * rate / WIRE_SHARE / 1e3))
-        # A rate has six digits at most.
+        # Rates in a table have at most six digits.
         return f"{kbit}kbit" if kbit < 10**6 else f"{kbit / 1e3:.3f}mbit"
 
     return {
@@ -106,15 +112,16 @@ def write(table: dict[str, Any], path: Path) -> None:
         path.write_text(tomli_w.dumps(table), encoding="utf-8")
     except OSError as error:
         raise TrainingError(
-            f"{path}: cannot be written ({error.strerror}); choose another file by --to"
+            f"{path}: cannot be written ({error.strerror}); choose another file with --to"
         ) from None
 
 
 def cut_down(config: RunConfig) -> RunConfig:
-    """The run as processors can step it: one rank, short sequences, a model of `LARGEST` at most.
+    """Return a run that processors can step: one rank, short sequences, at most `LARGEST`
+    parameters.
 
-    A larger model keeps its type and proportions, with two layers and a vocabulary of 8,192; where
-    its configuration does not allow that, `small_run` is stepped instead.
+    A larger model keeps its type and proportions, but gets two layers, a vocabulary of 8,192 and,
+    if needed, narrower layers. If its configuration does not allow that, `small_run` is returned.
     """
     raw = alone(
         config,
@@ -135,7 +142,7 @@ def cut_down(config: RunConfig) -> RunConfig:
 
 
 def _measure_device(config: RunConfig | None, progress: Progress) -> dict[str, Any]:
-    """What this machine's GPU does, or one core of its processors."""
+    """Measure this machine's GPU or, without a GPU, one core of its processors."""
     device = resolve_device((config or small_run()).site)
     if device.type == "cuda":
         return measure_gpu(config, device, progress)
@@ -143,11 +150,11 @@ def _measure_device(config: RunConfig | None, progress: Progress) -> dict[str, A
 
 
 def _measure_core(config: RunConfig, device: torch.device, progress: Progress) -> dict[str, Any]:
-    """Operations per second of a real inner step on one core, and what its optimizer reads and
-    writes, by the processor's time, so that other work counts for little.
+    """Measure real inner steps on one core, and return a device's table entry.
 
-    In the precision that the run does not have a step of one sequence is timed: processors that
-    cannot multiply bf16 take long for it.
+    Times are processor time, so that other work on the machine hardly counts. In the precision
+    that the run does not use, only a step of one sequence is timed: processors without bf16
+    multiplication would take long for more.
     """
     run = cut_down(config)
     outline = ModelOutline.of(run)

@@ -1,7 +1,7 @@
-"""Measures a GPU by steps that fill it: wide layers, the run's micro-batch, nothing read between.
+"""Measures a GPU with inner steps that fill it: wide layers, and the run's own micro-batch.
 
-A small model would measure how fast kernels are launched. Sizes and what follows from times are
-pure functions; only `measure_gpu` needs a GPU.
+Steps of a small model would only measure how fast kernels are launched. Nothing is read from the
+GPU between steps. Only `measure_gpu` needs a GPU; sizes, and rates from times, are pure functions.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from dilocox.tools.planner.trial_run import (
 
 Progress = Callable[[str], None]
 PARAMETERS = 1_000_000_000
-"""Of the model that is stepped, at most where a model of one layer is no larger."""
+"""Most parameters of the model that is stepped, unless a single layer makes it larger."""
 MOST_PARAMETERS = 2_000_000_000
-"""Of a model of one layer."""
+"""Most parameters of a model of one layer."""
 VOCABULARIES = (32_768, 8_192)
-"""Sizes of a vocabulary, where the model's own leaves no room for layers."""
+"""Smaller vocabularies to try if the model does not fit with its own."""
 MEMORY_SHARE = 0.85
-"""Of the GPU's free memory, that the model may take."""
+"""Share of the GPU's free memory that the model may take."""
 MICRO_BATCHES = 3
+"""Micro-batches of the second timed step. The first one has 1, so the difference is computation."""
 WARM_UP, LEAST, MOST = 3, 3, 50
-"""Steps before any is timed; steps of a batch that is timed together."""
+"""Steps before the first timed one; least and most steps that are timed together as a batch."""
 SECONDS = 2.0
-"""That a batch takes, about."""
+"""Approximate duration of a batch of steps."""
 BATCHES = 3
-"""Of which the fastest counts: other work on the machine only ever adds."""
+"""Batches that are timed. The fastest counts, because other work can only add time."""
 COPIED = 1 << 28
 """Bytes that are copied to measure a bus."""
 LIKE = 0.85
-"""A GPU is one of the table's if it has so much of its memory."""
+"""Least ratio of a table entry's memory to the GPU's memory at which they are the same GPU."""
 
 
 def large_run() -> RunConfig:
-    """What is stepped where no run file is given: a model of the shape of Qwen3-0.6B."""
+    """Return the run to step if no run file is given: a model of the shape of Qwen3-0.6B."""
     return resolve_run(
         {
             "model": {
@@ -80,11 +81,11 @@ def large_run() -> RunConfig:
 
 
 def sized(config: RunConfig, memory: int) -> RunConfig:
-    """The run as a GPU with `memory` free bytes can step it: one rank, layers of the model's width,
-    its own sequences and micro-batch.
+    """Return a run of one rank that a GPU with `memory` free bytes can step.
 
-    As many layers as make `PARAMETERS`. Where one layer does not fit, the vocabulary is cut, then
-    the micro-batch is halved. Raises `TrainingError` if nothing fits.
+    Width, sequence length and micro-batch are the run's own. The number of layers is cut to
+    `PARAMETERS`. If not even one layer fits, the vocabulary is cut first, then the micro-batch is
+    halved. Raises `TrainingError` if nothing fits.
     """
     rows = config.site.micro_batch_size
     while rows >= 1:
@@ -104,21 +105,21 @@ def sized(config: RunConfig, memory: int) -> RunConfig:
 
 
 def vocabularies(own: int) -> list[int]:
-    """Sizes to try, the model's own first."""
+    """Return the vocabulary sizes to try, the model's own first."""
     return [own, *(size for size in VOCABULARIES if size < own)]
 
 
 def _cut(
     raw: dict[str, Any], whole: ModelOutline, vocabulary: int, memory: int
 ) -> RunConfig | None:
-    """The run with as many layers as it may have with this vocabulary; none if none fits."""
+    """Return the run with the most layers that fit with this vocabulary. None if no layer fits."""
     try:
         outline = ModelOutline.of(reshaped(raw, whole, 1, vocabulary))
     except DilocoxError:
-        return None  # its configuration needs more than the keys that are kept
+        return None  # the model's configuration needs keys that `reshaped` does not keep
     rest = outline.parameters - outline.layer_parameters
     most = int(whole.hf_config.num_hidden_layers)
-    each = kept_by_precision(outline)  # the same of every layer, however many there are
+    each = kept_by_precision(outline)  # per layer, so it does not depend on their number
     for layers in range(layers_of(rest, outline.layer_parameters, most), 0, -1):
         outline = ModelOutline.of(reshaped(raw, whole, layers, vocabulary))
         if outline.parameters <= MOST_PARAMETERS and fits(outline, memory, each):
@@ -127,25 +128,30 @@ def _cut(
 
 
 def layers_of(outside: int, layer: int, most: int) -> int:
-    """Layers of a model of `PARAMETERS` at most, but one at least; `outside`: all other
-    parameters."""
+    """Return the number of layers, from 1 to `most`, of a model with at most `PARAMETERS`.
+
+    `outside`: parameters outside of layers. `layer`: parameters of one layer.
+    """
     return max(1, min(most, (PARAMETERS - outside) // max(1, layer)))
 
 
 def in_precision(outline: ModelOutline, precision: str) -> ModelOutline:
-    """The same model in another `site.precision`."""
+    """Return the outline of the same model with another `site.precision`."""
     site = outline.config.site.model_copy(update={"precision": precision})
     return ModelOutline(outline.config.model_copy(update={"site": site}), outline.blueprint)
 
 
 def kept_by_precision(outline: ModelOutline) -> dict[str, Kept]:
-    """What a micro-batch keeps until its backward pass, by `site.precision`."""
+    """Return what a micro-batch keeps until its backward pass, by `site.precision`."""
     shapes = {precision: in_precision(outline, precision) for precision in ("bf16", "fp32")}
     return {precision: counted(shape.config, shape) for precision, shape in shapes.items()}
 
 
 def fits(outline: ModelOutline, memory: int, each: Mapping[str, Kept]) -> bool:
-    """Whether a step fits in every precision. `each`: as `kept_by_precision` gives it."""
+    """Return whether a step fits in memory in every precision.
+
+    `memory`: free bytes of the GPU. `each`: the result of `kept_by_precision`.
+    """
     table = HardwareTable.load()
     place = GpuPlacement(table.device(table.devices[0]), 1, 1)
     for precision, kept in each.items():
@@ -161,8 +167,10 @@ def seconds_of(
     synchronize: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of `act`, which only asks the GPU for work: of batches of it, each waited for once,
-    the fastest."""
+    """Return the seconds of one call of `act`, which only queues work on the GPU.
+
+    Calls are timed in batches, with one `synchronize` per batch. The fastest batch counts.
+    """
     for _ in range(WARM_UP):
         act()
     synchronize()
@@ -181,12 +189,15 @@ def seconds_of(
 
 
 def batch_of(seconds: float) -> int:
-    """How many of what takes so long are timed together."""
+    """Return the number of calls per batch, if one call takes `seconds`."""
     return min(MOST, max(LEAST, math.ceil(SECONDS / max(seconds, 1e-9))))
 
 
 def table_name(name: str, memory: int, table: HardwareTable) -> str | None:
-    """The entry of the table that a GPU is, by the driver's name of it and its bytes; or none."""
+    """Return the name of a GPU's entry in the table. None if the table has none.
+
+    `name`: the driver's name of the GPU. `memory`: bytes of its memory.
+    """
     words = re.findall("[a-z0-9]+", name.lower())
     pairs = [first + second for first, second in pairwise(words)]  # `rtx 4090`
     for entry in table.devices:
@@ -200,9 +211,14 @@ def table_name(name: str, memory: int, table: HardwareTable) -> str | None:
 def peer_rate(
     name: str, memory: int, measured: float | None, pcie: float, table: HardwareTable
 ) -> tuple[float, str]:
-    """Bytes per second between two GPUs of a node, and where the figure comes from.
+    """Return the bytes per second between two GPUs of a node, and the source of the figure.
 
-    `measured`: between two GPUs of this machine, if it has two; `pcie`: to the host, as measured.
+    Args:
+        name: The driver's name of the GPU.
+        memory: Bytes of its memory.
+        measured: Bytes per second between two GPUs of this machine. None: it has only one GPU.
+        pcie: Measured bytes per second between the GPU and the host.
+        table: Table of known GPUs.
     """
     if measured is not None:
         return measured, "copies between two GPUs of this machine"
@@ -220,8 +236,15 @@ def entry_of(
     precision: torch.dtype,
     seconds: tuple[float, float, float],
 ) -> dict[str, Any]:
-    """Rates of a table's entry, from `seconds` of a step of one micro-batch, of one of
-    `MICRO_BATCHES`, and of one of one micro-batch in the other precision."""
+    """Return a table entry's rates, computed from the times of three steps.
+
+    Args:
+        run: The run that was stepped.
+        outline: Outline of its model.
+        precision: Precision of the first two steps.
+        seconds: Seconds of a step of one micro-batch, of a step of `MICRO_BATCHES`, and of a step
+            of one micro-batch in the other precision.
+    """
     one, several, other_one = seconds
     each, fixed = split(one, several, MICRO_BATCHES)
     again = RECOMPUTED[run.model.activation_checkpointing]
@@ -245,8 +268,11 @@ def entry_of(
 def measure_gpu(
     config: RunConfig | None, device: torch.device, progress: Progress
 ) -> dict[str, Any]:
-    """A table's entry of `device`, as measured. `config`: the run whose model is stepped, without
-    it `large_run`. Raises `TrainingError` if the model does not fit or its loss is not finite."""
+    """Measure `device`, and return its table entry.
+
+    `config`: the run whose model is stepped; None: `large_run`. Raises `TrainingError` if the
+    model does not fit, or its loss is not finite.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     run = sized(config or large_run(), free)
     outline = ModelOutline.of(run)
@@ -280,8 +306,8 @@ def _step_seconds(
     precision: torch.dtype,
     micro_batches: tuple[int, ...],
 ) -> list[float]:
-    """Seconds of a step of so many micro-batches, each."""
-    gc.collect()  # a model before this one may hang in a cycle
+    """Return the seconds of a step for each number of micro-batches in `micro_batches`."""
+    gc.collect()  # a reference cycle may keep the previous model alive
     torch.cuda.empty_cache()
     model = build_model(run, outline, device, precision, compiled=True)
     found = []
@@ -291,7 +317,7 @@ def _step_seconds(
         results: list[Any] = []
 
         def step(ids: torch.Tensor = ids, results: list[Any] = results) -> None:
-            # Nothing is read: the host is ahead of the GPU, as in training.
+            # Nothing is read back, so that the host runs ahead of the GPU, as in training.
             results[:] = [model.inner_step(ids, ids, 1e-4)]
 
         found.append(seconds_of(step, lambda: torch.cuda.synchronize(device)))
@@ -301,7 +327,10 @@ def _step_seconds(
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float | None]:
-    """Bytes per second to and from pinned memory, the slower way; and to another GPU, if any."""
+    """Return (rate to or from pinned memory, rate to another GPU), in bytes per second.
+
+    The slower direction counts for pinned memory. The second rate is None with only one GPU.
+    """
     here = torch.empty(COPIED, dtype=torch.uint8, device=device)
     host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
 

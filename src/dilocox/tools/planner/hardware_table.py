@@ -1,7 +1,7 @@
-"""What GPUs, hosts and links are like: a small table of figures, each with its source.
+"""Table of the speeds, sizes and prices of GPUs, hosts and links, each with its source.
 
-The package's own table is `devices.toml`; a file of the user's adds to it. All rates are turned
-into bytes, operations and seconds here, so that nothing else deals in units of data sheets.
+The package's own table is `devices.toml`; files of the user add to it. This module converts the
+units of data sheets to bytes, operations and seconds, so that no other module needs to.
 """
 
 from __future__ import annotations
@@ -22,50 +22,53 @@ from dilocox.errors import ConfigError
 
 GIB = 2**30
 LOCAL = "local"
-"""Name of the GPU or processor that `dilocox plan --calibrate` has measured."""
+"""Name of the device that `dilocox plan --calibrate` has measured: a GPU or processor cores."""
 MEASURED, LOOPBACK = "measured", "loopback"
-"""Of the link to another machine that it has measured, and of the one to itself where it was given
-no other machine."""
+"""Names of the links that `dilocox plan --calibrate` has measured: to the machine of `--peer`, or,
+without `--peer`, from this machine to itself."""
 LOCAL_LINKS = frozenset((MEASURED, LOOPBACK))
 WIRE_SHARE = 0.95
-"""Payload over what a link carries: TCP, IP and Ethernet headers take the rest (1,448 of 1,514
-bytes; 0.95 Gbit/s of Gloo were seen on a `tc tbf` link of 1 Gbit/s)."""
+"""Payload bytes per byte on the wire. TCP, IP and Ethernet headers take the rest: 1,448 of 1,514
+bytes are payload, and Gloo reached 0.95 Gbit/s on a `tc tbf` link of 1 Gbit/s."""
 _RATE = re.compile(RATE)
 
 
 @dataclass(frozen=True)
 class Host:
-    """What one core of a site's machines does for exchanges. Rates in bytes of fp32 per second."""
+    """Speed of exchange work on a site's machines, per core. Rates are fp32 bytes per second."""
 
     encode: Mapping[str, float]
-    """By codec without its numbers."""
+    """By kind of codec, such as `topk` for `topk:64`."""
     decode: Mapping[str, float]
+    """By kind of codec."""
     lowrank: float
-    """Multiply-adds per second with low-rank factors, beside `encode` and `decode`."""
+    """Multiply-adds per second with low-rank factors; they come on top of `encode` and `decode`."""
     average: float
+    """Adding one decoded payload to the average."""
     digest: float
-    """SHA-256, bytes of payload per second."""
+    """Bytes of payload that SHA-256 hashes per second."""
     outer: float
-    """Seconds of the training's own thread per parameter and round: boundary and landing."""
+    """Seconds of the training thread per parameter and round, for boundary and landing together."""
     exchange: float
-    """Seconds of an exchange beside its transfer and its codec."""
+    """Fixed seconds of an exchange, outside of its transfer and its codec."""
     exchange_cpu: float
-    """Processor seconds of the same, of all threads."""
+    """Fixed processor seconds of an exchange, of all threads."""
     exchange_thread: float
-    """Of these, what the exchange's own thread has: the controller knows of no other."""
+    """The part of `exchange_cpu` in the exchange thread. A real controller measures this part
+    only."""
     memory: int | None = None
-    """Bytes of one machine; not known unless a table or the command line says so."""
+    """Bytes of one machine's memory. None: unknown."""
     source: str = ""
     boundary_copies: float = 0.0
-    """Seconds per parameter that values take between a GPU and this machine's memory at a boundary
-    (dilocox.tools.planner.outer_path)."""
+    """Seconds per parameter of copies between GPU and host memory at a boundary
+    (`dilocox.tools.planner.outer_path`)."""
     landing_copies: float = 0.0
-    """The same of a landing."""
+    """Seconds per parameter of copies between GPU and host memory at a landing."""
     payload_copies: float = 0.0
-    """Seconds per byte of a payload that takes that way."""
+    """Seconds per payload byte of copies between GPU and host memory."""
     codecs_beside: bool = True
-    """Codecs compute on this machine's processors, beside the training; otherwise on its GPUs,
-    which train no faster than the rest of their time allows."""
+    """Where codecs run. True: on the host's processors, in parallel with training. False: on the
+    GPUs, where they take time from training."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,15 @@ class Device:
 
     name: str
     bf16: float
-    """Peak operations per second."""
+    """Peak operations per second in bf16."""
     fp32: float
+    """Peak operations per second in fp32."""
     utilisation: float
+    """Share of the peak that training reaches without waits."""
     memory: int
     """Bytes that training may use."""
     memory_rate: float
-    """Bytes per second."""
+    """Memory bandwidth, bytes per second."""
     peer_rate: float
     """Bytes per second, one way, to another GPU of the node."""
     pcie_rate: float
@@ -90,32 +95,34 @@ class Device:
     source: str = ""
     price_source: str = ""
     shared: bool = False
-    """All ranks of a site share it: processor cores, which compute and exchange. Rates are then
-    those of one core."""
+    """Whether the device is a site's processor cores, shared by all of its ranks for training and
+    exchanges. Rates are then those of one core."""
     cores: float = 1.0
-    """`shared`: processor cores, or the quota, of a site."""
+    """With `shared`: processor cores of a site, or its quota of cores."""
     multiplies_bf16: bool = True
-    """Natively: what `precision = "auto"` computes in. GPUs since Ampere do."""
+    """Whether the device multiplies bf16 natively, as GPUs since Ampere do. Decides what
+    `site.precision = "auto"` means."""
     reserved: int = 0
-    """Bytes of CUDA's context and NCCL's buffers, which `memory` is without."""
+    """Bytes of CUDA's context and NCCL's buffers; not part of `memory`."""
     encode_bytes: Mapping[str, float] = field(default_factory=dict)
-    """By codec without its numbers: bytes of a GPU's memory that it reads and writes per value."""
+    """By kind of codec: bytes of GPU memory that encoding reads and writes per value."""
     decode_bytes: Mapping[str, float] = field(default_factory=dict)
+    """The same for decoding."""
 
     def rate(self, bf16: bool) -> float:
-        """Operations per second that training reaches where nothing waits."""
+        """Return the operations per second that training reaches without waits."""
         count = self.cores if self.shared else 1.0
         return (self.bf16 if bf16 else self.fp32) * self.utilisation * count
 
 
 @dataclass(frozen=True)
 class Link:
-    """A site's link to the others; bytes per second on the wire."""
+    """A site's link to the other sites. `up` and `down` are bytes per second on the wire."""
 
     up: float
     down: float
     rtt: float = 0.0
-    """Seconds to the other sites and back."""
+    """Round trip to the other sites, in seconds."""
     usd_per_gb: float = 0.0
     """Price of 10^9 bytes that leave the site."""
     name: str = ""
@@ -123,13 +130,13 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Payload bytes per second both ways at a time: of the narrower direction."""
+        """Payload bytes per second of the narrower direction, with both directions in use."""
         return WIRE_SHARE * min(self.up, self.down)
 
 
 @dataclass(frozen=True)
 class GpuPlacement:
-    """One site: `nodes` machines with `per_node` GPUs each."""
+    """The GPUs of one site: `nodes` machines with `per_node` GPUs each."""
 
     device: Device
     per_node: int
@@ -137,27 +144,27 @@ class GpuPlacement:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the site."""
+        """Number of GPUs of the site."""
         return self.per_node * self.nodes
 
     @property
     def text(self) -> str:
-        """As it is written on the command line."""
+        """The placement in the form of `--gpu`, `NAME:GPUSxNODES`."""
         return f"{self.device.name}:{self.per_node}x{self.nodes}"
 
 
 OF_TABLES = ("gpu", "host", "link")
-"""Sections whose entries are tables."""
+"""Sections of the table whose entries are tables themselves."""
 OF_CALIBRATIONS = frozenset(("stepped_parameters", "step_seconds", "peer_source"))
-"""What `dilocox plan --calibrate` writes beside what plans are made from."""
+"""Keys that `dilocox plan --calibrate` writes for information; plans do not use them."""
 
 
 MEMORY = "memory_gib"
-"""Of a device, and of a host where it is known."""
+"""Key of a device's memory, and of a host's memory if it is known."""
 
 
 class HardwareTable:
-    """All that is known of devices and links."""
+    """Devices, hosts and links by name."""
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         self._content = content
@@ -165,9 +172,9 @@ class HardwareTable:
 
     @classmethod
     def load(cls, *more: Path) -> HardwareTable:
-        """The package's table and those of the user, later ones on top.
+        """Return the package's table with the user's files `more` merged in, later files on top.
 
-        Raises `ConfigError` for a file that cannot be read or has an entry that makes no sense.
+        Raises `ConfigError` if a file cannot be read or has an entry that is not valid.
         """
         own = files("dilocox.tools.planner").joinpath("devices.toml").read_text("utf-8")
         content = tomllib.loads(own)
@@ -176,14 +183,16 @@ class HardwareTable:
             for section, entries in _read(path).items():
                 if section not in content or not isinstance(entries, dict):
                     known = ", ".join(content)
-                    raise ConfigError(f"{path}: no table [{section}] is known; use {known}")
+                    raise ConfigError(f"{path}: no table [{section}] is known; use one of {known}")
                 odd = None
                 if section in OF_TABLES:
                     odd = next(
                         (n for n, each in entries.items() if not isinstance(each, dict)), None
                     )
                 if odd is not None:
-                    raise ConfigError(f"{path}: {section}.{odd} is no table: [{section}.{odd}]")
+                    raise ConfigError(
+                        f"{path}: {section}.{odd} is not a table; write [{section}.{odd}]"
+                    )
                 if section in OF_TABLES:
                     for name, each in entries.items():
                         _check_keys(f"{path}: {section}.{name}", each, known_keys[section])
@@ -200,22 +209,22 @@ class HardwareTable:
 
     @property
     def devices(self) -> list[str]:
-        """Names of the devices."""
+        """Names of the devices, sorted."""
         return sorted(self._content["gpu"])
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """What is taken where neither device, link nor command line say so."""
+        """Values for keys that neither the device, nor the link, nor the command line sets."""
         found: Mapping[str, Any] = self._content["defaults"]
         return found
 
     @cached_property
     def host(self) -> Host:
-        """The machines of a site."""
+        """The default entry for a site's machines."""
         return self._host("default")
 
     def device(self, name: str) -> Device:
-        """The device of that name. Raises `ConfigError` with the names that there are."""
+        """Return the device `name`. Raises `ConfigError` with all known names if it is unknown."""
         if name not in self._content["gpu"]:
             near = difflib.get_close_matches(name, self.devices, n=1)
             hint = f'; did you mean "{near[0]}"?' if near else ""
@@ -261,9 +270,10 @@ class HardwareTable:
         )
 
     def link(self, text: str, rtt: float | None = None, usd_per_gb: float | None = None) -> Link:
-        """A link by name, rate (`1gbit`) or both ways (`up/down`: `100mbit/1gbit`).
+        """Return the link of a name, a rate (`1gbit`) or two rates (up/down, `100mbit/1gbit`).
 
-        `rtt` in seconds and `usd_per_gb` replace what the table has. Raises `ConfigError`.
+        `rtt`, in seconds, and `usd_per_gb` replace the table's values. Raises `ConfigError` if
+        `text` is neither a known name nor a rate.
         """
         entries = self._content["link"]
         if text in entries:
@@ -290,7 +300,7 @@ class HardwareTable:
                 up=float(rate_of(up)),
                 down=float(rate_of(down or up)),
                 rtt=self._number("defaults", self.defaults, "rtt_ms", zero=True) / 1000,
-                # Who names no cloud pays none: an office's line costs nothing by the byte.
+                # A plain rate stands for an office's line, which costs nothing per byte.
                 usd_per_gb=0.0,
                 name=text,
             )
@@ -301,9 +311,10 @@ class HardwareTable:
     def place(
         self, text: str, utilisation: float | None = None, host_memory: int | None = None
     ) -> GpuPlacement:
-        """A site from `NAME:GPUSxNODES`, `NAME:GPUS` or `NAME`. Raises `ConfigError`.
+        """Return the site of `NAME:GPUSxNODES`, `NAME:GPUS` or `NAME`.
 
-        `utilisation` and `host_memory`, bytes of a machine, replace what the table has.
+        `utilisation` and `host_memory`, in bytes per machine, replace the table's values. Raises
+        `ConfigError` if `text` has another form or the device is unknown.
         """
         name, colon, shape = text.partition(":")
         found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", shape) if colon else None
@@ -321,7 +332,10 @@ class HardwareTable:
         return GpuPlacement(device, per_node, nodes)
 
     def fabric(self, text: str | None) -> float:
-        """Bytes per second, one way, of a node's network inside its site."""
+        """Return the bytes per second, one way, of a node's network inside its site.
+
+        `text`: a rate such as `100gbit`; None: the table's default.
+        """
         chosen = str(self.defaults["fabric"]) if text is None else text
         return float(self._rate("--fabric", chosen))
 
@@ -353,25 +367,25 @@ class HardwareTable:
         return str(found)
 
     def _rates(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
-        """Bytes per second by kind of codec."""
+        """Return the bytes per second by kind of codec; the table has GB/s."""
         found = self._of_kinds(where, entry, key)
         return {kind: 1e9 * rate for kind, rate in found.items()}
 
     def _of_kinds(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
-        """A number by kind of codec."""
+        """Return a positive number by kind of codec."""
         own = entry.get(key)
         if not isinstance(own, dict):
-            raise ConfigError(f"{self._where}: {where}.{key}: is no table")
+            raise ConfigError(f"{self._where}: {where}.{key}: is not a table")
         return {kind: self._number(f"{where}.{key}", own, kind) for kind in own}
 
     def _told(self, source: str) -> str:
-        """`source` with the addresses of what it names in square brackets."""
+        """Return `source` with names in square brackets replaced by their addresses."""
         known = self._content["sources"]
         return re.sub(r"\[([a-z0-9-]+)\]", lambda m: str(known.get(m[1], m[0])), source)
 
     def _rate(self, where: str, text: object) -> int:
         if not isinstance(text, str) or not _RATE.fullmatch(text):
-            what = "a rate is missing" if text is None else f'"{text}" is no rate'
+            what = "a rate is missing" if text is None else f'"{text}" is not a rate'
             raise ConfigError(f"{where}: {what} such as 1gbit or 2.5mbit")
         return rate_of(text)
 
@@ -389,8 +403,8 @@ class HardwareTable:
         found = float(value) if plain else math.nan  # type: ignore[arg-type]
         if not (math.isfinite(found) and (found > 0 or (zero and found == 0)) and found <= most):
             limits = "from 0" if zero else "above 0"
-            limits += "" if most == math.inf else f" to {most:g}"
-            what = "missing" if value is None else f"{value!r} is no number {limits}"
+            limits += "" if most == math.inf else f", at most {most:g}"
+            what = "missing" if value is None else f"{value!r} is not a number {limits}"
             raise ConfigError(f"{self._where}: {where}.{key}: {what}")
         return found
 
@@ -406,7 +420,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _keys(content: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Keys that entries of each section may have: those of the package's, and some more."""
+    """Return the keys that entries of each section may have: the package's, and optional ones."""
     known = {section: set().union(*content[section].values()) for section in OF_TABLES}
     known["host"] |= {MEMORY}
     known["defaults"] = set(content["defaults"])
@@ -425,7 +439,7 @@ def _check_keys(where: str, entry: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, table by table."""
+    """Return `below` with the values of `above` on top; nested tables are merged likewise."""
     merged = dict(below)
     for key, value in above.items():
         known = merged.get(key)

@@ -1,4 +1,4 @@
-"""Speeds of this machine that exchanges depend on: codecs, outer step, loopback."""
+"""Measures the speeds of this machine that exchanges depend on: codecs, outer step, loopback."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from dilocox.outer.layout import Layout
 from dilocox.outer.overlap import Rule
 
 SECONDS = 1.0
-"""That each measurement takes, about."""
+"""Approximate duration of each measurement."""
 VALUES = 1 << 22
+"""fp32 values that codecs and the outer step are timed on."""
 CODECS = ("none", "fp16", "bf16", "int8", "int4", "int2", "topk:64", "top1:64", "cocktail")
 RANKS = (8, 64)
-"""Of the low-rank codec: two, so that what grows with the rank can be told from what does not."""
+"""Ranks of the low-rank codec that are timed: two, to separate costs that grow with the rank."""
 
 
 def measure_host() -> dict[str, Any]:
-    """Codecs, averaging, digest and outer step of one thread, as `host` entries.
+    """Measure codecs, averaging, digest and outer step in one thread, as keys of a `host` entry.
 
-    The calling thread must compute with one thread (`torch.set_num_threads`).
+    The caller must set `torch.set_num_threads(1)` before.
     """
     values = torch.randn(VALUES, generator=torch.Generator().manual_seed(0)) * 1e-3
     geometry = Geometry(((VALUES // 1024, 1024),), (0,), VALUES)
@@ -60,7 +61,7 @@ def measure_host() -> dict[str, Any]:
 
 
 def _low_rank(values: torch.Tensor, geometry: Geometry) -> dict[str, float]:
-    """GB/s that low rank would have at rank 0, and its multiply-adds per second beside that."""
+    """Return the low-rank codec's GB/s at rank 0 (extrapolated), and 10^9 multiply-adds/s."""
     encoding, decoding = [], []
     for rank in RANKS:
         made = compressor(f"lowrank:{rank}", geometry)
@@ -81,7 +82,7 @@ def _low_rank(values: torch.Tensor, geometry: Geometry) -> dict[str, float]:
 
 
 def _outer_step(values: torch.Tensor) -> Callable[[], object]:
-    """Boundary and landing of one fragment, as the training's thread does them."""
+    """Return a function that runs one fragment's boundary and landing, as training does."""
     live = {"w": values.clone().view(-1, 1024)}
     state = FragmentState(Layout.of({"w": live["w"].shape}), live, error_feedback=True)
     sent, mean = values * 0.5, values * 0.1
@@ -96,7 +97,10 @@ def _outer_step(values: torch.Tensor) -> Callable[[], object]:
 
 
 def measure_loopback(size: int = 1 << 26) -> float:
-    """Bytes per second of one TCP connection on this machine."""
+    """Return the bytes per second of one TCP connection from this machine to itself.
+
+    Sends `size` bytes. Raises `TrainingError` if the connection breaks.
+    """
     payload = bytes(size)
     received = 0
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -123,10 +127,11 @@ def measure_loopback(size: int = 1 << 26) -> float:
 
 
 def timed(act: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
-    """Least seconds of `act` in about `SECONDS`, three runs at least, after one to warm up.
+    """Return the shortest time of `act`, in seconds.
 
-    By the processor's time unless another `clock` is given; the least, because other work on the
-    machine only ever adds.
+    `act` is called once to warm up, then for about `SECONDS`, at least three times. The default
+    `clock` is processor time. The shortest time counts, because other work on the machine can
+    only add to it.
     """
     act()
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""What ranks on GPUs keep in the memory of their machines, and whether it fits."""
+"""Host memory that ranks on GPUs need, and whether it fits their machines."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from dilocox.tools.planner.memory_footprint import Footprint
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What the ranks of one machine take of its memory, beside their GPUs."""
+    """Host memory that the ranks of one machine need."""
 
     place: GpuPlacement
     ranks: int
-    """Of the first replica of one site, on that machine: others keep nothing there."""
+    """Ranks of the site's first replica on the machine. Ranks of other replicas keep nothing in
+    host memory."""
     needed: int
+    """Bytes of host memory."""
     available: int | None
-    """None: not known."""
+    """Bytes of the machine's memory. None: unknown."""
 
     @property
     def fits(self) -> bool:
-        """It is not known to be too much."""
+        """Whether the need fits the machine. True if the machine's memory is unknown."""
         return self.available is None or self.needed <= self.available
 
 
 def host_memory(
     stages: Sequence[Footprint], places: Sequence[GpuPlacement], config: RunConfig
 ) -> HostMemory | None:
-    """The machine that is filled most by what ranks keep outside their GPUs, the largest of them
-    side by side; of machines whose memory is not known that which needs most. None where every
-    device is the machine's memory itself."""
+    """Return the machine whose memory is filled most by its ranks.
+
+    All ranks of a machine are taken as large as the largest rank. Among machines of unknown size
+    it is the machine with the largest need. None if no site has GPUs: the device is then the
+    machine's memory itself.
+    """
     found = []
     for place in places:
         if not place.device.shared:
@@ -47,9 +52,10 @@ def host_memory(
 
 
 def machine_bytes(stages: Sequence[Footprint], ranks: int, shards: int) -> int:
-    """Bytes of `ranks` ranks side by side on one machine, each as large as the largest.
+    """Return the host memory in bytes of `ranks` ranks on one machine, all as large as the largest.
 
-    Exchanges end before the model is published, which the first of every `shards` ranks gathers.
+    Exchanges end before the model is published, so only the larger of the two counts. For
+    publishing, one of every `shards` ranks gathers its whole stage.
     """
     lasting = max(each.host_lasting for each in stages)
     exchanges = max(each.host_exchanges for each in stages)

@@ -1,4 +1,4 @@
-"""Replicas in place of shards, where the shards of a site gather parameters between its nodes."""
+"""Finds a hybrid-sharding layout: more replicas, and shards that stay inside one node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dilocox.tools.planner.step_time import StepTime, stays_on_nodes, step_time
 from dilocox.tools.planner.variants import changed, on_device
 
 LEAST_GAIN = 0.05
-"""Share of a step that a change of the layout has to save."""
+"""Share of a step's time that a change of the layout must save to be named."""
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """A layout of the same GPUs whose shards gather parameters inside of nodes."""
+    """A layout of the same GPUs whose shards gather parameters inside one node."""
 
     replicas: int
     shards: int
@@ -30,10 +30,18 @@ class Hybrid:
 def hybrid(
     config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float, rounds: Choice
 ) -> Hybrid | None:
-    """The fastest such layout that fits the GPUs. None if none is faster than the run's own.
+    """Return the fastest hybrid layout that fits in memory.
 
-    `config`: with the batch of the site at `place` as that of `[site]`. `fabric`: bytes per second
-    of a node's network inside its site.
+    Args:
+        config: The run, with the batch size of the site at `place` as `site.batch_size`.
+        outline: Outline of the run's model.
+        place: GPUs of the site.
+        fabric: Bytes per second of a node's network inside its site.
+        rounds: Plan of the rounds, which the memory of exchanges depends on.
+
+    Returns:
+        The layout. None if the run's own shards stay inside one node already, or if no layout
+        saves at least `LEAST_GAIN` of a step.
     """
     site, device = config.site, place.device
     if device.shared or stays_on_nodes(config, place, site.shards):
@@ -46,7 +54,7 @@ def hybrid(
         try:
             run = changed(config, {"site.replicas": replicas, "site.shards": shards})
         except DilocoxError:
-            continue  # a gate, or anything else that does not go with replicas
+            continue  # a setting of the run, such as the loss gate, does not allow replicas
         run = on_device(run, device)
         shape = ModelOutline(run, outline.blueprint)
         places = footprints(run, shape, place, counted(run, shape), rounds)

@@ -1,8 +1,8 @@
-"""Measures the link between two machines: what one sends and the other receives, over TCP.
+"""Measures the TCP throughput and round trip between two machines.
 
-One of them answers (`answer`), the other asks (`measure_link`) and opens all connections, so that
-only the first needs a port that can be reached. What is sent is noise, which no tunnel on the way
-makes smaller; the receiver counts, and no clock is compared with another machine's.
+One machine answers (`answer`). The other one asks (`measure_link`) and opens all connections, so
+that only the answering machine needs a reachable port. The sender sends random bytes, which no
+tunnel can compress. The receiver counts bytes by its own clock; clocks are never compared.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from dataclasses import dataclass
 from dilocox.errors import ConfigError, TrainingError
 
 CONNECTIONS = 4
-"""At a time, in one direction: a single one may not fill a long line."""
+"""Connections in parallel, one direction at a time. A single one may not fill a link with a long
+round trip."""
 WARM_UP, SECONDS = 2.0, 8.0
-"""That nothing is counted for, while the windows grow; and that is counted then: what a connection
-holds back behind a lost packet comes all at once, and in three seconds that was 7 % of a line."""
+"""Seconds of warm-up in which TCP windows grow, and seconds that are counted. The counted time is
+long because data held back behind a lost packet arrives all at once: with three seconds, that was
+7 % of a link's rate."""
 PINGS = 10
+"""Round trips that are timed."""
 PATIENCE = 15.0
-"""Seconds without a sign of the other end after which it is given up."""
+"""Timeout in seconds: a peer that is silent for longer counts as lost."""
 LONGEST = 60.0
-"""Seconds that a sender goes on for, if nobody ends it."""
+"""Seconds after which a sender stops, if the receiver has not closed a connection."""
 HELLO = b"dilocox link 1 "
 CONTROL, DATA = HELLO + b"control\n", HELLO + b"data\n"
 READY, PING, UP, DOWN, BYE = b"ready\n", b"ping\n", b"up\n", b"down\n", b"bye\n"
@@ -36,26 +39,29 @@ LONGEST_LINE = 64
 HINT = "; is `dilocox plan --answer PORT` running there, and the port open?"
 _BLOCK = 1 << 18
 _RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER: closing drops what is still to be sent, which on a slow line may take minutes."""
+"""SO_LINGER value: closing a socket drops its unsent data, which could take minutes to send on a
+slow link."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A link as the asking machine sees it."""
+    """A link as measured by the asking machine."""
 
     up: float
-    """Payload bytes per second to the other machine."""
+    """Payload bytes per second to the answering machine."""
     down: float
-    """From it."""
+    """Payload bytes per second from the answering machine."""
     rtt: float
-    """Seconds there and back, median, while nothing else is under way."""
+    """Median round trip in seconds, without other traffic."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`, with brackets around a host that has colons itself. Raises
-    `ConfigError`."""
+    """Return host and port of `HOST:PORT`. An IPv6 address is written in square brackets.
+
+    Raises `ConfigError` if `text` has another form.
+    """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
@@ -66,7 +72,7 @@ def parse_address(text: str) -> tuple[str, int]:
 def measure_link(host: str, port: int, progress: Progress = lambda _: None) -> MeasuredLink:
     """Measure the link to the machine that answers at `host`:`port`.
 
-    Raises `TrainingError` if none answers there, or the connection is lost.
+    Raises `TrainingError` if nothing answers there, or the connection is lost.
     """
     where = f"{host}:{port}"
     with _told(where, HINT), _connected(host, port, CONTROL) as control:
@@ -88,12 +94,12 @@ def measure_link(host: str, port: int, progress: Progress = lambda _: None) -> M
         with _several(host, port) as data:
             down = _receive_rate(data)
         control.sendall(BYE)
-    # The first one may have waited for a look-up on the way, or a radio that slept.
+    # The first ping may include an address look-up, or the wake-up of a radio link.
     return MeasuredLink(up, down, statistics.median(trips[1:]))
 
 
 def listen(port: int) -> socket.socket:
-    """A port for `answer`, at all addresses. Raises `ConfigError` if it cannot be had."""
+    """Listen at `port` on all addresses, for `answer`. Raises `ConfigError` if that fails."""
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(
@@ -106,9 +112,9 @@ def listen(port: int) -> socket.socket:
 
 
 def answer(listener: socket.socket, progress: Progress = lambda _: None) -> None:
-    """Answer one measurement at a port of `listen`, close it and return.
+    """Answer one measurement at the socket `listener`, then close it.
 
-    Anyone who reaches the port may ask; they learn nothing but how fast the line is. Raises
+    Any machine that reaches the port may ask; it learns only the speed of the link. Raises
     `TrainingError` if the connection is lost.
     """
     with listener:
@@ -132,12 +138,15 @@ def answer(listener: socket.socket, progress: Progress = lambda _: None) -> None
                     return
                 else:
                     break
-            raise TrainingError(f"{name}: went away before the link was measured")
+            raise TrainingError(f"{name}: disconnected before the link was measured")
 
 
 def _receive_rate(sockets: Sequence[socket.socket]) -> float:
-    """Bytes per second that come in over `sockets` in `SECONDS`, after `WARM_UP`. They are to be
-    closed then. Raises `TrainingError` if nothing comes."""
+    """Return the bytes per second that arrive over `sockets` in `SECONDS`, after `WARM_UP`.
+
+    The caller closes the sockets after that, which tells the sender to stop. Raises
+    `TrainingError` if nothing arrives, or the sender closes a connection.
+    """
     buffer = bytearray(1 << 20)
     counted, first, last = 0, None, 0.0
     start: float | None = None
@@ -145,30 +154,30 @@ def _receive_rate(sockets: Sequence[socket.socket]) -> float:
         while True:
             ready = selector.select(PATIENCE)
             if not ready:
-                raise TrainingError("nothing came over the line")
+                raise TrainingError("link measurement: no data arrived from the other machine")
             for key, _ in ready:
                 assert isinstance(key.fileobj, socket.socket)
                 try:
                     size = key.fileobj.recv_into(buffer)
                 except BlockingIOError:
-                    continue  # the kernel may have thought better of it
+                    continue  # a socket may be reported as ready without being so
                 if not size:
-                    raise TrainingError("the other end stopped sending")
+                    raise TrainingError("link measurement: the other machine stopped sending")
                 now = time.monotonic()
                 start = now if start is None else start
                 if first is not None:
                     counted, last = counted + size, now
                 elif now >= start + WARM_UP:
-                    # What came at this moment was sent before it: counting begins behind it.
+                    # Data of this read arrived before this moment, so counting begins after it.
                     first = now
             if first is not None and last >= first + SECONDS:
                 return counted / (last - first)
 
 
 def _send_until_closed(sockets: Sequence[socket.socket]) -> None:
-    """Send noise over `sockets` until the other end closes one of them.
+    """Send random bytes over `sockets` until the other end closes one of them.
 
-    Raises `TrainingError` if it does not within `LONGEST`.
+    Raises `TrainingError` if the other end does not within `LONGEST`.
     """
     block = memoryview(os.urandom(_BLOCK))
     until = time.monotonic() + LONGEST
@@ -182,7 +191,7 @@ def _send_until_closed(sockets: Sequence[socket.socket]) -> None:
                     return
                 except BlockingIOError:
                     continue
-    raise TrainingError("the other end never said that it had enough")
+    raise TrainingError("link measurement: the other machine did not end it; try again")
 
 
 @contextmanager
@@ -196,7 +205,7 @@ def _selecting(sockets: Sequence[socket.socket], events: int) -> Iterator[select
 
 @contextmanager
 def _closing(sockets: list[socket.socket]) -> Iterator[list[socket.socket]]:
-    """Close them at the end, at once."""
+    """Close all `sockets` at the end without waiting for unsent data."""
     try:
         yield sockets
     finally:
@@ -230,9 +239,10 @@ def _accepted(listener: socket.socket, asker: str) -> Iterator[list[socket.socke
 
 
 def _accept(listener: socket.socket, hello: bytes, asker: str | None) -> tuple[socket.socket, str]:
-    """The next connection that begins with `hello`, of `asker` if one is given, and whose it is.
+    """Return the next connection that begins with `hello`, and its address.
 
-    Others are closed. Raises `TrainingError` if `asker` does not come within `PATIENCE`.
+    `asker`: the address that the connection must come from; None: any. Other connections are
+    closed. Raises `TrainingError` if `asker` does not connect within `PATIENCE`.
     """
     until = time.monotonic() + PATIENCE
     while True:
@@ -240,7 +250,7 @@ def _accept(listener: socket.socket, hello: bytes, asker: str | None) -> tuple[s
         try:
             made, address = listener.accept()
         except TimeoutError:
-            raise TrainingError(f"{asker}: went away before the link was measured") from None
+            raise TrainingError(f"{asker}: disconnected before the link was measured") from None
         made.settimeout(2.0)
         try:
             came = made.recv(len(hello), socket.MSG_WAITALL)
@@ -253,7 +263,7 @@ def _accept(listener: socket.socket, hello: bytes, asker: str | None) -> tuple[s
 
 
 def _lines(control: socket.socket) -> Iterator[bytes]:
-    """What the other end says, line by line, until it closes or says too much at once."""
+    """Yield the lines that the other end sends, until it closes or a line is too long."""
     held = b""
     while True:
         while (end := held.find(b"\n")) >= 0:
@@ -268,7 +278,7 @@ def _lines(control: socket.socket) -> Iterator[bytes]:
 def _expect(lines: Iterator[bytes], wanted: bytes, where: str) -> None:
     if next(lines, b"") != wanted:
         raise TrainingError(
-            f"{where}: what answers there does not measure links; start "
+            f"{where}: the program that answers there does not measure links; start "
             "`dilocox plan --answer PORT` on that machine"
         )
 
@@ -285,7 +295,7 @@ def _number(line: bytes, where: str) -> float:
 
 @contextmanager
 def _told(where: str, hint: str = "") -> Iterator[None]:
-    """Errors of sockets as one line that names the other end."""
+    """Turn errors of sockets into a `TrainingError` of one line that names the other end."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a rank holds, part by part."""
+"""Memory of a rank, part by part (`Footprint`), and of a whole device (`needed`)."""
 
 from __future__ import annotations
 
@@ -38,60 +38,63 @@ from dilocox.tools.planner.step_time import reduces_once
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a rank of one stage. `device` is its GPU, or the machine's memory without one.
+    """Memory of a rank of one stage, in bytes.
 
-    A step, an evaluation, a landing and the gathering of whole tensors come in turn: gradients and
-    activations are gone when one of the others begins.
+    The *device* is the rank's GPU, or the machine's memory if the rank has no GPU. A step, an
+    evaluation, a landing and the gathering of whole tensors come one after another: gradients and
+    activations are freed before one of the others begins.
     """
 
     stage: int
     layers: tuple[int, int]
-    """Number of layers, and the first of them."""
+    """Number of layers, and index of the first one."""
     parameters: int
-    """Of the stage, over all shards."""
+    """Parameters of the stage, over all shards."""
     weights: int
     gradients: int
     optimizer: int
     copies: int
-    """Casts and gathered parameters that live during the step."""
+    """bf16 casts and gathered parameters that exist during a step."""
     lasting: int
-    """Of these copies, those that stay between steps."""
+    """The part of `copies` that stays between steps."""
     activations: int
     evaluation: int
-    """What the rank trains on, put aside while the anchor is evaluated."""
+    """Copy of the trained parameters while the anchor is evaluated."""
     gathered: int
-    """The largest tensor whole, fp32, as the shards of a stage gather it for the record and for the
-    published model."""
+    """The largest tensor as a whole, fp32. The shards of a stage gather it for the record and for
+    the published model."""
     outer: int
-    """Anchor, momentum, reference and residual; and what a landing takes beside them, where that
-    is the machine's memory."""
+    """Anchor, momentum, reference and residual. If they lie in the machine's memory, also what a
+    landing needs in addition."""
     outer_on_device: bool
+    """Whether the outer state lies on the device."""
     exchanges: int
-    """Exchanges on the GPU, where the outer state is there."""
+    """Exchanges in flight on the GPU. 0 if the outer state is not on a GPU."""
     landing: int
-    """What a landing takes beside the outer state and exchanges, on the GPU."""
+    """What a landing needs on the GPU in addition to the outer state and `exchanges`."""
     under_way: int
-    """Exchanges in the machine's memory: all of them, or their payloads where values stay on the
-    GPU."""
+    """Exchanges in flight in the machine's memory. If their values stay on the GPU, only their
+    payloads."""
     flush: int
-    """By how much the exchange of all fragments at the end of a run takes more than `exchanges` or
+    """What the flush of all fragments at the end of a run needs in addition to `exchanges` or
     `under_way`."""
     snapshot: int
-    """The copy that a checkpoint is written from, in the machine's memory."""
+    """Copy that a checkpoint is written from, in the machine's memory."""
     record_copy: int
-    """The copy of a state for the record, in the machine's memory."""
+    """Copy of a state for the record, in the machine's memory."""
     window_copy: int
-    """The copy of the anchor with which a window of the record begins, in the machine's memory."""
+    """Copy of the anchor at the beginning of a window of the record, in the machine's memory."""
     staging: int
-    """Pinned buffers in the machine's memory, through which a GPU's copies go."""
+    """Pinned buffers in the machine's memory, which all copies of a GPU pass through."""
     published: int
-    """The stage's anchor whole, in the machine's memory, at its first shard alone."""
+    """The stage's whole anchor, in the machine's memory, at the stage's first shard only."""
     shared: bool
-    """The device is the machine's memory."""
+    """Whether the device is the machine's memory."""
 
     @property
     def peak(self) -> int:
-        """Bytes of what comes in turn on the device, beside what lasts: the most of them."""
+        """Bytes of the largest phase on the device (step, evaluation, landing or gathering),
+        without what lasts."""
         step = self.gradients + self.copies - self.lasting + self.activations
         landing = self.landing + (self.flush if self.outer_on_device else 0)
         gathered = self.gathered + (self.published if self.shared else 0)
@@ -99,7 +102,7 @@ class Footprint:
 
     @property
     def device(self) -> int:
-        """Bytes on the rank's device."""
+        """Bytes on the rank's device at its fullest moment."""
         lasting = self.weights + self.optimizer + self.lasting + self.exchanges
         lasting += self.outer if self.outer_on_device else 0
         if self.shared:
@@ -108,14 +111,16 @@ class Footprint:
 
     @property
     def follower(self) -> int:
-        """Bytes on the device of the same rank of a further replica, which does not exchange, keeps
-        no checkpoints and does not evaluate an anchor of its own."""
+        """Bytes on the device of the same rank in another replica than the first.
+
+        Such a rank does not exchange, keeps no checkpoints and evaluates no anchor of its own.
+        """
         step = self.gradients + self.copies + self.activations
         return self.weights + self.optimizer + step
 
     @property
     def host_lasting(self) -> int:
-        """Bytes in the machine's memory beside a GPU, exchanges and the published model aside."""
+        """Bytes of host memory beside a GPU, without exchanges and the published model."""
         if self.shared:
             return 0
         outer = 0 if self.outer_on_device else self.outer
@@ -123,14 +128,14 @@ class Footprint:
 
     @property
     def host_exchanges(self) -> int:
-        """Bytes of exchanges there, at the end of a run, where they are most."""
+        """Bytes of host memory of exchanges at the end of a run, where they need most."""
         if self.shared:
             return 0
         return self.under_way + (0 if self.outer_on_device else self.flush)
 
     @property
     def host(self) -> int:
-        """Bytes of the stage's first shard in the machine's memory, beside its device."""
+        """Bytes of host memory of the stage's first shard; 0 if the device is host memory."""
         published = 0 if self.shared else self.published
         return self.host_lasting + max(self.host_exchanges, published)
 
@@ -142,8 +147,16 @@ def footprints(
     each: Kept,
     rounds: Choice | None = None,
 ) -> list[Footprint]:
-    """Every stage's rank. `each`: what a micro-batch keeps (dilocox.tools.planner.activations);
-    `rounds`: as they are exchanged, without it as the run file says."""
+    """Return the footprint of one rank of every stage.
+
+    Args:
+        config: The run.
+        outline: Outline of the run's model.
+        place: GPUs of the site.
+        each: What a micro-batch keeps until its backward pass
+            (`dilocox.tools.planner.activations`).
+        rounds: Plan of the rounds. None: the run file's settings.
+    """
     site = config.site
     rounds = rounds or as_the_run_file_says(config)
     shared, fragments = place.device.shared, config.outer.fragments
@@ -159,7 +172,7 @@ def footprints(
         gradients, copies, lasting = _stepped(config, outline, stage, once)
         optimizer = -(-_moments(config, outline, stage) // site.shards)
         copied = snapshot_bytes_per_parameter(config, there.waiting)
-        # Moments of Muon are not the same for all parameters.
+        # With Muon, the bytes of moments per parameter differ between tensors.
         copied = (copied - inner_bytes_per_parameter(config) + 8) * own + optimizer
         whole = site.shards > 1 or not in_memory
         found.append(
@@ -193,15 +206,18 @@ def footprints(
 
 
 def _largest(outline: ModelOutline, stage: int) -> int:
-    """Values of the stage's largest tensor."""
+    """Return the number of values of the stage's largest tensor."""
     return max(math.prod(shape) for shape in outline.shapes[stage].values())
 
 
 def _stepped(
     config: RunConfig, outline: ModelOutline, stage: int, once: bool
 ) -> tuple[int, int, int]:
-    """Bytes of a rank's gradients, of copies that a step makes of parameters, and of those copies
-    that stay between steps. `once`: shards reduce gradients once per step."""
+    """Return (gradients, copies, lasting): bytes of a rank's gradients, of a step's copies of
+    parameters, and of the copies among them that stay between steps.
+
+    `once`: shards reduce gradients once per step.
+    """
     site = config.site
     parameters = outline.stage_parameters[stage]
     own = -(-parameters // site.shards)
@@ -209,8 +225,8 @@ def _stepped(
     width = 2 if bf16 else 4
     gradients, copies, lasting = 4 * own, 0, 0
     if site.parts > 1 and once:
-        # Parameters are gathered once per step; gradients are summed up whole, in fp32, and
-        # reduced at its end (torch.distributed.pipelining, `site.gradient_sync`).
+        # Parameters are gathered once per step. Gradients are summed up unsharded, in fp32, and
+        # reduced at the end of the step (torch.distributed.pipelining, `site.gradient_sync`).
         copies = width * parameters
         gradients = 4 * parameters + 4 * own
     elif site.parts > 1:
@@ -219,48 +235,50 @@ def _stepped(
         copies = lasting = CAST * parameters
     gate = gate_model_bytes_per_parameter(config) * parameters
     if config.admission.gate and site.ranks > 1:
-        # Slopes are measured with gradients, beside a copy of what is trained and the points
-        # where they are measured (Evaluator.gradient_probe).
+        # The gate measures slopes with gradients. It needs a copy of the trained parameters and
+        # the points at which slopes are measured (Evaluator.gradient_probe).
         copies += EVALUATION * own + 4 * own // config.outer.fragments
     return gradients, copies + gate, lasting + gate
 
 
 def _gathered_at_a_time(outline: ModelOutline, parameters: int, width: int) -> int:
-    """Bytes of what FSDP gathers of one stage with so many `parameters`, and of gradients until
-    they are reduced, where both happen for each micro-batch (dilocox.inner.fsdp.Units).
+    """Return the peak bytes of parameters that FSDP has gathered and gradients not yet reduced.
 
-    Gradients come as wide as what was gathered, and are reduced in fp32.
+    This holds for one stage of `parameters` parameters, where both happen per micro-batch
+    (`dilocox.inner.fsdp.Units`). `width`: bytes per gathered value. Gradients have the same width,
+    and are reduced in fp32.
     """
     embedding, closing = outline.outer_units
     layer = outline.layer_parameters
-    # No unit of their own have a tied embedding and head: they are gathered all along, and their
-    # gradients are reduced when the backward pass is through.
+    # A tied embedding and head have no unit of their own: they stay gathered throughout, and their
+    # gradients are reduced after the backward pass.
     rest = parameters - outline.inside_layers - embedding - closing
-    # The backward pass begins with norm and head, while the last layer is gathered. Then come two
-    # layers at a time, while what came before is reduced. The embedding is gathered in the forward
-    # pass alone, and its gradient comes when activations are gone.
+    # The backward pass begins with norm and head, while the last layer is gathered. Then two layers
+    # at a time are gathered, while gradients of the unit before are reduced. The embedding is
+    # gathered in the forward pass only, and its gradient comes after activations are freed.
     first = width * (2 * closing + layer) + 4 * closing
     middle = width * 3 * layer + 4 * max(layer, closing)
     return max(first, middle) + 2 * width * rest
 
 
 _WIDTHS = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.02, "int4": 0.52}
+"""Bytes per value of a payload, by kind of codec, at most."""
 _WIDTH_OF_OTHERS = 0.3
-"""Bytes per value of payloads, at most."""
+"""The same for all other codecs."""
 
 
 def _waiting(rounds: Choice) -> float:
-    """The share of the fragments that is between boundary and landing at once."""
+    """Return the largest share of fragments that are between boundary and landing at once."""
     number = -(-rounds.delay * rounds.fragments // rounds.slots)
     return min(max(1, number), rounds.fragments) / rounds.fragments
 
 
 @dataclass(frozen=True)
 class _Exchanged:
-    """Bytes per parameter of a rank that the outer path takes, by where they lie."""
+    """Bytes per parameter of a rank for the outer state and exchanges, by where they lie."""
 
     waiting: float
-    """Share of the fragments."""
+    """Share of the fragments between boundary and landing."""
     outer: float
     on_gpu: float
     in_memory: float
@@ -268,10 +286,11 @@ class _Exchanged:
 
 
 def _exchanged(config: RunConfig, rounds: Choice, shared: bool) -> _Exchanged:
-    """The outer state, exchanges and landings. `shared`: processors train.
+    """Return the bytes per parameter of outer state, exchanges and landings.
 
-    Exchanges: what waits for its landing, and of the one whose payloads are decoded these and one
-    site's values. Values stay where the outer state is; payloads pass the machine's memory.
+    `shared`: training runs on processors. Counted for exchanges: the values of fragments that wait
+    for their landing; and, for the exchange that is being decoded, all payloads and the values of
+    one site. Values lie where the outer state is; payloads pass through the machine's memory.
     """
     waiting, pieces = _waiting(rounds), config.outer.fragments
     width = _WIDTHS.get(parse_spec(rounds.codec).kind, _WIDTH_OF_OTHERS)
@@ -287,8 +306,11 @@ def _exchanged(config: RunConfig, rounds: Choice, shared: bool) -> _Exchanged:
 
 
 def _moments(config: RunConfig, outline: ModelOutline, stage: int) -> int:
-    """Bytes of the inner optimizer's moments, of a whole stage: two of AdamW, none of SGD; one of
-    Muon for the layers' matrices, whose other tensors AdamW trains, copies of tied ones, too."""
+    """Return the bytes of the inner optimizer's moments of a whole stage.
+
+    AdamW has two fp32 moments per parameter, SGD none. Muon has one for matrices of the layers;
+    AdamW trains all other tensors of a Muon run, copies of tied tensors included.
+    """
     parameters = outline.stage_parameters[stage]
     if config.inner.optimizer != "muon":
         return (inner_bytes_per_parameter(config) - 8) * parameters
@@ -300,7 +322,7 @@ def _moments(config: RunConfig, outline: ModelOutline, stage: int) -> int:
 
 
 def needed(places: Sequence[Footprint], place: GpuPlacement, config: RunConfig) -> int:
-    """Bytes that a device needs: of the largest rank, or of all ranks that share it."""
+    """Return the bytes that a device needs: of the largest rank, or of all ranks that share it."""
     if place.device.shared:
         first = sum(each.device for each in places)
         others = (config.site.replicas - 1) * sum(each.follower for each in places)
@@ -309,12 +331,15 @@ def needed(places: Sequence[Footprint], place: GpuPlacement, config: RunConfig) 
 
 
 def in_flight(config: RunConfig, stage: int) -> int:
-    """Micro-batches, counted by chunk, whose activations a rank of `stage` holds at its peak.
+    """Return how many micro-batches' activations a rank of `stage` holds at its peak.
 
-    As PyTorch's schedules warm up: `1f1b` one per later stage and its own; `interleaved-1f1b` a
-    round of all stages for each further chunk, and two per later stage; `gpipe` all of them.
-    Zero-bubble schedules hold on to what the weights' half of the backward pass needs: one for each
-    stage and chunk.
+    A micro-batch counts once per chunk of the rank. The numbers follow the warm-up of PyTorch's
+    schedules:
+
+    - `1f1b`: its own micro-batch, and one per later stage.
+    - `interleaved-1f1b`: one per stage for each chunk but one, two per later stage, and one.
+    - `gpipe`: all micro-batches.
+    - Zero-bubble schedules: one per stage and chunk, for the weights' half of the backward pass.
     """
     site = config.site
     count, stages, chunks = site.micro_batches, site.stages, site.chunks
@@ -339,25 +364,26 @@ def _activations(config: RunConfig, outline: ModelOutline, stage: int, each: Kep
     kept = each.layer
     if saving:
         kept = each.selected if saving == "selective" else each.entry
-    # With checkpointing one layer at a time is computed again with all that it saves.
+    # With checkpointing one layer at a time is computed again, and saves all its activations.
     held = flying * layers * kept + (each.layer if saving else 0)
     pipeline = config.site.stages > 1
     if pipeline:
-        # A gradient on its way; what was sent on is kept until its own gradient comes.
+        # One gradient in transfer; and outputs that were sent on, kept until their gradient comes.
         held += each.entry
         held += flying * each.entry if any(not chunk.head for chunk in chunks) else 0
     head = each.head if has_head else 0
-    # Of one micro-batch: what comes before the head is through its backward pass by then. `gpipe`
-    # has the logits of all others, too, and what their losses have kept: two of three copies.
+    # The head counts for one micro-batch: the others' head has finished its backward pass by then.
+    # `gpipe` also keeps logits and loss values of all other micro-batches: two of three copies.
     others = flying - 1 if pipeline and config.site.schedule == "gpipe" else 0
     held += head + others * head * 2 // 3
     return held + max(0, _newest_gradient(config, outline, stage) - layers * kept - head)
 
 
 def _newest_gradient(config: RunConfig, outline: ModelOutline, stage: int) -> int:
-    """The largest gradient of a bf16 copy, which is there until it is added to its master's.
+    """Return the bytes of the largest gradient of a bf16 copy.
 
-    FSDP's are counted with what it gathers.
+    The gradient exists until it has been added to the fp32 parameter's gradient. With FSDP it is
+    0: gradients of gathered parameters are part of `_gathered_at_a_time`.
     """
     if config.site.precision == "fp32" or config.site.parts > 1:
         return 0
@@ -365,12 +391,13 @@ def _newest_gradient(config: RunConfig, outline: ModelOutline, stage: int) -> in
 
 
 def counted(config: RunConfig, outline: ModelOutline) -> Kept:
-    """`dilocox.tools.planner.activations.kept`, remembered: most changes leave it as it is."""
+    """Return `dilocox.tools.planner.activations.kept` from a cache: most changes of a run do not
+    change its result."""
     return _counted(_Question(config, outline))
 
 
 class _Question:
-    """Arguments of `kept`; equal where its answer is."""
+    """Arguments of `kept` as a cache key: two keys are equal if `kept` returns the same."""
 
     def __init__(self, config: RunConfig, outline: ModelOutline) -> None:
         self.config, self.outline = config, outline

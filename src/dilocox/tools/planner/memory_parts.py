@@ -1,4 +1,4 @@
-"""What fills a rank's memory, part by part, as rows for people."""
+"""Lists the parts of a rank's memory as rows of a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dilocox.tools.planner.memory_footprint import Footprint
 
 @dataclass(frozen=True)
 class Part:
-    """One row. Bytes on the rank's device, and in the machine's memory beside a GPU."""
+    """One row: bytes on the rank's device, and bytes in host memory beside a GPU."""
 
     name: str
     device: int
@@ -19,9 +19,10 @@ class Part:
 
 
 def parts(each: Footprint, reserved: int) -> list[Part]:
-    """Everything that a rank holds, without what it does not. `reserved`: bytes of CUDA and NCCL.
+    """Return all parts of a rank's memory; parts of 0 bytes are left out.
 
-    Rows that begin with `step:` or `or:` come in turn: the most of these counts.
+    `reserved`: bytes of CUDA and NCCL. Rows that begin with `step:` add up to a training step. The
+    step and each `or:` row come one after another, so only the largest of them counts.
     """
     outer_here, shared = each.outer_on_device, each.shared
     in_memory = _at(each.under_way, shared)
@@ -53,7 +54,7 @@ def _at(size: int, on_device: bool) -> tuple[int, int]:
 
 
 def parts_text(who: str, each: Footprint, reserved: int) -> list[str]:
-    """`parts` as lines, with their total; `who`: the stage or stages."""
+    """Return `parts` as lines of text with their total. `who` names the stage or stages."""
     rows = parts(each, reserved)
     width = max(len(row.name) for row in rows)
     title = f"GiB per rank of {who}"
@@ -62,7 +63,7 @@ def parts_text(who: str, each: Footprint, reserved: int) -> list[str]:
     for row in [*rows, Part("total", each.device, each.host)]:
         line = f"{row.name:{width}s}  {_gib(row.device)}"
         lines.append((line if each.shared else f"{line}  {_gib(row.host)}").rstrip())
-    return [*lines, "step, or: these come in turn, and the most of them counts"]
+    return [*lines, "the step and each 'or' come one after another: only the largest counts"]
 
 
 def _gib(size: int) -> str:
@@ -70,7 +71,7 @@ def _gib(size: int) -> str:
 
 
 def parts_json(each: Footprint, reserved: int) -> Sequence[dict[str, object]]:
-    """`parts` as plain values, bytes."""
+    """Return `parts` as plain values for JSON, in bytes."""
     return [
         {"part": row.name, "device": row.device, "host": row.host} for row in parts(each, reserved)
     ]

@@ -1,4 +1,4 @@
-"""The model as a planner sees it: which parameters lie in which stage, and what a token costs."""
+"""Outline of a run's model: the parameters of each stage, and the computation per token."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ from dilocox.training.payload_sizes import Shape, model_shapes
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A model cut into the stages of a run file, on the meta device: no weights anywhere."""
+    """A run's model, cut into stages, on the meta device: it has no weights."""
 
     config: RunConfig
     blueprint: ModelPlan
 
     @classmethod
     def of(cls, config: RunConfig) -> ModelOutline:
-        """The outline of a run's model.
+        """Return the outline of a run's model.
 
-        A tokenizer that is still to be trained will have `data.vocabulary_size` tokens; another one
-        is loaded where the model's vocabulary is to be as large as it. Raises `ConfigError` if the
-        model's weights do not know such a tokenizer, `DataError` if it cannot be loaded,
-        `ModelError` if the model cannot be trained or cut so.
+        The vocabulary has `data.vocabulary_size` tokens if the run trains its tokenizer. If the
+        architecture gives no `vocab_size`, the tokenizer is loaded and its size is taken.
+
+        Raises:
+            ConfigError: The run trains a tokenizer, but the model has weights already.
+            DataError: The tokenizer cannot be loaded.
+            ModelError: The model cannot be trained, or not be cut into these stages.
         """
         check_trained_tokenizer(config)
         return cls(config, ModelPlan.of(config, _vocabulary(config)))
 
     @cached_property
     def stages(self) -> list[list[ChunkSpec]]:
-        """By stage: its chunks in model order."""
+        """Chunks of each stage, in model order."""
         site = self.config.site
         return [
             [
@@ -53,13 +56,13 @@ class ModelOutline:
 
     @cached_property
     def whole(self) -> dict[str, Shape]:
-        """Shapes of the uncut model's parameters by full name; tied ones once."""
+        """Shapes of the whole model's parameters by full name. Tied parameters occur once."""
         model = build_skeleton(self.hf_config)
         return {name: tuple(each.shape) for name, each in model.named_parameters()}
 
     @cached_property
     def shapes(self) -> list[dict[str, Shape]]:
-        """By stage: whole shapes of what it exchanges, by full name in model order.
+        """Unsharded shapes of the tensors that each stage exchanges, by full name in model order.
 
         Raises `ModelError` unless every parameter is in exactly one stage.
         """
@@ -69,23 +72,25 @@ class ModelOutline:
 
     @property
     def parameters(self) -> int:
-        """Of the model; tied ones count once."""
+        """Number of the model's parameters. Tied parameters count once."""
         return sum(map(math.prod, self.whole.values()))
 
     @property
     def layer_parameters(self) -> int:
-        """Of the largest layer."""
+        """Number of parameters of the largest layer."""
         return max(self._layers.values(), default=0)
 
     @property
     def inside_layers(self) -> int:
-        """Of all layers: what is left is outside them, as embedding and head are."""
+        """Number of parameters inside layers. Embedding and head, for example, are outside."""
         return sum(self._layers.values())
 
     @cached_property
     def outer_units(self) -> tuple[int, int]:
-        """Parameters of the embedding, and of final norm and head, as FSDP gathers them in a model
-        of one chunk: 0 of what has no unit of its own."""
+        """(parameters of the embedding, parameters of final norm and head), as FSDP units.
+
+        They are the units of a model of one chunk; 0 if a module has no unit of its own.
+        """
         spec = ChunkSpec(0, 1, 0, 1, embeds=True, head=True, parameters=0)
         attention = "eager" if self.config.model.attention == "eager" else "sdpa"
         chunk = build_chunk(
@@ -98,7 +103,7 @@ class ModelOutline:
 
     @cached_property
     def _layers(self) -> dict[int, int]:
-        """Parameters by layer."""
+        """Number of parameters by layer number."""
         sizes: dict[int, int] = {}
         for name, shape in self.whole.items():
             number = layer_number(name)
@@ -108,12 +113,12 @@ class ModelOutline:
 
     @property
     def hf_config(self) -> Any:
-        """The model's own configuration."""
+        """The model's Hugging Face configuration."""
         return self.blueprint.hf_config
 
     @property
     def stage_parameters(self) -> list[int]:
-        """What a stage's ranks hold together; the copy of a tied tensor counts where it is."""
+        """Number of parameters of each stage. A tied tensor counts at every stage with a copy."""
         return [sum(chunk.parameters for chunk in chunks) for chunks in self.stages]
 
     @property
@@ -123,16 +128,19 @@ class ModelOutline:
 
     @property
     def flops_per_token(self) -> float:
-        """Of training, without recomputation: two per multiply-add, three passes' worth."""
+        """Operations per token of a training step, without recomputation.
+
+        They are two per multiply-add of three forward passes.
+        """
         return self.blueprint.flops_per_token
 
     def head_compute(self, chunk: ChunkSpec) -> float:
-        """Multiply-adds per token of the head, if `chunk` has it."""
+        """Return the multiply-adds per token of the head in `chunk`; 0 if it has no head."""
         return float(self.hf_config.hidden_size * self.hf_config.vocab_size) if chunk.head else 0.0
 
 
 def _vocabulary(config: RunConfig) -> int | None:
-    """The tokenizer's, where the model does not say its own."""
+    """Return the tokenizer's vocabulary size, or None if the model has a size of its own."""
     name, architecture = config.data.tokenizer, config.model.architecture
     if name == "train":
         return config.data.vocabulary_size
@@ -142,7 +150,7 @@ def _vocabulary(config: RunConfig) -> int | None:
         return _size_of(name)
     except DataError as error:
         raise DataError(
-            f"{error}; to plan without it, give model.architecture a vocab_size"
+            f"{error}; to plan without the tokenizer, set vocab_size in model.architecture"
         ) from None
 
 
@@ -154,7 +162,7 @@ def _size_of(name: str) -> int:
 def check_cut(stages: Sequence[Mapping[str, Shape]], whole: Mapping[str, Shape]) -> None:
     """Raise `ModelError` unless every parameter of `whole` is in exactly one of `stages`.
 
-    Both are shapes by full name; so the sums are equal, too.
+    Both are shapes by full name. The sums of parameters are then equal, too.
     """
     found: dict[str, int] = {}
     for number, shapes in enumerate(stages):

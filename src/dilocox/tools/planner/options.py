@@ -1,4 +1,4 @@
-"""Keys of the run file that a plan tries by itself, and what each of them buys."""
+"""Tries single changes of the run file, and returns those that make the run faster or better."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from dilocox.tools.planner.predict import Prediction
 from dilocox.tools.planner.variants import changed
 
 FASTER, LESS_LOSS = 1.01, 0.002
-"""What an option has to gain to be named: in speed as a factor, or in predicted loss as a share,
-where it is as fast."""
+"""Least gain of an option that is worth naming: the factor in speed, or, at equal speed, the drop
+of the predicted rise of the loss (0.002 is 0.2 percentage points)."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One change of the run file that fits, and what becomes of the plan with it."""
+    """One change of the run file that fits in memory, and the prediction with it."""
 
     key: str
     value: Any
     prediction: Prediction
     loss: float | None
-    """Predicted rise over synchronous training, 0.1 for 10 %. May be None."""
+    """Predicted rise of the loss over synchronous training; 0.1 is 10 %. None if the run exchanges
+    gradients."""
     needed: int
     """Bytes that the fullest device needs."""
     available: int
-    """Bytes that training may use of it."""
+    """Bytes that training may use of the fullest device."""
 
     @property
     def text(self) -> str:
-        """As `--set` takes it."""
+        """The change as an argument of the command line, `--set KEY=VALUE`."""
         return f"--set {self.key}={self.value}"
 
 
@@ -46,8 +47,16 @@ def options(
     predicted: Callable[[RunConfig], Prediction],
     filled: Callable[[RunConfig, Choice], tuple[int, int]],
 ) -> list[Option]:
-    """Every change that is worth it. `own`: of the run as it is. `predicted` predicts a run,
-    `filled` gives (needed, available) bytes of the fullest device with such rounds."""
+    """Return every change that fits in memory and gains enough.
+
+    Args:
+        config: The run.
+        places: GPUs of each site.
+        own: Prediction of the run without a change.
+        predicted: Predicts a changed run.
+        filled: Returns (needed, available) bytes of the fullest device, for a run and the plan
+            of its rounds.
+    """
     found = []
     before = loss_rise(config, own.choice)
     for key, value in _changes(config, places):
@@ -56,7 +65,7 @@ def options(
             prediction = predicted(run)
             needed, available = filled(run, prediction.choice)
         except DilocoxError:
-            continue  # the run file cannot say it, or the method not do it
+            continue  # the run file or the method does not allow this change
         loss = loss_rise(run, prediction.choice)
         speed = prediction.tokens_per_second / own.tokens_per_second
         lower = before is not None and loss is not None and loss <= before - LESS_LOSS
@@ -75,7 +84,10 @@ def _changes(config: RunConfig, places: Sequence[GpuPlacement]) -> Iterator[tupl
 
 
 def loss_rise(config: RunConfig, choice: Choice) -> float | None:
-    """Predicted rise of the loss of rounds of this choice; None for gradients."""
+    """Return the predicted rise of the loss over synchronous training; 0.1 is 10 %.
+
+    None if the run exchanges gradients.
+    """
     if config.exchanges_gradients:
         return None
     share = choice.delay / choice.slots

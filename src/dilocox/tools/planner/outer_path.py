@@ -1,8 +1,8 @@
-"""What the outer path costs at a site with GPUs: its maths on the hosts or on the GPUs, and copies.
+"""Cost of boundaries, exchanges and landings at a site with GPUs: computation and PCIe copies.
 
-With `outer.device = "cpu"` a rank's parameters cross PCIe as fp32 values: down at a boundary, down
-and up at a landing. With `outer.device = "model"` values stay on the GPU and payloads cross. All
-copies go through pinned memory (dilocox.outer.staging).
+With `outer.device = "cpu"` a rank's parameters cross PCIe as fp32 values: to the host at a
+boundary, to the host and back at a landing. With `outer.device = "model"` values stay on the GPU
+and only payloads cross. All copies go through pinned memory (`dilocox.outer.staging`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from dilocox.config.run_config import RunConfig
 from dilocox.tools.planner.hardware_table import Device, Host
 
 OUTER_BYTES = 256
-"""Read and written per parameter at a boundary and a landing on a GPU, operation by operation
-(dilocox.outer.fragment_state; overlap `keep` with a residual)."""
+"""Bytes of GPU memory that a boundary and a landing read and write per parameter.
+
+Counted operation by operation in `dilocox.outer.fragment_state`, with overlap `keep` and a
+residual."""
 AVERAGE_BYTES = 14
-"""Read and written per value of a payload that is added to an average on a GPU."""
+"""Bytes of GPU memory read and written per value of a payload that is added to an average."""
 BOUNDARY_COPIES, LANDING_COPIES = 4, 8
-"""Bytes per parameter that cross PCIe one way where the outer state is in the host's memory; ..."""
+"""Bytes per parameter that cross PCIe at a boundary and at a landing, with the outer state in host
+memory."""
 GRADIENT_COPIES = 4
-"""... and of averaged gradients, which replace the GPU's."""
+"""The same at a landing of averaged gradients, which replace the GPU's gradients."""
 
 
 HANDED_ON = 4
@@ -31,7 +34,7 @@ gradients have come (dilocox.inner.replicas)."""
 
 
 def outer_path(config: RunConfig, device: Device, replica_rate: float = math.inf) -> Host:
-    """The site's machine as exchanges of `config` find it beside `device`.
+    """Return the speeds of exchange work at a site with `device`, PCIe copies included.
 
     `replica_rate`: bytes per second from a rank to the same rank of another replica.
     """
@@ -68,7 +71,10 @@ def _beside_gpu(config: RunConfig, device: Device) -> Host:
 def _rates(
     moved: Mapping[str, float], on_host: Mapping[str, float], memory_rate: float
 ) -> dict[str, float]:
-    """Bytes of fp32 per second by codec; on the host's figure where none is known of the GPU."""
+    """Return the fp32 bytes per second by kind of codec on a GPU.
+
+    A codec without a figure for GPUs keeps the host's rate.
+    """
     return {
         kind: 4 * memory_rate / moved[kind] if kind in moved else rate
         for kind, rate in on_host.items()

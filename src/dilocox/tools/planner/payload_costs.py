@@ -1,4 +1,4 @@
-"""What is exchanged, fragment by fragment, and what that costs besides its way over the link."""
+"""Payload sizes of each fragment, and the cost of an exchange besides its transfer."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from dilocox.training.payload_sizes import Shape, factor_bytes, geometries, mess
 
 @dataclass(frozen=True)
 class PayloadCost:
-    """One piece of one stage, or several together, as one codec sends them."""
+    """Payload of one or more pieces of a stage, as one codec encodes them."""
 
     payload: int
     """Bytes that a site sends to one other site, summed over the stage's shards."""
     values: int
     """fp32 values in the buffer of the largest shard."""
     own: int
-    """Payload bytes of that shard."""
+    """Payload bytes of the largest shard."""
     products: int
-    """Multiply-adds of one product with a low-rank factor, of that shard; 0 for other codecs."""
+    """Multiply-adds of one product with a low-rank factor at the largest shard; 0 for other
+    codecs."""
     ahead: int = 0
-    """Bytes that a site sends to the exchange's owner before he can send anything, summed over the
-    stage's shards: low-rank factors; 0 for other codecs."""
+    """Bytes of low-rank factors that a site sends to the exchange's owner, summed over the stage's
+    shards; 0 for other codecs. The owner needs all factors before it can send the basis."""
 
 
 def parcels(
     config: RunConfig, stages: Sequence[dict[str, Shape]], codec: str
 ) -> list[list[PayloadCost]]:
-    """By stage and piece. `stages`: whole shapes by full name, as `ModelOutline.shapes`.
+    """Return the payload costs by stage and piece.
 
-    `codec`: as it is sent, with moments or without (`RunConfig.sent_as`).
+    `stages`: unsharded shapes by full name, as `ModelOutline.shapes`. `codec`: the codec as it is
+    sent, with or without second moments (`RunConfig.sent_as`).
     """
     return [[_parcel(codec, shards) for shards in geometries(config, shapes)] for shapes in stages]
 
@@ -53,7 +55,10 @@ def _parcel(codec: str, shards: Sequence[Geometry]) -> PayloadCost:
 
 
 def joined(pieces: Sequence[PayloadCost], shards: int) -> PayloadCost:
-    """Pieces of one stage that are exchanged together, in one frame for each of its `shards`."""
+    """Return the payload cost of several pieces of a stage that are exchanged together.
+
+    They travel in one frame for each of the stage's `shards`.
+    """
     less = FRAME_HEADER_BYTES * (len(pieces) - 1)
     return PayloadCost(
         sum(each.payload for each in pieces) - shards * less,
@@ -66,31 +71,38 @@ def joined(pieces: Sequence[PayloadCost], shards: int) -> PayloadCost:
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """Seconds of one exchange at one rank, beside its transfer."""
+    """Seconds of one exchange at one rank, its transfer not included."""
 
     begin: float
-    """In the training's own thread, at the boundary."""
+    """Seconds of the training thread at the boundary."""
     encode: float
-    """In the exchange's thread, before anything can be sent."""
+    """Seconds of the exchange thread before the transfer."""
     decode: float
-    """In the exchange's thread, after everything has come."""
+    """Seconds of the exchange thread after the transfer."""
     land: float
-    """In the training's own thread, at the landing."""
+    """Seconds of the training thread at the landing."""
     processor: float
-    """Processor time of all threads that the exchange has."""
+    """Processor seconds of all threads of the exchange."""
     work: float
-    """Of that, what the exchange's thread does itself: the controller goes by it."""
+    """Processor seconds of the exchange thread alone, which the controller measures."""
 
 
 def toil(
     parcel: PayloadCost, codec: str, host: Host, sites: int, exchange: str, commits: bool = False
 ) -> ExchangeCost:
-    """What a parcel costs each of `sites` sites. `exchange`: `gather` or `reduce`; `commits`: the
-    values are hashed before anything is sent, for the run's record.
+    """Return the cost of exchanging `parcel`, at each of `sites` sites.
 
-    `gather` decodes every payload and adds them up. `reduce` does so with a part of each, encodes
-    the mean again and decodes the whole of it. Boundary and landing are halves of `Host.outer`,
-    and copies (dilocox.tools.planner.outer_path).
+    With `gather` a site decodes every payload and adds them up. With `reduce` it does so for its
+    part of every payload, encodes the mean, and decodes the whole mean. Boundary and landing each
+    cost half of `Host.outer`, and copies (`dilocox.tools.planner.outer_path`).
+
+    Args:
+        parcel: The pieces that are exchanged together.
+        codec: Codec of the round.
+        host: Speeds of the site's machine.
+        sites: Number of sites.
+        exchange: `outer.exchange`, `gather` or `reduce`.
+        commits: Whether values are hashed before they are sent, for the run's record.
     """
     kind = parse_spec(codec).kind
     size = 4.0 * parcel.values
@@ -108,13 +120,13 @@ def toil(
         after = sites * (copy + digest)
         computed = sites * (decode + size / host.average)
     else:
-        # A payload of each other site's part and the mean's parts come in, as many go out.
+        # Parts of other sites' payloads and of the mean come in, and as many bytes go out.
         after = 3 * copy + 2 * digest
         computed = 2 * decode + encode / sites + size / host.average
     if host.codecs_beside:
         before, after = before + encode, after + computed
     else:
-        # A GPU does one thing after another: training loses what codecs take of its time.
+        # A GPU runs one task after another, so codecs take their time from training.
         begin, land = begin + encode, land + computed
     coding = before + after
     return ExchangeCost(
@@ -123,10 +135,10 @@ def toil(
 
 
 def round_trips(codec: str, exchange: str) -> int:
-    """Round trips to other sites and the coordinator in one exchange, at least.
+    """Return the least number of round trips to other sites and the coordinator in one exchange.
 
-    Each message: one for the exchange to begin or be agreed, and one for the receiver to say that
-    it is ready. `gather` has one message, `reduce` two, low rank three.
+    Each message takes two: one to begin the exchange or agree on it, and one in which the receiver
+    says that it is ready. `gather` has one message, `reduce` two, low rank three.
     """
     if parse_spec(codec).kind == "lowrank":
         return 6
@@ -134,5 +146,8 @@ def round_trips(codec: str, exchange: str) -> int:
 
 
 def ring_seconds(payload: float, sites: int, rate: float) -> float:
-    """A ring all-reduce of `payload` bytes among `sites` sites, `rate` bytes per second each."""
+    """Return the seconds of a ring all-reduce of `payload` bytes among `sites` sites.
+
+    `rate`: bytes per second of each site's link.
+    """
     return 2 * (sites - 1) / sites * payload / rate if sites > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Everything that `dilocox plan` says about a run, as plain data."""
+"""Builds the plan that `dilocox plan` prints (`plan_run`), as plain data (`RunPlan`)."""
 
 from __future__ import annotations
 
@@ -31,78 +31,85 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One method on the same sites, model and batch."""
+    """Predicted speed of one method on the run's sites, model and batch."""
 
     method: str
     prediction: Prediction | None
+    """None if the method cannot be used with this run."""
     problem: str | None
-    """Why it cannot be used with this run."""
+    """Why the method cannot be used with this run; None if it can."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What it takes to train on so many tokens."""
+    """Time and cost of training on `tokens` tokens."""
 
     tokens: float
     seconds: float
     egress_bytes: float
-    """Payloads that leave all sites."""
+    """Payload bytes that leave the sites, summed over all sites."""
     egress_usd: float
     compute_usd: float | None
-    """Rent of all GPUs; none where a price is not known."""
+    """Rent of all GPUs in US dollars. None if the price of a device is unknown."""
 
     @property
     def usd(self) -> float | None:
-        """Rent and egress."""
+        """Rent plus egress in US dollars. None if the rent is unknown."""
         return None if self.compute_usd is None else self.compute_usd + self.egress_usd
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run needs, how fast it goes, and what it costs."""
+    """A run's memory need, predicted speed and cost."""
 
     config: RunConfig
     outline: ModelOutline
     places: list[GpuPlacement]
+    """By site, in the order of `config.sites`."""
     links: list[Link]
+    """By site, in the order of `config.sites`."""
     fullest: GpuPlacement
-    """The one whose devices are filled most; of it are the following."""
+    """The placement whose devices have the highest share of their memory in use. `footprints`,
+    `needed` and `available` describe this placement."""
     footprints: list[Footprint]
+    """By stage."""
     needed: int
     """Bytes that the fullest device needs."""
     available: int
-    """Bytes that training may use of it."""
+    """Bytes that training may use of the fullest device."""
     host: HostMemory | None
-    """Of the machine that is filled most by what ranks keep beside their GPUs; none if that is the
-    device."""
+    """Host memory of the fullest machine. None if no site has GPUs: the device is then the
+    machine's memory itself."""
     exact: bool
-    """Activations were counted on the model's own code."""
+    """True if activations were counted by running the model's code; False if they are a lower
+    bound."""
     advice: list[Change]
+    """Changes of the run file that lower the memory need. Empty if the run fits."""
     step: StepTime
-    """Of the site that the others wait for."""
+    """Inner step of the site that the others wait for."""
     prediction: Prediction
     methods: list[MethodRow]
     budget: Budget
     limit: float
-    """Tokens per second of all GPUs if nothing ever waited."""
+    """Tokens per second of all GPUs if no GPU ever waited."""
     hybrid: Hybrid | None
-    """A faster layout of the slowest site. May be None."""
+    """A faster layout of the slowest site. May be None: no faster layout was found."""
     options: list[Option] = field(default_factory=list)
-    """Changes of the run file that fit, and buy speed or loss."""
+    """Changes of the run file that fit in memory and raise the speed or lower the loss."""
 
     @property
     def fits_devices(self) -> bool:
-        """Every rank fits its device."""
+        """Whether every rank fits its device."""
         return self.needed <= self.available
 
     @property
     def fits(self) -> bool:
-        """It does, and the outer state fits the machines' memory where that is known."""
+        """Whether every rank fits its device and, where host memory is known, its machine."""
         return self.fits_devices and (self.host is None or self.host.fits)
 
     @property
     def slowest(self) -> int:
-        """Number of the site that the others wait for."""
+        """Index of the site that the others wait for."""
         return self.prediction.course.slowest
 
 
@@ -115,12 +122,22 @@ def plan_run(
     progress: Progress = lambda _: None,
     methods: Sequence[str] = tuple(METHODS),
 ) -> RunPlan:
-    """Plan `config` at `places`, one site each, joined by `links`.
+    """Plan the run of `config`.
 
-    `fabric`: bytes per second of a node's network inside its site. With `tokens` the run is made
-    as long as that many tokens take; without, the budget is of the steps that are left to it.
-    Raises `ConfigError`, `CheckpointError` and `ModelError` for a run that cannot be, such as one
-    with more ranks than GPUs.
+    Args:
+        config: The run; its number of sites becomes `len(places)`.
+        places: GPUs of each site.
+        links: Link of each site.
+        fabric: Bytes per second of a node's network inside its site.
+        tokens: Length of the run in tokens. None: the steps of the run file, less the steps that
+            an earlier run has taken already (`model.path` of a portable checkpoint).
+        progress: Called with the name of each stage of the work.
+        methods: Methods to compare.
+
+    Raises:
+        ConfigError: The run is not possible, for example more ranks than GPUs.
+        CheckpointError: The portable checkpoint at `model.path` cannot be read.
+        ModelError: The model cannot be built or cut into stages.
     """
     config = with_sites(config, len(places))
     for place in places:
@@ -204,20 +221,23 @@ def _hybrid(
     fabric: float,
     prediction: Prediction,
 ) -> Hybrid | None:
-    """Of the site that the others wait for."""
+    """Return a faster layout of the site that the others wait for, or None."""
     slowest = prediction.course.slowest
     run = at_site(config, list(config.sites)[slowest])
     return hybrid(run, outline, places[slowest], fabric, prediction.choice)
 
 
 def _product(site: SiteSection) -> str:
-    """What a site's ranks are the product of, as keys of the run file."""
+    """Return the product that gives a site's ranks, such as `site.stages x site.shards`."""
     return " x ".join(f"site.{factor}" for factor in site.product.split(" x "))
 
 
 def _steps_left(config: RunConfig) -> int:
-    """Inner steps of the typical site that the run takes itself: what it goes on from has taken the
-    others. Raises `CheckpointError` if that cannot be read, `ConfigError` if none are left."""
+    """Return the inner steps of the typical site that this run takes itself.
+
+    Steps of the earlier run, whose portable checkpoint this run starts from, are not counted.
+    Raises `CheckpointError` if that checkpoint cannot be read, `ConfigError` if no steps are left.
+    """
     if not config.model.handover:
         return config.total_steps
     taken = Handover.read(config.model.path).steps
@@ -232,7 +252,10 @@ def _steps_left(config: RunConfig) -> int:
 def _fullest(
     config: RunConfig, outline: ModelOutline, places: Sequence[GpuPlacement], rounds: Choice
 ) -> tuple[GpuPlacement, list[Footprint], int]:
-    """The place whose devices are filled most, with what the stages need there, and the largest."""
+    """Return the placement with the highest share of device memory in use.
+
+    The other two values are its footprints by stage and the bytes that its fullest device needs.
+    """
     found: list[tuple[GpuPlacement, list[Footprint], int]] = []
     for place in places:
         if all(place != known for known, *_ in found):
@@ -243,7 +266,8 @@ def _fullest(
 
 
 def _as_long_as(config: RunConfig, tokens: float, per_step: float) -> RunConfig:
-    """The run made as long as `tokens` take, at so many for each inner step of the typical site."""
+    """Return the run with the length that `tokens` take. `per_step`: tokens of all sites per inner
+    step of the typical site."""
     steps = max(1, round(tokens / per_step))
     return changed(config, {"outer.rounds": None, "outer.steps": steps})
 
@@ -284,8 +308,12 @@ def budget(
     links: Sequence[Link],
     tokens: float,
 ) -> Budget:
-    """Time and cost of `tokens`: the simulated rounds as they were, with those in which nothing was
-    settled, the rest at the predicted speed, and the exchange at the end."""
+    """Return the time and cost of training on `tokens` tokens.
+
+    The budget is the sum of three parts. The simulated rounds count as simulated, including the
+    rounds before the plan settled. The other tokens go at the predicted speed. The flush at the
+    end of the run comes on top.
+    """
     sites, course = len(links), prediction.course
     simulated = min(1.0, tokens / course.tokens)
     rest = max(0.0, tokens - course.tokens)
@@ -305,7 +333,7 @@ def budget(
 
 
 def flushed_bytes(config: RunConfig, outline: ModelOutline, codec: str, sites: int) -> int:
-    """Bytes that each of `sites` sites sends at the end of a run whose rounds had `codec`."""
+    """Return the bytes that each of `sites` sites sends in the flush after rounds with `codec`."""
     last = codec if parse_spec(codec).kind in SPARSE else FLUSH_CODEC
     payload = sum(each.payload for row in parcels(config, outline.shapes, last) for each in row)
     swaps, size = Crowd(sites, config.outer.exchange).swaps(payload)
@@ -313,6 +341,6 @@ def flushed_bytes(config: RunConfig, outline: ModelOutline, codec: str, sites: i
 
 
 def _rent(place: GpuPlacement) -> float | None:
-    """US dollars an hour for all GPUs of a site."""
+    """Return the US dollars per hour for all GPUs of a site. None if the price is unknown."""
     price = place.device.usd_per_hour
     return None if price is None else price * (1 if place.device.shared else place.gpus)

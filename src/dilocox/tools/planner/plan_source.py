@@ -1,4 +1,4 @@
-"""Who makes the rounds' plans in a simulated run: the same controller as in a real one."""
+"""Makes the plans of a simulated run's rounds, with the same controller as a real run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from dilocox.coordinator.protocol.step_share import carried, steps_taken
 
 @dataclass(frozen=True)
 class SimPlan:
-    """What is decided for a round."""
+    """The plan of one simulated round."""
 
     choice: Choice
-    """Cut to the steps that are left."""
+    """Shortened if fewer inner steps are left in the run."""
     paces: dict[str, int]
+    """Speed by site, in thousandths of the typical site's."""
     carries: dict[str, int]
-    """By site; see `dilocox.coordinator.controller.pace`."""
+    """Fraction of an inner step left over from the round before, by site
+    (`dilocox.coordinator.controller.pace`)."""
 
     def steps(self, site: str, count: int) -> int:
-        """Inner steps of `site` while the typical one takes `count` from the round's beginning."""
+        """Return the inner steps that `site` takes in the first `count` steps of the typical site
+        in this round."""
         return steps_taken(self.paces[site], self.carries[site], count)
 
 
 @dataclass
 class Chooser:
-    """Makes a plan per round from what simulated sites measure.
+    """Makes one plan per round from the measurements of simulated sites.
 
-    `menu` holds the payload sizes of all codecs that the controller may choose, if it goes by the
-    link. The effective rank cannot be known without gradients: `effective-rank` stays in warm-up.
+    `menu` holds the payload sizes of all codecs that the controller may choose with
+    `control.adapt = "link"`. The effective rank is unknown without gradients, so a run with
+    `control.adapt = "effective-rank"` stays in its warm-up.
     """
 
     config: RunConfig
@@ -41,13 +45,13 @@ class Chooser:
     plans: list[SimPlan] = field(default_factory=list)
     _before: Decided | None = None
     _left: dict[str, int] = field(default_factory=dict)
-    """What the round before has left of a step, by site."""
+    """Fraction of an inner step that is left over from the last planned round, by site."""
 
     def choose(self, measured: Measurements, left: int) -> SimPlan:
-        """The plan of the next round, of `left` inner steps at most.
+        """Return the plan of the next round, of at most `left` inner steps.
 
-        `measured`: all that the sites have measured so far; the controller looks no further than
-        it may.
+        `measured`: all measurements of the sites so far. The controller uses only the rounds that
+        a real coordinator would know when it makes this plan.
         """
         config = self.config
         paces, choice, estimate = decide(

@@ -1,4 +1,4 @@
-"""How fast a run would go: from a run file, devices and links to tokens per second."""
+"""Predicts a run's speed in tokens per second from its run file, devices and links."""
 
 from __future__ import annotations
 
@@ -23,42 +23,44 @@ from dilocox.tools.planner.variants import at_site
 
 T = TypeVar("T")
 ROUNDS = 12
-"""Simulated: enough for the controller to settle, and for some rounds after that."""
+"""Simulated rounds: enough for the controller's plan to settle, and some rounds after that."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run's speed once its plans have settled. Rates are those of all sites together."""
+    """A run's speed once its plan has settled. Rates are sums over all sites."""
 
     tokens_per_second: float
     alone: float
-    """Tokens per second of the same sites with the exchange switched off: of each for itself where
-    sites take steps by their speed, else all at the pace of the slowest."""
+    """Tokens per second of the same sites without exchanges. With `control.steps = "by-speed"`
+    each site runs at its own speed; otherwise all sites run at the pace of the slowest."""
     waited_share: float
-    """Of the time, at the average site, in which training stands still for the network."""
+    """Share of the time in which training stands still for the network, averaged over sites."""
     choice: Choice
-    """The settled plan; for a method that exchanges gradients its inner steps are accounting."""
+    """The settled plan. For a method that exchanges gradients, its inner steps are only a unit of
+    accounting."""
     round_seconds: float
     exchange_seconds: float
-    """Of a round in which the link is busy."""
+    """Seconds per round in which the link is busy."""
     payload_bytes: int
-    """That a site sends, and receives, in a round."""
+    """Payload bytes that a site sends in a round; it receives as many."""
     work_seconds: float
-    """That training loses by a round's exchanges beside waiting (`Round.work`)."""
+    """Seconds per round that training loses to exchanges, waits not included (`Round.work`)."""
     step_seconds: float
-    """Of an inner step at the slowest site."""
+    """Seconds of an inner step at the slowest site."""
     tokens_per_step: int
-    """Of all sites."""
+    """Tokens of one inner step, summed over all sites."""
     course: SimulatedRun
+    """The simulated run that the prediction was read from."""
 
     @property
     def share(self) -> float:
-        """Of the speed without exchange."""
+        """Predicted speed as a share of the speed without exchanges."""
         return self.tokens_per_second / self.alone
 
     @property
     def payload_per_token(self) -> float:
-        """Bytes that all sites together send for a token trained."""
+        """Payload bytes that all sites together send per trained token."""
         rounds = self.course.whole - self.course.settled()
         sent = len(self.course.sites) * self.payload_bytes * rounds
         return sent / self.course.settled_tokens
@@ -77,14 +79,26 @@ def predict(
     at_once: int = AT_ONCE,
     outline: ModelOutline | None = None,
 ) -> Prediction:
-    """Predict the speed of `config` among `sites` sites: their number, or their names.
+    """Predict the speed of a run.
 
-    `device` (a whole `GpuPlacement`, or a single one per rank), `link` and `step_seconds` are one
-    for all sites or one for each. `step_seconds`, if known, replaces the cost model's step.
-    `fabric` and `pair_rate` are bytes per second: of a node's network inside its site, and of the
-    narrowest path between two sites if that is narrower than their links. `at_once`: exchange
-    threads of a rank. `outline`: of the same model and layout, if it is there already. Raises
-    `ConfigError` and `ModelError`.
+    `device`, `link` and `step_seconds` are either one value for all sites or one value per site.
+
+    Args:
+        config: The run.
+        device: A site's `GpuPlacement`, or the `Device` of each of its ranks.
+        link: Link of a site to the others.
+        sites: Number of sites, or their names.
+        step_seconds: Measured seconds of an inner step. None: the cost model's figure.
+        fabric: Bytes per second of a node's network inside its site.
+        pair_rate: Bytes per second of the narrowest path between two sites. None: no path is
+            narrower than the sites' links.
+        rounds: Rounds to simulate at most.
+        at_once: Exchange threads of a rank.
+        outline: Outline of the same model and layout. None: it is built here.
+
+    Raises:
+        ConfigError: The run is not possible, or a list has the wrong length.
+        ModelError: The model cannot be built or cut into stages.
     """
     config = with_sites(config, sites)
     outline = ModelOutline.of(config) if outline is None else outline
@@ -121,10 +135,10 @@ def predict(
 
 
 def menu_of(config: RunConfig, outline: ModelOutline) -> Menu:
-    """Parcels of every codec that the run may use."""
+    """Return the payload costs of every codec that the run may use, by codec, stage and piece."""
     names = [config.compression.codec]
     if config.control.adapt == "link":
-        # What a run begins with may be none that the controller would choose.
+        # The run file's own codec need not be one of the controller's candidates.
         names += ["none", *codecs(config)]
     return {
         name: parcels(config, outline.shapes, config.sent_as(name)) for name in dict.fromkeys(names)
@@ -139,7 +153,7 @@ def _settled(config: RunConfig, menu: Menu, course: SimulatedRun) -> Prediction:
     if config.control.steps == "by-speed":
         alone = sum(site.tokens / site.step for site in sites)
     else:
-        # Everybody waits for the slowest, with or without a network between them.
+        # All sites wait for the slowest one, whatever the network does.
         alone = total / max(site.step for site in sites)
     settled = [record for each in course.rounds for record in each[first:end]]
     choice = course.choices[end - 1]
@@ -169,7 +183,7 @@ def _settled(config: RunConfig, menu: Menu, course: SimulatedRun) -> Prediction:
 
 
 def _each(given: T | Sequence[T], count: int, what: str) -> list[T]:
-    """One for each of `count` sites."""
+    """Return `given` as a list of one value per site. `what` names the values in the error."""
     if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:

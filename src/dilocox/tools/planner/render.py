@@ -1,4 +1,4 @@
-"""A plan as text for people, and as JSON for programs."""
+"""Renders a `RunPlan` as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dilocox.tools.planner.predict import Prediction
 from dilocox.utils.formatting import number, size
 
 SCHEMA = 1
-"""Of the JSON form; raised when a key changes its meaning or goes."""
+"""Version of the JSON form. It is raised when a key changes its meaning or is removed."""
 
 
 def as_text(plan: RunPlan) -> str:
-    """The whole plan, in a page."""
+    """Return the whole plan as one page of text."""
     parts = [_headline(plan), _memory(plan), _exchange(plan), _methods(plan), _costs(plan)]
     return "\n\n".join([*parts, sentence(plan)])
 
@@ -51,7 +51,7 @@ def _headline(plan: RunPlan) -> str:
 
 
 def _layout(site: SiteSection) -> str:
-    """Such as `2 replicas x 4 stages x 1 shard`; of one replica nothing is said."""
+    """Return a text such as `2 replicas x 4 stages x 1 shard`; a single replica is left out."""
     layout = f"{_plural(site.stages, 'stage')} x {_plural(site.shards, 'shard')}"
     return layout if site.replicas == 1 else f"{_plural(site.replicas, 'replica')} x {layout}"
 
@@ -77,7 +77,7 @@ def _memory(plan: RunPlan) -> str:
     shared = device.shared
     where = "the machine's memory, for all ranks" if shared else "a GPU"
     outer = "on the GPU" if plan.footprints[0].outer_on_device else "in the host's memory"
-    outer = "in it, too" if shared else outer
+    outer = "in the same memory" if shared else outer
     lines.append(
         f"{'fits' if plan.fits_devices else 'DOES NOT FIT'}: {plan.needed / GIB:.1f} GiB of the "
         f"{plan.available / GIB:.1f} GiB that training may use of {where}; outer state "
@@ -88,22 +88,22 @@ def _memory(plan: RunPlan) -> str:
         verdict = "fits" if change.fits else "still does not fit"
         lines.append(f"  {change.text}: {change.needed / GIB:.1f} GiB, {verdict}")
     if not plan.fits_devices and not plan.advice:
-        lines.append("  no change of the run file alone makes it fit: use more or larger GPUs")
+        lines.append("  no change of the run file makes it fit; use more GPUs or larger ones")
     if plan.host is not None:
         lines.append(_host(plan.host, plan.config.outer.momentum_dtype))
     return "\n".join(lines)
 
 
 def _host(host: HostMemory, momentum: str) -> str:
-    need = f"{host.needed / GIB:.1f} GiB of a machine's memory for {_plural(host.ranks, 'rank')}"
+    need = f"{host.needed / GIB:.1f} GiB per machine for {_plural(host.ranks, 'rank')}"
     if host.available is None:
-        return f"beside the GPUs: {need} (--host-memory GIB checks it)"
+        return f"host memory: {need} (give --host-memory GIB to check that it fits)"
     told = f"{need}, of {host.available / GIB:.1f} GiB at {host.place.text}"
     if host.fits:
-        return f"beside the GPUs, fits: {told}"
+        return f"host memory fits: {told}"
     less = "--set outer.momentum_dtype=bf16, " if momentum == "fp32" else ""
     mend = f"try {less}or spread the site over more nodes"
-    return f"beside the GPUs, DOES NOT FIT: {told}; {mend}"
+    return f"host memory DOES NOT FIT: {told}; {mend}"
 
 
 def _exchange(plan: RunPlan) -> str:
@@ -118,7 +118,7 @@ def _exchange(plan: RunPlan) -> str:
         rounds, parts = f"a step, codec {choice.codec}", choice.inner_steps
     lines = [
         f"exchange: {rounds}",
-        f"  {size(prediction.payload_bytes / parts)} out of and into each site, "
+        f"  each site sends and receives {size(prediction.payload_bytes / parts)}, "
         f"{_seconds(prediction.exchange_seconds / parts)} of link time in "
         f"{_seconds(prediction.round_seconds / parts)}",
     ]
@@ -128,7 +128,7 @@ def _exchange(plan: RunPlan) -> str:
         lines.append(f"  controller: {choice.reason}")
     lines.append(
         f"predicted: {number(prediction.tokens_per_second)} tokens/s, {prediction.share:.1%} of "
-        f"the same sites without exchange, {prediction.tokens_per_second / plan.limit:.1%} of the "
+        f"the same sites without exchanges, {prediction.tokens_per_second / plan.limit:.1%} of the "
         f"compute limit of {number(plan.limit)}"
     )
     lines += [f"  fits, too: {_option(each, plan)}" for each in plan.options]
@@ -136,7 +136,7 @@ def _exchange(plan: RunPlan) -> str:
 
 
 def _option(option: Option, plan: RunPlan) -> str:
-    """What a change of the run file buys."""
+    """Return one line about the speed, loss and memory with a change of the run file."""
     found, choice = option.prediction, option.prediction.choice
     before = loss_rise(plan.config, plan.prediction.choice)
     loss = ""
@@ -146,30 +146,31 @@ def _option(option: Option, plan: RunPlan) -> str:
             "models)"
         )
     return (
-        f"{option.text}: {number(found.tokens_per_second)} tokens/s, {found.share:.1%}, rounds of "
-        f"H = {choice.inner_steps} with codec {choice.codec}, {size(found.payload_bytes)} each"
+        f"{option.text}: {number(found.tokens_per_second)} tokens/s, {found.share:.1%} of the "
+        f"speed without exchanges, rounds of H = {choice.inner_steps} with codec {choice.codec}, "
+        f"{size(found.payload_bytes)} per round"
         f"{loss}; {option.needed / GIB:.1f} of {option.available / GIB:.1f} GiB"
     )
 
 
 def _record(plan: RunPlan) -> str:
-    """The disk that the record takes at each site, and what makes it less."""
+    """Return the disk space that the record takes at each site, and the keys that lower it."""
     by_day = _record_by_day(plan)
     whole = by_day * plan.budget.seconds / 86_400
-    stays, more = size(whole), "; record.keep bounds it"
+    stays, more = size(whole), "; record.keep sets a limit"
     bound = bound_of(plan.config, plan.outline.parameters)
     if bound is not None and bound.bytes is not None and bound.bytes < whole:
-        stays, more = f"{size(bound.bytes)} of {size(whole)}", ", bounded by record.keep"
+        stays, more = f"{size(bound.bytes)} of {size(whole)}", ", limited by record.keep"
     elif bound is not None:
-        more = ", and no more than record.keep allows"
+        more = ", at most what record.keep allows"
     return (
         f"{stays} at each site for the whole run, {size(by_day)} a day{more} (--set "
-        "record.enabled=false keeps none, and nobody can verify then)"
+        "record.enabled=false keeps no record, and then nobody can verify the run)"
     )
 
 
 def _record_by_day(plan: RunPlan) -> float:
-    """Bytes a day that a site keeps of payloads: its own, and all that it receives."""
+    """Return the payload bytes that a site keeps per day: its own payloads and all received."""
     found, sites = plan.prediction, len(plan.config.sites)
     share = sites / (sites - 1) if sites > 1 else 0.0
     return found.payload_bytes * share * 86_400 / found.round_seconds
@@ -211,7 +212,7 @@ def _methods(plan: RunPlan) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three digits at least: `2.45`, `245`, `24,532`."""
+    """Return `value` with at least three digits: `2.45`, `245`, `24,532`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -224,9 +225,13 @@ def _steps(row: MethodRow) -> str:
 def _costs(plan: RunPlan) -> str:
     budget = plan.budget
     usd = "rent unknown" if budget.compute_usd is None else f"${budget.compute_usd:,.0f} rent"
-    total = "" if budget.usd is None else f", ${budget.usd:,.0f} in all"
+    total = "" if budget.usd is None else f", ${budget.usd:,.0f} in total"
     free = not any(link.usd_per_gb for link in plan.links)
-    hint = " (--egress USD a GB, or a link of a cloud)" if free and len(plan.links) > 1 else ""
+    hint = (
+        " (--egress USD sets a price per GB; so does --link with the name of a cloud)"
+        if free and len(plan.links) > 1
+        else ""
+    )
     return (
         f"{number(budget.tokens)} tokens: {_duration(budget.seconds)}, {usd}, "
         f"${budget.egress_usd:,.2f} egress for {size(budget.egress_bytes)}{hint}{total}"
@@ -234,7 +239,7 @@ def _costs(plan: RunPlan) -> str:
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
-    """The plan as plain values; bytes, seconds, tokens and US dollars."""
+    """Return the plan as plain values for JSON, in bytes, seconds, tokens and US dollars."""
     prediction, budget = plan.prediction, plan.budget
     return {
         "schema": SCHEMA,
@@ -358,9 +363,10 @@ def _prediction(found: Prediction | None) -> dict[str, Any]:
 
 
 def grouped(every: Sequence[Footprint]) -> list[tuple[int, int, Footprint]]:
-    """(first, last, footprint) of runs of stages that need the same, but for activations.
+    """Group neighbouring stages with the same number of parameters and layers.
 
-    Of a run the fullest stage is given.
+    Returns (first stage, last stage, footprint of the group's fullest stage) per group. Stages of
+    a group differ in their activations alone.
     """
     runs: list[tuple[int, int, Footprint]] = []
     for each in every:

@@ -1,4 +1,4 @@
-"""A link whose rate is shared evenly by all that is on its way."""
+"""Simulated link whose rate is shared evenly by all transfers in flight."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Callable
 
 
 class SharedLink:
-    """Carries transfers at `rate` bytes per second in all; `at(when, act)` plans an event.
+    """Carries transfers at a total of `rate` bytes per second.
 
-    Shares are even, as those of TCP connections roughly are. Times are seconds of the caller.
+    Every transfer in flight gets an equal share, as TCP connections roughly do. `at(when, act)`
+    schedules an event of the caller's simulation; times are seconds on the caller's clock.
     """
 
     def __init__(self, rate: float, at: Callable[[float, Callable[[], None]], None]) -> None:
         self.rate = rate
         self._at = at
         self._left: dict[int, tuple[float, Callable[[], None]]] = {}
-        """What each transfer has been given at its end, as `_served` counts, and what then."""
+        """By transfer: value of `_served` at which the transfer ends, and the callback."""
         self._served = 0.0
-        """Bytes that a transfer which was always there would have had."""
+        """Bytes that a transfer in flight since the beginning would have received."""
         self._last = 0.0
         self._count = 0
         self._planned = 0
 
     def add(self, size: float, now: float, ended: Callable[[], None]) -> None:
-        """Begin a transfer of `size` bytes; `ended` is called when it is through."""
+        """Begin a transfer of `size` bytes; `ended` is called when it has finished."""
         self._serve(now)
         self._count += 1
         self._left[self._count] = (self._served + size, ended)
@@ -35,7 +36,7 @@ class SharedLink:
         self._last = now
 
     def _plan(self, now: float) -> None:
-        """Plan the next end; earlier plans are void."""
+        """Schedule the end of the transfer that ends next; events scheduled before are void."""
         if not self._left:
             return
         self._planned += 1

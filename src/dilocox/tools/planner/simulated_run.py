@@ -1,4 +1,4 @@
-"""What a simulated run is made of, and what it came to: sites, their rounds, the plans."""
+"""Inputs and results of a simulated run: its sites, their rounds, and the plans."""
 
 from __future__ import annotations
 
@@ -17,37 +17,42 @@ class SimSite:
 
     name: str
     step: float
-    """Seconds of an inner step with nothing to wait for."""
+    """Seconds of an inner step without any wait."""
     tokens: int
-    """Per inner step."""
+    """Tokens per inner step."""
     rate: float
-    """Payload bytes per second of its link, in the narrower direction."""
+    """Payload bytes per second of the site's link, in the narrower direction."""
     rtt: float
+    """Round trip to the other sites, in seconds."""
     host: Host
     cores: float | None = None
-    """Processor cores that computing and exchanging share; none: they do not share any."""
+    """Processor cores that training and exchanges share. None: training runs on GPUs."""
     shards: int = 1
     replicas: int = 1
-    """Of stages and shards. The first one alone exchanges; all of them compute."""
+    """Replicas of the site's stages and shards. All replicas compute; only the first one
+    exchanges."""
 
 
 @dataclass
 class Round:
-    """What one round of one site was like. Seconds from the start of the run."""
+    """Timing of one round of one site. `start` and `end` are seconds from the start of the run."""
 
     start: float
     end: float = 0.0
     waited: float = 0.0
+    """Seconds in which training waited for exchanges."""
     received: int = 0
-    """Payload bytes; as many are sent."""
+    """Payload bytes received; as many are sent."""
     link: list[Interval] = field(default_factory=list)
     """Transfers: (start, end, bytes)."""
     overhead: float = 0.0
+    """Seconds of all exchanges outside of their transfers, from encoding to decoding."""
     exchanges: int = 0
     work: float = 0.0
-    """Seconds that training loses by its exchanges beside waiting, at the rank that loses most: on
-    processors the time that all they compute takes there, on GPUs boundaries and landings."""
+    """Seconds that training loses to exchanges, waits not included, at the rank that loses most.
+    On processors: all computation of the exchanges. On GPUs: boundaries and landings."""
     steps: int = 0
+    """Inner steps of the site."""
 
 
 @dataclass
@@ -56,6 +61,7 @@ class SimulatedRun:
 
     sites: Sequence[SimSite]
     choices: list[Choice]
+    """Plan of each round."""
     rounds: list[list[Round]]
     """By site."""
     samples: dict[int, dict[str, Sample]]
@@ -63,23 +69,30 @@ class SimulatedRun:
 
     @property
     def whole(self) -> int:
-        """Rounds without a last one that was cut to the steps that were left, if there are others:
-        such a round says nothing about any other."""
+        """Number of rounds of full length.
+
+        A last round that was cut to the remaining steps does not count, unless it is the only one:
+        such a round is not typical.
+        """
         count = len(self.choices)
         return count - (count > 1 and self.choices[-1].cut)
 
     def settled(self) -> int:
-        """The first round from which on the plan stays the same, one for it to take effect."""
+        """Return the index of the first settled round.
+
+        From the round before it on, the plan stays the same; the settled rounds begin one later,
+        because payloads of the previous plan still land in the first round of a new plan.
+        """
         plans = [(c.inner_steps, c.slots, c.delay, c.codec) for c in self.choices[: self.whole]]
         first = len(plans) - 1
         while first > 0 and plans[first - 1] == plans[-1]:
             first -= 1
-        # What was sent under the plan before still lands in its first round.
+        # Payloads of the previous plan still land in the first round of the last one.
         return min(first + 1, len(plans) - 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sites together, over the settled rounds."""
+        """Tokens per second of all sites together, over the settled rounds."""
         first, last = self.settled(), self.whole - 1
         begin = max(rounds[first].start for rounds in self.rounds)
         end = max(rounds[last].end for rounds in self.rounds)
@@ -87,12 +100,12 @@ class SimulatedRun:
 
     @property
     def settled_tokens(self) -> int:
-        """Of all sites, in the settled rounds."""
+        """Tokens of all sites in the settled rounds."""
         return sum(site.tokens * self.steps_of(number) for number, site in enumerate(self.sites))
 
     @property
     def tokens(self) -> int:
-        """Of all sites and rounds, settled or not."""
+        """Tokens of all sites in all rounds, settled or not."""
         return sum(
             site.tokens * each.steps
             for site, rounds in zip(self.sites, self.rounds, strict=True)
@@ -101,41 +114,43 @@ class SimulatedRun:
 
     @property
     def seconds(self) -> float:
-        """From the start of the run to the end of the last round."""
+        """Seconds from the start of the run to the end of the last round."""
         return max(rounds[-1].end for rounds in self.rounds)
 
     @property
     def sent_bytes(self) -> int:
-        """Payloads of all sites and rounds."""
+        """Payload bytes that all sites sent in all rounds."""
         return sum(each.received for rounds in self.rounds for each in rounds)
 
     def _settled_rounds(self, site: int) -> list[Round]:
         return self.rounds[site][self.settled() : self.whole]
 
     def steps_of(self, site: int) -> int:
-        """Inner steps of a site, by its number, in the settled rounds."""
+        """Return the inner steps of site number `site` in the settled rounds."""
         return sum(each.steps for each in self._settled_rounds(site))
 
     @property
     def tokens_per_step(self) -> float:
-        """Of all sites together, while the typical one takes one step, in the settled rounds."""
+        """Tokens of all sites together per inner step of the typical site, in settled rounds."""
         counted = sum(each.inner_steps for each in self.choices[self.settled() : self.whole])
         return self.settled_tokens / counted
 
     def step_seconds_of(self, site: int) -> float:
-        """Time from one inner step of a site to its next, whatever it does between them."""
+        """Return the mean seconds from one inner step of a site to its next, all waits included."""
         rounds = self._settled_rounds(site)
         return (rounds[-1].end - rounds[0].start) / self.steps_of(site)
 
     @property
     def busy(self) -> list[float]:
-        """Seconds that each site computes in the settled rounds."""
+        """Seconds of computation of each site in the settled rounds."""
         return [site.step * self.steps_of(number) for number, site in enumerate(self.sites)]
 
     @property
     def slowest(self) -> int:
-        """Number of the site that computes most of the time, which the others wait for; among those
-        that do about as much, of the one whose steps take longest."""
+        """Number of the site that the others wait for: the one that computes longest.
+
+        Among sites within 5 % of the longest, it is the one with the longest inner step.
+        """
         busy = self.busy
         near = [number for number, own in enumerate(busy) if own >= 0.95 * max(busy)]
         return max(near, key=lambda number: self.sites[number].step)
@@ -146,6 +161,7 @@ class SimulatedRun:
         return sum(map(self.waited_share_of, range(len(self.sites)))) / len(self.sites)
 
     def waited_share_of(self, site: int) -> float:
-        """The same of one site, by its number."""
+        """Return the share of the settled time in which site number `site` stood still for the
+        network."""
         rounds = self._settled_rounds(site)
         return sum(each.waited for each in rounds) / (rounds[-1].end - rounds[0].start)

@@ -1,10 +1,14 @@
-"""A run as a series of events: sites compute, exchanges share the link, landings wait or not.
+"""Discrete-event simulation of a run: sites compute, exchanges share the link, landings may wait.
 
-It follows docs/algorithm.md §2 as `dilocox.outer.loop` and `dilocox.transport.exchange_worker` do
-it: at a slot end first landings, then boundaries; a rank's exchanges use the link in their order,
-while the next one is encoded and the one before decoded; an exchange is sent when the last site has
-encoded its part. Exchanges of different stages share the narrowest link evenly. Plans come from the
-real controller, round by round.
+The order of events is that of docs/algorithm.md §2, as `dilocox.outer.loop` and
+`dilocox.transport.exchange_worker` implement it:
+
+- At the end of a slot landings come first, then boundaries.
+- A rank's exchanges use the link in their order. Meanwhile the next exchange is encoded and the
+  previous one decoded.
+- An exchange is sent when the last site has encoded its contribution.
+- Exchanges of different stages share the narrowest link evenly.
+- The real controller makes the plan of every round.
 """
 
 from __future__ import annotations
@@ -28,13 +32,13 @@ from dilocox.tools.planner.simulated_run import Round, SimSite, SimulatedRun
 from dilocox.training.round_meter import busy_seconds
 
 SHARED_SLOWDOWN = 2.0
-"""On cores that train meanwhile, an exchange's thread gets every other slice of time."""
+"""Factor on the duration of exchange work on cores that also train: an exchange thread gets every
+other time slice there."""
 SHARED_WORK = 1.6
-"""There its work takes so many times the processor time that it takes on a core of its own: caches
-are cold, and hardware threads share a core (1.5 to 2 in benchmarks/results/scaling_check-cpu.json).
-"""
+"""Factor on the processor time of exchange work on cores that also train: caches are cold, and
+hardware threads share a core (1.5 to 2 in benchmarks/results/scaling_check-cpu.json)."""
 Menu = Mapping[str, Sequence[Sequence[PayloadCost]]]
-"""Parcels by codec, stage and piece."""
+"""Payload costs by codec, stage and piece."""
 
 
 def simulate(
@@ -45,18 +49,25 @@ def simulate(
     pair_rate: float | None = None,
     at_once: int = AT_ONCE,
 ) -> SimulatedRun:
-    """Play at most `rounds` rounds of a run, or all that it has.
+    """Simulate the first `rounds` rounds of a run, or the whole run if it is shorter.
 
-    `menu` holds the parcels of every codec that may be chosen; `pair_rate` is the narrowest link
-    between any two sites, if one is narrower than the sites' own; `at_once` is the number of
-    exchange threads of a rank. Raises KeyError for a codec that is not in the menu.
+    Args:
+        config: The run.
+        sites: The sites, with their speeds and links.
+        menu: Payload costs of every codec that the controller may choose.
+        rounds: Rounds to simulate at most.
+        pair_rate: Bytes per second of the narrowest path between two sites. May be None.
+        at_once: Exchange threads of a rank.
+
+    Raises:
+        KeyError: A plan names a codec that is not in `menu`.
     """
     return _Simulator(config, sites, menu, rounds, pair_rate, at_once).run()
 
 
 @dataclass(eq=False)
 class _Exchange:
-    """A fragment of a stage on its way; the same object at all sites."""
+    """One exchange of a fragment of a stage. All sites share the object."""
 
     stage: int
     fragment: int
@@ -65,41 +76,52 @@ class _Exchange:
     codec: str
     round: int
     ready: int = 0
-    """Sites that have encoded."""
+    """Number of sites that have encoded their contribution."""
     before: _Exchange | None = None
-    """The one before it of the same stage, which uses the link first."""
+    """The stage's previous exchange, which uses the link first. None if it has been sent."""
     after: Callable[[], None] | None = None
-    """What waits for its transfer."""
+    """Called when the transfer ends: begins the transfer of the next exchange."""
     sent: float = 0.0
+    """Time at which the transfer began."""
     ended: float | None = None
+    """Time at which the transfer ended. None: it has not ended."""
     waited: float = 0.0
-    """Seconds that it waited for the one before it."""
+    """Seconds of waiting for the previous exchange's transfer."""
     done: set[int] = field(default_factory=set)
-    """Sites that have decoded."""
+    """Numbers of the sites that have decoded the payloads."""
     toils: list[ExchangeCost] = field(default_factory=list)
+    """Cost at each site."""
 
 
 @dataclass
 class _Site:
+    """Simulation state of one site."""
+
     number: int
     about: SimSite
     slot: int = 0
+    """Slots of the round that have ended."""
     tick: int = 0
+    """Slots since the start of the run."""
     round: int = 0
     pending: list[tuple[int, _Exchange]] = field(default_factory=list)
     """(tick of the landing, exchange)."""
     missing: set[int] = field(default_factory=set)
-    """id() of the exchanges that it stands still for."""
+    """id() of the exchanges that training waits for."""
     since: float = 0.0
+    """Time at which that wait began."""
     go_on: Callable[[], None] | None = None
+    """Called when the wait ends."""
     debt: float = 0.0
-    """Processor seconds of exchanges that the next slot pays for."""
+    """Processor seconds of exchange work that lengthen the next slot."""
     queues: dict[int, deque[_Exchange]] = field(default_factory=dict)
+    """By stage: exchanges that no thread has begun yet."""
     busy: dict[int, int] = field(default_factory=dict)
-    """By stage: exchanges that its threads are at."""
+    """By stage: number of exchanges that its threads work on."""
     begun: dict[int, float] = field(default_factory=dict)
-    """By id() of an exchange: when a thread took it up."""
+    """By id() of an exchange: time at which a thread began it."""
     work: dict[int, float] = field(default_factory=dict)
+    """By stage: seconds that training has lost to exchange work in this round."""
     rounds: list[Round] = field(default_factory=list)
 
 
@@ -129,7 +151,7 @@ class _Simulator:
         self._first_step = [0]
         self._exchanges: dict[tuple[int, int, int], _Exchange] = {}
         self._line: dict[int, _Exchange] = {}
-        """By stage: the last exchange that was begun."""
+        """By stage: the exchange that was created last."""
         self._at_once = at_once
         self._toils: dict[tuple[int, int, str], list[ExchangeCost]] = {}
         self._samples: dict[int, dict[str, Sample]] = {}
@@ -144,7 +166,7 @@ class _Simulator:
         self._link = SharedLink(min(rates), self._at)
 
     def run(self) -> SimulatedRun:
-        """Until all sites are through."""
+        """Process events until all sites have finished their rounds."""
         for site in self._sites:
             self._begin_round(site)
         while self._events:
@@ -168,11 +190,11 @@ class _Simulator:
     # --- a site's rounds and slots ------------------------------------------------------------
 
     def _begin_round(self, site: _Site) -> None:
-        """Take the round's plan; wait for the sites that it depends on."""
+        """Begin the site's next round, or park the site until the round's plan can be made."""
         if site.round >= self._most:
             return
         if site.round == len(self._plans):
-            # A site's `round` is the number of rounds that it is through with.
+            # A site's `round` is the number of rounds that it has finished.
             if min(other.round for other in self._sites) < site.round - LOOK_BACK + 1:
                 self._parked.append(site)
                 return
@@ -189,7 +211,7 @@ class _Simulator:
         self._begin_slot(site)
 
     def _begin_slot(self, site: _Site) -> None:
-        """Compute until the next slot end at which something is due."""
+        """Compute until the next slot end with a boundary or a landing."""
         plan = self._plans[site.round]
         inner_steps = plan.choice.inner_steps
         slots = inner_steps if self._gradients else plan.choice.slots
@@ -204,7 +226,7 @@ class _Simulator:
         self._at(self._now + seconds, lambda: self._end_slot(site, until, slots))
 
     def _end_slot(self, site: _Site, slot: int, slots: int) -> None:
-        """Landings, then boundaries, then landings that are due at once."""
+        """Run the landings that are due, then boundaries, then landings with a delay of 0 slots."""
         site.slot = slot
         site.tick = self._first_tick[site.round] + slot
         fragments = self._plans[site.round].choice.fragments
@@ -249,13 +271,13 @@ class _Simulator:
         if site.slot < slots:
             self._begin_slot(site)
             return
-        # Beside a GPU, digests are made while it goes on.
+        # With a GPU, the processors compute digests while training goes on.
         digests = len(self._sites) > 1 and site.about.cores is not None
         digest = self._blocking(site, self._digests(site)) if digests else 0.0
         self._at(self._now + digest, lambda: self._next_round(site))
 
     def _digests(self, site: _Site) -> list[tuple[int, float]]:
-        """By stage: seconds for the digest of anchor and momentum, at a round's end."""
+        """Return (stage, seconds) of the digest of anchor and momentum at the end of a round."""
         codec = self._plans[site.round].choice.codec
         digested = 4 + MOMENTUM_BYTES[self._config.outer.momentum_dtype]
         return [
@@ -272,14 +294,14 @@ class _Simulator:
         self._begin_round(site)
 
     def _pieces(self, site: _Site, fragment: int) -> range:
-        """Of a fragment of the site's round."""
+        """Return the pieces of `fragment` in the site's current round."""
         if self._gradients:
             return range(1)
         fragments = self._plans[site.round].choice.fragments
         return pieces_of(fragment, fragments, self._config.outer.fragments)
 
     def _boundaries(self, slots: int, fragments: int) -> dict[int, list[tuple[int, int]]]:
-        """(stage, fragment) of all boundaries of a round, by slot."""
+        """Return (stage, fragment) of all boundaries of a round, by slot."""
         if (slots, fragments) not in self._calendars:
             found: dict[int, list[tuple[int, int]]] = {}
             if len(self._sites) > 1 and self._gradients:
@@ -294,9 +316,10 @@ class _Simulator:
         return self._calendars[slots, fragments]
 
     def _blocking(self, site: _Site, parts: Sequence[tuple[int, float]]) -> float:
-        """Seconds of the training's own thread: stages side by side, on shared cores in turn.
+        """Return the seconds in which boundaries or landings hold up training.
 
-        They count as the exchanges' work, as the engine's meter has it.
+        `parts`: (stage, seconds). Stages on GPUs work in parallel, stages on shared cores one
+        after another. The seconds count as exchange work, as in `dilocox.training.round_meter`.
         """
         by_stage: dict[int, float] = {}
         for stage, seconds in parts:
@@ -312,7 +335,7 @@ class _Simulator:
     def _wait(
         self, site: _Site, items: Sequence[tuple[int, _Exchange]], go_on: Callable[[], None]
     ) -> None:
-        """Go on once all `items` are here; they are no longer pending then."""
+        """Call `go_on` once all `items` have arrived, and remove them from the pending ones."""
         site.pending = [item for item in site.pending if item not in items]
         site.missing = {id(each) for _, each in items if site.number not in each.done}
         if not site.missing:
@@ -375,7 +398,7 @@ class _Simulator:
         return each.toils[site.number]
 
     def _work_on(self, site: _Site, stage: int) -> None:
-        """Let the stage's exchange threads take up what waits, if one is free."""
+        """Begin the stage's next queued exchange if one of its exchange threads is free."""
         queue = site.queues.get(stage)
         if not queue or site.busy.get(stage, 0) >= self._at_once:
             return
@@ -397,22 +420,25 @@ class _Simulator:
     def _count_work(self, site: _Site, stage: int, seconds: float) -> None:
         cores = site.about.cores
         ranks = site.about.replicas * self._stages * site.about.shards
-        # Ranks that have less than a core each lose more than a second by a second of it.
+        # A rank with less than one core loses more than a second per second of exchange work.
         times = 1.0 if cores is None else SHARED_WORK * max(1.0, ranks / cores)
         site.work[stage] = site.work.get(stage, 0.0) + times * seconds
 
     def _charge(self, site: _Site, seconds: float) -> None:
-        """Work on cores that train meanwhile; who stands still anyway has them to spare."""
+        """Add exchange work to the next slot, if the site's cores train and training does not wait.
+
+        While training waits, its cores are free for the exchange.
+        """
         if site.about.cores is not None and not site.missing:
             site.debt += seconds * site.about.shards / site.about.cores
 
     def _send(self, each: _Exchange) -> None:
-        """All sites have encoded: half of what is beside the transfer, what must be there before,
-        then its turn to travel."""
+        """Send an exchange that all sites have encoded: after half of the fixed overhead, after the
+        low-rank factors have reached the owner, and after the stage's previous transfer."""
         trips = round_trips(each.codec, self._crowd.exchange)
         beside = max(_overhead(site.about, trips) for site in self._sites)
         count, size = self._crowd.swaps(each.parcel.payload)
-        # To the owner alone: the lines of the others, and his own to them, are free meanwhile.
+        # Low-rank factors go to the owner alone, so only the owner's incoming link is busy.
         ahead = (len(self._sites) - 1) * each.parcel.ahead / self._link.rate
 
         def ended() -> None:
@@ -467,6 +493,6 @@ def _slowdown(site: SimSite) -> float:
 
 
 def _overhead(site: SimSite, trips: int) -> float:
-    """Seconds of an exchange beside its transfer and its codec."""
+    """Return the seconds of an exchange outside of its transfer and its codec."""
     shared = 0.0 if site.cores is None else SHARED_SLOWDOWN * site.host.exchange_cpu
     return trips * site.rtt + site.host.exchange + shared

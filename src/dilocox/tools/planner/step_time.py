@@ -1,7 +1,7 @@
-"""How long an inner step takes at a site: computation, pipeline bubbles, traffic inside the site.
+"""Cost model of an inner step at a site: computation, pipeline bubbles, traffic inside the site.
 
-Pure arithmetic. A token's forward pass is two operations per multiply-add, its backward pass four,
-and two more where activation checkpointing computes the layers again.
+It is pure arithmetic. A forward pass takes two operations per multiply-add, a backward pass four.
+Activation checkpointing adds two (`true`) or one (`"selective"`) for the layers computed again.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.variants import on_device
 
 OPTIMIZER_BYTES = {"adamw": 28, "muon": 20, "sgd": 12}
-"""Read and written per parameter and step: parameter, gradient and moments, fp32."""
+"""Bytes read and written per parameter and step: parameter, gradient and moments in fp32."""
 NEWTON_SCHULZ = 5
 """Iterations of Muon's orthonormalisation (dilocox.inner.muon)."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """An inner step at one site, in seconds, by what it goes for. The parts add up."""
+    """Seconds of an inner step at one site, by cause. The parts add up to the step."""
 
     compute: float
-    """Of the busiest rank."""
+    """Computation of the busiest rank."""
     bubble: float
-    """In which that rank waits for other stages."""
+    """Pipeline bubbles: the busiest rank waits for other stages."""
     traffic: float
-    """Activations and FSDP, inside the site, as far as computation does not hide it."""
+    """Traffic of activations, FSDP and replicas inside the site that computation does not hide."""
     optimizer: float
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.compute + self.bubble + self.traffic + self.optimizer
 
 
 def step_time(
     config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float
 ) -> StepTime:
-    """An inner step of the run's batch at `place`, whose nodes are joined at `fabric` bytes/s."""
+    """Return the time of an inner step of the run's batch at `place`.
+
+    `fabric`: bytes per second of a node's network inside the site.
+    """
     config = on_device(config, place.device)
     site, device = config.site, place.device
     bf16 = site.precision != "fp32"
@@ -54,7 +57,7 @@ def step_time(
     forward, backward = chunk_seconds(config, outline, rate, tokens)
     optimizer = optimizer_seconds(config, outline, place, rate)
     if device.shared:
-        # One after the other on the same cores: what one rank leaves idle another one uses.
+        # Ranks share the cores: what one rank leaves idle, another rank uses.
         passes = site.parts * site.micro_batches
         return StepTime(passes * (sum(forward) + sum(backward)), 0.0, 0.0, optimizer)
     alone = makespan(config, forward, backward)
@@ -64,8 +67,8 @@ def step_time(
     inside = fsdp_seconds(config, outline, place, fabric)
     between = replica_seconds(config, outline, place, fabric)
     if site.stages == 1:
-        # Gathered and reduced layer by layer beside the computation. Replicas are averaged beside
-        # the last backward pass alone.
+        # FSDP gathers and reduces layer by layer during the computation. Replicas average their
+        # gradients during the last backward pass only.
         inside = max(0.0, inside - busiest) + max(0.0, between - sum(backward))
     else:
         inside += between
@@ -73,13 +76,17 @@ def step_time(
 
 
 RECOMPUTED: dict[bool | str, float] = {False: 0.0, True: 2.0, "selective": 1.0}
-"""Operations per multiply-add of a layer that the backward pass computes again."""
+"""Operations per multiply-add that the backward pass recomputes, by
+`model.activation_checkpointing`."""
 
 
 def chunk_seconds(
     config: RunConfig, outline: ModelOutline, rate: float, tokens: int
 ) -> tuple[list[float], list[float]]:
-    """(forward, backward) of a micro-batch of `tokens`, by chunk, at `rate` operations/s."""
+    """Return the (forward, backward) seconds of a micro-batch by chunk.
+
+    `rate`: operations per second. `tokens`: tokens of a micro-batch.
+    """
     again = RECOMPUTED[config.model.activation_checkpointing]
     forward, backward = [], []
     for chunk in outline.blueprint.cut:
@@ -90,11 +97,12 @@ def chunk_seconds(
 
 
 def makespan(config: RunConfig, forward: Sequence[float], backward: Sequence[float]) -> float:
-    """Seconds from the first micro-batch to the last; `forward`, `backward` of one by chunk.
+    """Return the seconds from the start of the first micro-batch to the end of the last one.
 
-    `gpipe`, `1f1b`: the pipeline fills once and empties once. Interleaved schedules do so in steps
-    of one chunk (arXiv 2104.04473). Zero-bubble schedules fill the waits with the weights' half of
-    the backward pass, which costs what a forward pass does (arXiv 2401.10241).
+    `forward`, `backward`: seconds of one micro-batch by chunk. With `gpipe` and `1f1b` the
+    pipeline fills once and drains once. Interleaved schedules fill and drain in steps of one chunk
+    (arXiv 2104.04473). Zero-bubble schedules fill the bubbles with the weights' half of the
+    backward pass, which costs as much as a forward pass (arXiv 2401.10241).
     """
     site = config.site
     count, stages = site.micro_batches, site.stages
@@ -117,7 +125,7 @@ def makespan(config: RunConfig, forward: Sequence[float], backward: Sequence[flo
 def _by_stage(
     config: RunConfig, forward: Sequence[float], backward: Sequence[float]
 ) -> list[float]:
-    """Seconds of one micro-batch at each stage."""
+    """Return the seconds of one micro-batch at each stage."""
     site = config.site
     every = [0.0] * site.stages
     for chunk, (f, b) in enumerate(zip(forward, backward, strict=True)):
@@ -128,10 +136,11 @@ def _by_stage(
 def hop_seconds(
     config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float, tokens: int
 ) -> float:
-    """Hidden states of a micro-batch from one stage to the next, over the slowest hop.
+    """Return the seconds in which a micro-batch's hidden states go to the next stage.
 
-    Ranks lie replica after replica, and stage after stage in each; where a stage's neighbour is on
-    another node, all its shards send through one node's network.
+    The slowest hop counts. Ranks are placed on nodes replica by replica, and stage by stage in
+    each replica. If the next stage is on another node, all shards of a stage send through one
+    node's network.
     """
     site = config.site
     if site.stages == 1:
@@ -144,12 +153,15 @@ def hop_seconds(
 
 
 def stays_on_nodes(config: RunConfig, place: GpuPlacement, ranks: int) -> bool:
-    """Whether every `ranks` ranks of a site, counted from its first, are on one node."""
+    """Return whether every group of `ranks` consecutive ranks of a site is on one node."""
     return config.site.ranks <= place.per_node or place.per_node % ranks == 0
 
 
 def reduces_once(config: RunConfig, outline: ModelOutline, device: Device) -> bool:
-    """Whether FSDP gathers parameters and reduces gradients once per step, not per micro-batch."""
+    """Return whether FSDP gathers parameters and reduces gradients once per step.
+
+    If not, it does both per micro-batch.
+    """
     if config.site.stages > 1:
         return True
     memory = None if device.shared else device.memory
@@ -160,11 +172,11 @@ def reduces_once(config: RunConfig, outline: ModelOutline, device: Device) -> bo
 def fsdp_seconds(
     config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float
 ) -> float:
-    """Gathering parameters and reducing gradients among the shards of the largest stage.
+    """Return the seconds of gathering parameters and reducing gradients in the largest stage.
 
-    Once per step in pipelines, and with `site.gradient_sync = "step"` (dilocox.inner.site_model:
-    gathered parameters stay); else for each micro-batch: parameters forward and backward, gradients
-    once. Shards of different replicas do so side by side.
+    Pipelines, and runs with `site.gradient_sync = "step"`, do both once per step: gathered
+    parameters stay (`dilocox.inner.site_model`). Other runs gather twice per micro-batch, for the
+    forward and the backward pass, and reduce once. Replicas do so in parallel.
     """
     site = config.site
     if site.shards == 1:
@@ -183,10 +195,10 @@ def fsdp_seconds(
 def replica_seconds(
     config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float
 ) -> float:
-    """Averaging gradients over the replicas, once per step: every rank its own shard's, fp32.
+    """Return the seconds of averaging fp32 gradients over the replicas, once per step.
 
-    A ring of the ranks with the same stage and shard. Where replicas are on several nodes, the
-    rings of all ranks of a node cross its network side by side.
+    Ranks with the same stage and shard form a ring, and average the gradients of their shard. If
+    replicas are on several nodes, the rings of all ranks of a node share its network.
     """
     site = config.site
     if site.replicas == 1:
@@ -197,8 +209,8 @@ def replica_seconds(
 
 
 def replica_rate(config: RunConfig, place: GpuPlacement, fabric: float) -> float:
-    """Bytes per second between ranks with the same stage and shard of different replicas, while all
-    ranks of a node do the same."""
+    """Return the bytes per second between two ranks with the same stage and shard in different
+    replicas, while all ranks of a node send."""
     site, peer_rate = config.site, place.device.peer_rate
     if site.ranks <= place.per_node:
         return peer_rate
@@ -208,9 +220,12 @@ def replica_rate(config: RunConfig, place: GpuPlacement, fabric: float) -> float
 def optimizer_seconds(
     config: RunConfig, outline: ModelOutline, place: GpuPlacement, rate: float
 ) -> float:
-    """The inner optimizer of the busiest rank; of all ranks where they share the processor."""
+    """Return the seconds of the inner optimizer at the busiest rank.
+
+    If ranks share the processor, it is the sum over all ranks. `rate`: operations per second.
+    """
     site, kind = config.site, config.inner.optimizer
-    # What is known of shared processors is of one core; `rate` is of all.
+    # `memory_rate` of shared processors is that of one core; `rate` is that of all cores.
     cores = place.device.cores if place.device.shared else 1.0
     every = []
     for parameters, shapes in zip(outline.stage_parameters, outline.shapes, strict=True):
@@ -224,7 +239,7 @@ def optimizer_seconds(
 
 
 def orthonormalising_flops(shapes: dict[str, tuple[int, ...]]) -> float:
-    """Operations of Muon's Newton-Schulz iterations over the matrices of some layers."""
+    """Return the operations of Muon's Newton-Schulz iterations over the matrices in `shapes`."""
     total = 0.0
     for name, shape in shapes.items():
         if is_hidden_matrix(name, shape):
@@ -236,7 +251,7 @@ def orthonormalising_flops(shapes: dict[str, tuple[int, ...]]) -> float:
 def compute_limit(
     config: RunConfig, outline: ModelOutline, places: Sequence[GpuPlacement]
 ) -> float:
-    """Tokens per second of all GPUs of all sites if nothing ever waited."""
+    """Return the tokens per second of all GPUs of all sites if no GPU ever waited."""
     total = 0.0
     for place in places:
         count = 1 if place.device.shared else place.gpus

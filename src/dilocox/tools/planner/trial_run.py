@@ -21,11 +21,11 @@ NARROWED = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-"""Keys of a model's configuration that a narrower model has less of."""
+"""Keys of a model's configuration that are divided to make the model narrower."""
 
 
 def small_run() -> RunConfig:
-    """What is stepped where no run file is given: a Qwen3 of about 4M parameters."""
+    """Return the run to step if no run file is given: a Qwen3 of about 4M parameters."""
     return resolve_run(
         {
             "model": {
@@ -48,7 +48,10 @@ def small_run() -> RunConfig:
 
 
 def alone(config: RunConfig, rows: int, length: int) -> dict[str, Any]:
-    """The run file of `config` for one rank and one micro-batch of `rows` sequences."""
+    """Return the run file of `config`, changed to one rank and one micro-batch per step.
+
+    A micro-batch has `rows` sequences of `length` tokens.
+    """
     raw = config.model_dump(mode="json", exclude_none=True)
     raw["site"] |= {
         "stages": 1,
@@ -68,8 +71,18 @@ def alone(config: RunConfig, rows: int, length: int) -> dict[str, Any]:
 def reshaped(
     raw: Mapping[str, Any], outline: ModelOutline, layers: int, vocabulary: int, factor: int = 1
 ) -> RunConfig:
-    """The run of `raw` with `layers` layers, a vocabulary of that size, and a model that is
-    `factor` times narrower than that of `outline`. Raises `DilocoxError` if that cannot be."""
+    """Return the run of `raw` with a smaller model of the type of `outline`.
+
+    Args:
+        raw: The run file.
+        outline: Outline of the original model.
+        layers: Number of layers.
+        vocabulary: Largest size of the vocabulary.
+        factor: Divisor of the model's width.
+
+    Raises:
+        DilocoxError: The smaller model's configuration is not valid.
+    """
     described, model = outline.hf_config.to_dict(), outline.config.model
     architecture = {
         "model_type": outline.hf_config.model_type,
@@ -92,10 +105,11 @@ def reshaped(
 
 
 def split(one: float, several: float, count: int) -> tuple[float, float]:
-    """Seconds of a micro-batch, and of the rest of a step, from steps of one and of `count`.
+    """Return (seconds of a micro-batch, seconds of the rest of a step).
 
-    What grows with the micro-batches is computation, the rest is the optimizer. Noise may leave
-    less than nothing for the rest; then a hundredth is.
+    `one`, `several`: seconds of a step of one micro-batch, and of `count` micro-batches. The part
+    that grows with micro-batches is computation, the rest is the optimizer. Noise may make the
+    rest negative; it is then set to a hundredth of `one`.
     """
     each = min((several - one) / (count - 1), several / count)
     if not each > 0:
@@ -106,9 +120,10 @@ def split(one: float, several: float, count: int) -> tuple[float, float]:
 def optimizer_rate(
     run: RunConfig, outline: ModelOutline, seconds: float, operations: float
 ) -> float:
-    """Bytes per second that the inner optimizer reads and writes, if it takes `seconds`.
+    """Return the bytes per second that the inner optimizer reads and writes in `seconds`.
 
-    `operations`: per second, of Muon's products, which the cost model has by themselves.
+    `operations`: operations per second of Muon's matrix products. The cost model counts these
+    products separately, so their time is taken off.
     """
     moved = OPTIMIZER_BYTES[run.inner.optimizer] * outline.parameters
     if run.inner.optimizer == "muon":
@@ -118,7 +133,7 @@ def optimizer_rate(
 
 
 def named(precision: torch.dtype) -> str:
-    """`bfloat16`, `float32`."""
+    """Return the name of a dtype without `torch.`, such as `bfloat16`."""
     return str(precision).removeprefix("torch.")
 
 
@@ -129,8 +144,10 @@ def build_model(
     precision: torch.dtype,
     compiled: bool = False,
 ) -> SiteModel:
-    """The whole model of a run of one rank, with new weights; `compiled` as the run file says, or
-    not at all."""
+    """Return the whole model of a run of one rank, with the weights that the run starts from.
+
+    `compiled`: True: compile layers if `model.compile` says so; False: never compile.
+    """
     flash = run.model.attention == "flash_attention_2"
     chunk = build_chunk(
         outline.hf_config,

@@ -1,4 +1,4 @@
-"""The same run with something changed: another number of sites, another method, another key."""
+"""Variants of a run: with changed keys, another method, or the settings of one site or device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.tools.planner.hardware_table import Device
 
 KEPT_OUTER = ("rounds", "steps", "device", "min_sites")
-"""Keys of `[outer]` that have nothing to do with the method."""
+"""Keys of `[outer]` that do not depend on the method."""
 
 
 def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """`config` with keys such as `site.stages` set, or taken out where the value is None.
+    """Return `config` with keys such as `site.stages` set; a value of None removes the key.
 
-    Raises `ConfigError` if that cannot be.
+    Raises `ConfigError` if the changed run is not valid.
     """
     raw = config.model_dump(mode="json", exclude_none=True)
     for key, value in values.items():
@@ -29,14 +29,14 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def at_site(config: RunConfig, name: str) -> RunConfig:
-    """The run with the batch of one of its sites as that of `[site]`."""
+    """Return the run with the batch size of site `name` as `site.batch_size`."""
     batch = config.site_batch(name)
     site = config.site.model_copy(update={"batch_size": batch})
     return config.model_copy(update={"site": site})
 
 
 def on_device(config: RunConfig, device: Device) -> RunConfig:
-    """The run with what `auto` of `site.precision` and `site.device` is on `device`."""
+    """Return the run with `auto` in `site.precision` and `site.device` resolved for `device`."""
     found: dict[str, str] = {}
     if config.site.precision == "auto":
         found["precision"] = "bf16" if device.multiplies_bf16 else "fp32"
@@ -48,11 +48,11 @@ def on_device(config: RunConfig, device: Device) -> RunConfig:
 
 
 def with_method(config: RunConfig, method: str, hidden_size: int) -> RunConfig:
-    """The run with another method and that method's own settings; its length stays.
+    """Return the run with another method, that method's own settings, and the same length.
 
-    `allreduce` sends what a ring would (`outer.exchange = "reduce"`), `dilocox-paper` has its rank
-    at a quarter of `hidden_size`, as the paper's 2,048 is of 8,192. The run file's own method is
-    left as it is. Raises `ConfigError` if the method cannot be used with this run.
+    The run file's own method returns `config` unchanged. `allreduce` sends as many bytes as a ring
+    (`outer.exchange = "reduce"`). `dilocox-paper` gets a rank of a quarter of `hidden_size`, as in
+    the paper (2,048 of 8,192). Raises `ConfigError` if the run cannot use the method.
     """
     if method == config.outer.method:
         return config
@@ -67,7 +67,7 @@ def with_method(config: RunConfig, method: str, hidden_size: int) -> RunConfig:
         for key in ("link", "latency", "step_seconds", "utilisation", "work")
         if key in raw["control"]
     }
-    # Methods that exchange gradients refuse it; of the speed it says next to nothing.
+    # Methods that exchange gradients refuse this key, and it hardly changes the speed.
     raw["record"]["states_every"] = 0
     if method == "allreduce":
         raw["outer"]["exchange"] = "reduce"
