@@ -250,7 +250,7 @@ def test_a_coordinator_without_the_model_is_told_where_it_is(
 
     code, said = typed("report", str(run))
     assert code == 0
-    assert "--model says where, in a site's run folder" in said
+    assert "give its folder with --model" in said
     assert "not published yet" not in said
     code, said = typed("report", str(run), "--model", str(model))
     assert (code, "model:" in said) == (0, False)

@@ -81,7 +81,7 @@ def test_other_names_and_places_are_refused(server: Server) -> None:
 
 
 def test_a_port_that_is_taken_is_said(server: Server, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be listened on"):
+    with pytest.raises(ConfigError, match="cannot listen there"):
         Server(folder, "127.0.0.1", server.server_address[1])
 
 

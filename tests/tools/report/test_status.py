@@ -98,7 +98,7 @@ def test_a_run_that_trains(tmp_path: Path, command: Command) -> None:
     assert "plan           from round 1: 20 inner steps, 4 fragments, codec int4" in out
     assert "site paris  round 2  1.5k tokens/s  waited 2.0%  last word 10 s ago" in out
     # More than three of its rounds ago.
-    assert "warning: lyon: its last word is 650 s old" in out
+    assert "warning: lyon: its last report is 650 s old" in out
     assert "its contribution does not count" in out
     assert "\x1b" not in out
     assert "lyon enrolled" not in out
@@ -109,7 +109,7 @@ def test_a_run_that_trains(tmp_path: Path, command: Command) -> None:
 def test_how_a_run_has_ended(tmp_path: Path, command: Command) -> None:
     folder = a_run(tmp_path / "run", *a_round(0, time.time() - 50))
     code, out = command(folder)
-    assert (code, "ended without a word" in out, "goes on from here" in out) == (1, True, True)
+    assert (code, "ended without a word" in out, "to go on from here" in out) == (1, True, True)
     for phase, expected in (("finished", 0), ("stopped", 3), ("failed", 1)):
         summary = {"phase": phase, "reason": "why", "admission": {"lyon": {"copied": 2}}}
         (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
@@ -186,7 +186,7 @@ def test_no_run_is_there(tmp_path: Path, command: Command) -> None:
     code, out = command(tmp_path)
     assert code == 1
     assert out == (
-        f"dilocox: {tmp_path}: no run is here (no metrics.jsonl, no site-*.jsonl); name the run "
+        f"dilocox: {tmp_path}: no run is here (no metrics.jsonl, no site-*.jsonl); give the run "
         "folder of the coordinator or of a site, such as runs/quickstart\n"
     )
 

@@ -1,7 +1,7 @@
-"""Charts as geometry and text: what a template draws, and what a keyboard reads. Pure.
+"""Computes charts as geometry, for a template to draw, and as text, for keyboard users. Pure.
 
-Everything is in units of a view box `WIDTH` x `HEIGHT`. A chart has places along x; at each place
-every series has a value or none, and the place has one line of text that says them all.
+All coordinates are in a view box of `WIDTH` x `HEIGHT`. A chart has places along x. At each place
+every series has a value or None, and one line of text (a *reading*) gives all values.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 WIDTH, HEIGHT = 520, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 26
 MOST = 400
-"""Places that a chart has at most; of more, every n-th is shown, and the last."""
+"""Most places of a chart. With more values, every n-th one is shown, and the last one."""
 
 Say = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line (or, in bars, one layer). `look`: the CSS class that colours it."""
+    """One line of a line chart, or one layer of a bar chart. `look`: CSS class of its colour."""
 
     name: str
     look: str
     values: Sequence[float | None]
     sparse: bool = False
-    """Its values are few: each is marked, and what lies between them is bridged."""
+    """Whether values are rare. Each value then gets a dot, and the line connects across gaps."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A mark of an axis: where, and what it says."""
+    """A mark of an axis: its coordinate and its label."""
 
     at: float
     text: str
@@ -39,7 +39,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Line:
-    """A drawn series: an SVG path, and dots of their own."""
+    """A drawn series: an SVG path, and the coordinates of its dots."""
 
     name: str
     look: str
@@ -49,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """A drawn piece of a bar."""
+    """A rectangle: the part of a bar that one series fills."""
 
     look: str
     x: float
@@ -60,26 +60,26 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """Everything that is drawn and read."""
+    """A chart, ready for the template."""
 
     id: str
     title: str
     note: str
     x_name: str
     names: tuple[tuple[str, str], ...]
-    """(name, look) of the series, for the legend and the table's head."""
+    """(name, CSS class) of the series, for the legend and the heading of the table."""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     lines: tuple[Line, ...]
     bars: tuple[Bar, ...]
     places: tuple[float, ...]
-    """x of each place."""
+    """x coordinate of each place."""
     marks: tuple[tuple[float | None, ...], ...]
-    """At each place, y of every line."""
+    """y coordinate of every line at each place."""
     readings: tuple[str, ...]
-    """At each place, its values in words."""
+    """Values of each place as text."""
     rows: tuple[tuple[str, ...], ...]
-    """The table of values: the place's name, then one cell per series."""
+    """Rows of the table of values: the name of the place, then one cell per series."""
 
 
 def line_chart(
@@ -96,9 +96,20 @@ def line_chart(
     axis: Say | None = None,
     x_label: Callable[[float], str] = lambda value: f"{value:g}",
 ) -> Chart | None:
-    """Lines over `x`, which rises; none if there is no value to draw.
+    """Return a line chart. None if there is no value to draw.
 
-    `say` writes a value in a reading, `axis` at the axis (else the same).
+    Args:
+        id_: HTML id.
+        title: Heading of the chart.
+        x_name: Name of the x axis.
+        x: Value of each place, in rising order.
+        series: Lines, each with one value per place.
+        note: Text below the chart.
+        logarithmic: Whether the y axis is logarithmic. Values of 0 or less are then left out.
+        from_zero: Whether the y axis includes 0.
+        say: Formats a value in a reading.
+        axis: Formats a value at the y axis. None: `say`.
+        x_label: Formats a value of `x`.
     """
     keep = thinned(len(x))
     x = [x[index] for index in keep]
@@ -153,7 +164,10 @@ def bar_chart(
     say: Say,
     axis: Say | None = None,
 ) -> Chart | None:
-    """Bars, one per place, the series on top of each other; values are 0 or more."""
+    """Return a stacked bar chart with one bar per place. None if no value is above 0.
+
+    Values must not be negative. Arguments are those of `line_chart`.
+    """
     keep = thinned(len(x))
     x = [x[index] for index in keep]
     drawn = [Series(s.name, s.look, [s.values[index] for index in keep]) for s in series]
@@ -192,7 +206,7 @@ def bar_chart(
 
 
 def thinned(count: int, most: int = MOST) -> list[int]:
-    """Which of `count` places are kept: all, or every n-th and the last."""
+    """Return the indices of the places that are shown: all, or every n-th and the last."""
     every = max(1, math.ceil(count / most))
     kept = list(range(0, count, every))
     if count and kept[-1] != count - 1:
@@ -201,8 +215,8 @@ def thinned(count: int, most: int = MOST) -> list[int]:
 
 
 def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers, evenly apart, that hold `low` and `high` between them; at least two."""
-    # Ticks are told by twelve decimals: what is closer together is one value.
+    """Return at least two evenly spaced round numbers that enclose `low` and `high`."""
+    # Ticks are rounded to twelve decimals, so values closer together count as one value.
     if high - low <= 1e-11 + 1e-12 * abs(low):
         spread = abs(low) * 0.1 if abs(low) > 1e-10 else 1.0
         low, high = low - spread / 2, high + spread / 2
@@ -214,7 +228,7 @@ def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten that hold `low` and `high`, both above 0, between them; at least two."""
+    """Return at least two powers of ten that enclose `low` and `high`; both must be above 0."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     last = max(last, first + 1)
     every = max(1, math.ceil((last - first) / 6))
@@ -240,7 +254,7 @@ def _scale(
 
 
 def _path(xs: Sequence[float], ys: Sequence[float | None], bridge: bool) -> str:
-    """Connected where there are values side by side; with `bridge`, from each to the next."""
+    """Return an SVG path that connects neighbouring values; with `bridge`, also across gaps."""
     parts: list[str] = []
     pen = "M"
     for x, y in zip(xs, ys, strict=True):

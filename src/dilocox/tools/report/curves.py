@@ -1,4 +1,4 @@
-"""The charts of a run, from its history. Pure."""
+"""Builds the charts of a run's page from its history. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dilocox.tools.report.history import History, SiteRound
 from dilocox.utils.formatting import number, size
 
 LOOKS = 6
-"""Colours for sites, one after another and again from the first."""
+"""Number of colours for sites; further sites use them again from the first one."""
 SHOWN_SITES = 8
-"""Sites that get a line of their own; with more, only the whole run is drawn."""
+"""Most sites that get a line each. With more sites, only the whole run is drawn."""
 
 
 def learning(history: History, sites: Sequence[str]) -> list[Chart]:
-    """Loss, and what the learning rate was. `sites`: in the order of their colours."""
+    """Return the charts of loss and learning rate. `sites`: names in the order of their colours."""
     rows = history.rounds
     steps = [float(row.step) for row in rows]
     charts = [
@@ -32,7 +32,7 @@ def learning(history: History, sites: Sequence[str]) -> list[Chart]:
 
 
 def _loss(history: History, sites: Sequence[str]) -> Chart | None:
-    """Of the training steps, by site and altogether, and of held-out text."""
+    """Return the chart of the training loss, by site and of all sites, and the held-out loss."""
     rounds = {row.step: row for row in history.rounds}
     held_out = {each.step: each.loss for each in history.evaluations}
     steps = sorted(rounds.keys() | held_out.keys())
@@ -59,7 +59,7 @@ def _loss(history: History, sites: Sequence[str]) -> Chart | None:
 
 
 def traffic(history: History) -> list[Chart]:
-    """Bytes between the sites, and tokens."""
+    """Return the charts of bytes between the sites and of tokens."""
     rows = history.rounds
     steps = [float(row.step) for row in rows]
     sent = list(accumulate(row.payload_bytes for row in rows))
@@ -69,7 +69,7 @@ def traffic(history: History) -> list[Chart]:
             "bytes", "Bytes between the sites, so far", "step", steps,
             [Series("sent", "look-all", sent), Series("synchronous training", "look-other", dense)],
             note="Synchronous training: an all-reduce of fp32 gradients in every inner step. The "
-            "scale is logarithmic; the final flush comes on top.",
+            "scale is logarithmic; the final flush is not included.",
             logarithmic=True, say=size, axis=_short_size, x_label=_count,
         ),
         line_chart(
@@ -82,7 +82,7 @@ def traffic(history: History) -> list[Chart]:
 
 
 def times(history: History) -> list[Chart]:
-    """What the time of each round went into, and the speed."""
+    """Return the charts of the time per round, the speed and the MFU."""
     rows = history.rounds
     rounds = [float(row.number) for row in rows]
     unit, name = _unit(max((row.seconds for row in rows), default=0.0))
@@ -93,7 +93,7 @@ def times(history: History) -> list[Chart]:
             "phases", "Time per round", "round", rounds,
             [Series("training", "look-all", trained),
              Series("waiting for the network", "look-wait", waited)],
-            note="Mean over the sites. Exchanges that hide behind training take no time here.",
+            note="Mean over the sites. Exchanges that overlap with training add no time here.",
             say=lambda v: seconds(v * unit), axis=lambda v: f"{v:g} {name}",
         ),
         line_chart(
@@ -105,8 +105,8 @@ def times(history: History) -> list[Chart]:
         line_chart(
             "mfu", "Model FLOPs utilisation", "round", rounds,
             [Series("MFU", "look-all", [row.mfu for row in rows])],
-            note="The model's own operations over the GPUs' peak, waiting included. Operations "
-            "that are computed again for the backward pass do not count.",
+            note="Operations of the model as a share of the GPUs' peak, waiting included. "
+            "Operations that the backward pass computes again do not count.",
             from_zero=True, say=lambda v: f"{v:.1%}", axis=lambda v: f"{v:.0%}",
         ),
     ]  # fmt: skip
@@ -114,7 +114,7 @@ def times(history: History) -> list[Chart]:
 
 
 def _mean(history: History, value: Callable[[SiteRound], float | None]) -> Sequence[float | None]:
-    """Mean over the sites that have one, round by round."""
+    """Return the mean of `value` over the sites that have one, for each round."""
     means: list[float | None] = []
     for row in history.rounds:
         found = [v for each in row.sites if (v := value(each)) is not None]
@@ -123,7 +123,7 @@ def _mean(history: History, value: Callable[[SiteRound], float | None]) -> Seque
 
 
 def seconds(value: float) -> str:
-    """Seconds for people: `0.4 s`, `12 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Return a duration as text: `0.4 s`, `12 s`, `3 min 20 s`, `2 h 05 min`."""
     if value < 10:
         return f"{value:.1f} s" if value >= 0.05 else "0 s"
     whole = round(value)
@@ -135,7 +135,7 @@ def seconds(value: float) -> str:
 
 
 def _unit(longest: float) -> tuple[float, str]:
-    """Seconds of the unit that an axis up to `longest` seconds is written in, and its sign."""
+    """Return (seconds, symbol) of the unit for an axis up to `longest` seconds."""
     if longest >= 7200:
         return 3600.0, "h"
     return (60.0, "min") if longest >= 120 else (1.0, "s")

@@ -1,4 +1,7 @@
-"""Reads from a run's folder what its page shows. What is missing or damaged is said, not raised."""
+"""Reads the files of a run's folder for its page.
+
+A missing or damaged file raises no error; it becomes a line of `RunFiles.missing`.
+"""
 
 from __future__ import annotations
 
@@ -31,31 +34,32 @@ WATCHED = (
     "metrics.jsonl", "summary.json", "run.toml", f"record/{CHECKPOINT}", "record/audits",
     "model", "checkpoints",
 )  # fmt: skip
-"""What changes while a run goes on, below its folder."""
+"""Files and folders below the run folder that change while a run goes on."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint to go on from, as it lies in the folder."""
+    """A checkpoint in the folder that the run can be resumed from."""
 
     tick: int
+    """Slots since the start of the run."""
     ranks: tuple[tuple[str, str], ...]
     """(SITE/STAGE-SHARD, SHA-256 of the list of its files), sorted."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run's record: its log was checked against its key, and every signature."""
+    """A run's record, after the log and every signature were checked."""
 
     course: RunHistory
     statements: int
     checkpoint: str
-    """The log's signed checkpoint, as a text to keep."""
+    """The log's signed checkpoint, as text that a reader can save."""
 
 
 @dataclass
 class RunFiles:
-    """What was found."""
+    """Contents of a run's folder, as far as they could be read."""
 
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -75,20 +79,20 @@ class RunFiles:
     audits: list[Signed] = field(default_factory=list)
     """Verdicts, each signed by the auditor's key that it names."""
     missing: list[str] = field(default_factory=list)
-    """What could not be read and why, one line each."""
+    """One line per file that could not be read, with the reason."""
 
 
 def read_run(folder: Path, model: Path | None = None, data: Path | None = None) -> RunFiles:
-    """All that a page shows of the run in `folder`.
+    """Read everything that the page shows of the run in `folder`.
 
-    `model`, `data`: the published model and the token files (or their manifest), where these lie
-    elsewhere, as those of a run over a network do. Raises `ConfigError` if it is no run's folder:
-    neither a run file nor metrics are there.
+    `model`, `data`: folders of the published model and of the token files (or their manifest).
+    They are needed if these lie outside the run folder, as in a run over a network. Raises
+    `ConfigError` if `folder` has neither a run file nor metrics.
     """
     if not (folder / "run.toml").is_file() and not (folder / "metrics.jsonl").is_file():
         raise ConfigError(
-            f"{folder}: no run is here (no run.toml, no metrics.jsonl); name a run's folder, such "
-            "as runs/quickstart"
+            f"{folder}: no run is here (no run.toml, no metrics.jsonl); give the folder of a run, "
+            "such as runs/quickstart"
         )
     files = RunFiles(folder)
     _read_config(files)
@@ -103,7 +107,7 @@ def read_run(folder: Path, model: Path | None = None, data: Path | None = None) 
 
 
 def stamp(folder: Path) -> str:
-    """Changes whenever something that a page shows has changed."""
+    """Return a digest that changes whenever a file that the page shows changes."""
     total = hashlib.sha256()
     for name in WATCHED:
         try:
@@ -135,7 +139,7 @@ def _read_metrics(files: RunFiles) -> None:
 
 
 def _read_summary(files: RunFiles) -> None:
-    text = _text(files, "summary.json", "how the run ended; it is written at the end", "")
+    text = _text(files, "summary.json", "the result of the run; written at its end", "")
     try:
         found = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -185,7 +189,8 @@ def _read_data(files: RunFiles, named: Path | None) -> None:
         return
     if not (folder / MANIFEST).is_file():
         files.missing.append(
-            f"token files: no manifest in {folder} (sources, licences, digests); --data says where"
+            f"token files: no manifest in {folder} (sources, licences, digests); give its folder "
+            "with --data"
         )
         return
     try:
@@ -197,10 +202,10 @@ def _read_data(files: RunFiles, named: Path | None) -> None:
 def _read_model(files: RunFiles, named: Path | None) -> None:
     folder = named or files.folder / "model"
     if not folder.is_dir():
-        # Of a run over a network the model is at its sites.
+        # In a run over a network the model is in the folders of the sites.
         done = files.summary.get("phase") == "finished"
         files.missing.append(
-            f"model: not in {folder}; --model says where, in a site's run folder"
+            f"model: not in {folder}; give its folder with --model (it is in a site's run folder)"
             if done or named
             else "model: not published yet (model/ is not there)"
         )
@@ -214,7 +219,7 @@ def _read_model(files: RunFiles, named: Path | None) -> None:
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
         files.parameters = int(index["metadata"]["total_parameters"])
     except (OSError, ValueError, KeyError, TypeError):
-        files.missing.append("model: its index does not say how many parameters it has")
+        files.missing.append("model: its index does not give the number of parameters")
 
 
 def _read_checkpoints(files: RunFiles) -> None:

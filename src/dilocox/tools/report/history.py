@@ -1,6 +1,7 @@
-"""What a run's metrics say, as rounds and events. Pure.
+"""Parses a run's metrics into rounds, evaluations and events. Pure functions.
 
-Metrics are read as a stranger's: what is no number is none, and what is malformed is passed over.
+Metrics are untrusted input: a value of the wrong type counts as missing, and a malformed record is
+skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SiteRound:
-    """What one site has reported of a round."""
+    """One site's report of a round."""
 
     site: str
     loss: float | None
@@ -29,24 +30,25 @@ class SiteRound:
     contributors: int
     repeated: int
     dropped: str
-    """What was not finite, if its contribution was dropped."""
+    """Name of the tensor or value that was not finite, if the site's contribution was dropped for
+    it. Otherwise empty."""
     mfu: float | None = None
-    """Model FLOPs utilisation of the site's GPUs, a share of 1, where their peak is known."""
+    """Model FLOPs utilisation of the site's GPUs, 0 to 1. None if their peak is unknown."""
     memory: float | None = None
     """Peak memory of the rank that needed most, in bytes."""
     reserved: float | None = None
-    """Peak of what its allocator held on a GPU, in bytes."""
+    """Peak memory that the CUDA allocator reserved at a rank, in bytes."""
     retries: float | None = None
-    """How often the allocators of the site's ranks gave all back and tried again."""
+    """Retries of the CUDA allocators of the site's ranks: each frees all cached memory first."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round of the whole run."""
+    """One round of the whole run."""
 
     number: int
     step: int
-    """Inner steps of a site by its end."""
+    """Inner steps of the typical site up to the end of the round."""
     loss: float | None
     tokens: float
     seconds: float
@@ -55,16 +57,16 @@ class Round:
     payload_bytes: float
     allreduce_bytes: float
     anchor: str
-    """Digest of the anchor that all sites held at its end."""
+    """Digest of the anchor at the end of the round, equal at all sites."""
     time: float
     sites: tuple[SiteRound, ...]
     mfu: float | None = None
-    """Of the GPUs of all sites whose peak is known."""
+    """Model FLOPs utilisation of all GPUs with a known peak, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out loss of the anchor."""
+    """Held-out loss of the anchor after a round."""
 
     after_round: int
     step: int
@@ -73,7 +75,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, in words. `about`: `members`, `plan`, or nothing."""
+    """An event of the run, as text. `about` is `members`, `plan` or empty."""
 
     time: float
     text: str
@@ -82,37 +84,38 @@ class Event:
 
 @dataclass(frozen=True)
 class Admission:
-    """What was decided about one site's contribution to one exchange."""
+    """Verdict on one site's contribution to one exchange."""
 
     round: int
     site: str
     code: str
-    """`admitted`, or why it did not count."""
+    """`admitted`, or the reason why the contribution did not count."""
     flags: tuple[str, ...]
-    """What people should look at; they decide nothing."""
+    """Warnings for people. They do not change the verdict."""
     norm: float | None
-    """Its norm over the sites' median norm."""
+    """Norm of the contribution over the sites' median norm."""
     cosine: float | None
-    """Of the angle to the mean of the others."""
+    """Cosine of the angle between the contribution and the mean of the others."""
     gain: float | None
-    """How much lower the held-out loss is with it alone."""
+    """Drop of the held-out loss with this contribution alone."""
 
 
 @dataclass
 class History:
-    """All of it, without what a resumed run left behind."""
+    """Rounds, evaluations and events of a run. Rounds that a resume has discarded are left out."""
 
     rounds: list[Round] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     flush_bytes: float = 0.0
-    """Payloads of the flush, all sites together."""
+    """Payload bytes of the flush, summed over all sites."""
     resumes: list[int] = field(default_factory=list)
-    """Rounds that the run went back to."""
+    """Rounds from which the run was resumed."""
     began: float | None = None
+    """Unix time of the first record, in seconds."""
     last: float | None = None
-    """Unix seconds of the first and the newest record."""
+    """Unix time of the newest record, in seconds."""
     bad_lines: int = 0
 
     @property
@@ -121,12 +124,12 @@ class History:
         return list(dict.fromkeys(each.site for row in self.rounds for each in row.sites))
 
     def of(self, site: str) -> list[SiteRound]:
-        """One site's rounds."""
+        """Return the reports of one site, in the order of rounds."""
         return [each for row in self.rounds for each in row.sites if each.site == site]
 
 
 def read_history(records: Iterable[Record]) -> History:
-    """The course of a run from the records of its `metrics.jsonl`, in the file's order."""
+    """Return the history of a run. `records`: lines of its `metrics.jsonl`, in the file's order."""
     found = History()
     rounds: dict[int, Record] = {}
     by_site: dict[int, dict[str, SiteRound]] = {}
@@ -192,8 +195,10 @@ def _site_round(site: str, record: Record) -> SiteRound:
 
 
 def admission(number: int, site: str, record: Record) -> Admission:
-    """From a record of the metrics or of the log: norm and cosine in thousandths, gain in
-    millionths."""
+    """Return the verdict of a record of the metrics or of the log.
+
+    `record` has norm and cosine in thousandths, and the gain in millionths.
+    """
 
     def score(name: str, unit: float) -> float | None:
         value = _number(record, name)
@@ -249,7 +254,7 @@ def _number(record: Record, key: str) -> float | None:
 
 
 def _integer(record: Record, key: str) -> int:
-    """0 for what is no number."""
+    """Return a whole number of a record; 0 if the value is not a number."""
     return int(_number(record, key) or 0)
 
 

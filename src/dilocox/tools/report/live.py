@@ -1,7 +1,8 @@
-"""Serves a run's page while the run goes on; the page asks for what is new.
+"""Serves a run's page while the run goes on; the page polls for changed sections.
 
-Read-only, and to this machine only unless it is told otherwise. A name in the request's `Host` that
-is not this server's is refused, so that no other site's page can read it through a browser.
+The server is read-only, and listens on this machine only unless another host is given. It refuses
+requests whose `Host` header does not name it, so that no other web site can read the page through
+a browser (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ NEWS = "news.json"
 
 
 class Source:
-    """A run's page as it is now, made again when its folder has changed. For several threads."""
+    """The current page of a run. It is built again when the folder has changed. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ConfigError` if no run is in `folder`."""
+        """Read the run in `folder`. Raises `ConfigError` if no run is there."""
         self._folder = folder
         self._lock = threading.Lock()
         self._version = ""
@@ -43,13 +44,13 @@ class Source:
             self._version = version
 
     def html(self) -> str:
-        """The whole page."""
+        """Return the HTML of the whole page."""
         with self._lock:
             self._renew()
             return render(self._page, NEWS)
 
     def news(self, since: str) -> dict[str, Any]:
-        """What a page of version `since` does not know."""
+        """Return the sections for a page of version `since`; none if that version is current."""
         with self._lock:
             self._renew()
             if since == self._version:
@@ -65,7 +66,7 @@ class Source:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers for one run."""
+    """HTTP server of one run's page."""
 
     daemon_threads = True
 
@@ -77,18 +78,18 @@ class Server(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"{host}:{port}: cannot be listened on ({reason}); name another one with --port, "
-                "or --port 0 for any free one"
+                f"{host}:{port}: cannot listen there ({reason}); give another port with --port, "
+                "or --port 0 for any free port"
             ) from None
         self.host = host
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """Address of the page."""
         return f"http://{self.host}:{self.server_address[1]}/"
 
     def known(self, host: str) -> bool:
-        """True if `host` of a request names this server: its own name, or an address."""
+        """Return whether the `Host` header `host` names this server: by its name, or an address."""
         name = urlsplit(f"//{host}").hostname or ""
         if name in ("localhost", self.host):
             return True
@@ -104,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        """The page, what is new, or 404."""
+        """Answer with the page, the changed sections, or 404."""
         place = urlsplit(self.path)
         if not self.server.known(self.headers.get("Host", "")):
             self._answer(403, "text/plain", "not the name of this server\n")
@@ -137,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Nothing: requests are no news."""
+        """Log nothing."""
 
 
 def serve(folder: Path, host: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run's page says, from what its folder holds. Pure."""
+"""Builds the contents of a run's page (`Page`) from the files of its folder. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dilocox.utils.formatting import number, size
 from dilocox.version import __version__
 
 AT_THE_END = ("summary.json: not there", "model: not published")
-"""What a run that goes on cannot have yet."""
+"""Beginnings of `RunFiles.missing` lines that are normal while a run goes on."""
 TONES = {"finished": "good", "failed": "bad", "stopped": "warn"}
-"""How the word for a run's end is coloured."""
+"""CSS class by the phase in which a run ended."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One large figure."""
+    """One large figure at the top of the page."""
 
     label: str
     value: str
@@ -33,7 +33,7 @@ class Tile:
 
 @dataclass
 class Page:
-    """Everything that the templates write."""
+    """Contents of the page, as the templates use them."""
 
     name: str
     phase: str
@@ -41,7 +41,8 @@ class Page:
     lead: str
     reason: str
     done: float | None
-    """Share of the inner steps, if the run file says how many there are to be."""
+    """Share of the inner steps that are done, 0 to 1. None if the run has finished, no round has
+    ended, or the run file does not give the number of steps."""
     tiles: list[Tile]
     learning: list[Chart]
     traffic: list[Chart]
@@ -62,7 +63,7 @@ class Page:
     identity: list[tuple[str, str]]
     log_checkpoint: str
     claims: list[Mapping[str, Any]]
-    """As `dilocox verify --json` has them; empty if it was not run."""
+    """Claims of `dilocox verify --json`. Empty if it was not run."""
     commands: list[tuple[str, str]]
     versions: list[tuple[str, str]]
     config_text: str
@@ -77,9 +78,13 @@ class Page:
 def build(
     files: RunFiles, now: float, claims: Mapping[str, Any] | None = None, *, live: bool = False
 ) -> Page:
-    """The page of a run at Unix time `now`.
+    """Return the contents of the page of a run.
 
-    `claims`: what `dilocox verify --json` said of it, if it was run. `live`: the run may go on.
+    Args:
+        files: Files of the run's folder.
+        now: Unix time, in seconds.
+        claims: Output of `dilocox verify --json`. None: it was not run.
+        live: Whether the run may still go on.
     """
     history = read_history(files.metrics)
     phase = _phase(files, history, live)
@@ -132,7 +137,7 @@ def build(
 
 
 def when(time: float) -> str:
-    """A Unix time for people, in UTC."""
+    """Return a Unix time as text in UTC, such as `2026-05-01 12:00 UTC`."""
     try:
         at = datetime.datetime.fromtimestamp(time, datetime.UTC)
     except (ValueError, OverflowError, OSError):
@@ -141,7 +146,7 @@ def when(time: float) -> str:
 
 
 def after(time: float, began: float) -> str:
-    """How long after the beginning, as a clock: `+0:03:20`."""
+    """Return the time since `began` as hours, minutes and seconds: `+0:03:20`."""
     spent = max(0, round(time - began)) if 0 < began <= time else 0
     return f"+{spent // 3600}:{spent % 3600 // 60:02d}:{spent % 60:02d}"
 
@@ -161,7 +166,7 @@ def _name(files: RunFiles) -> str:
 
 
 def _lead(files: RunFiles) -> str:
-    """One sentence about what was trained and how."""
+    """Return one or two sentences about the model, the sites and the method."""
     config = files.config
     if not config:
         return ""
@@ -181,8 +186,10 @@ def _lead(files: RunFiles) -> str:
 
 
 def model_name(config: Mapping[str, Any]) -> str:
-    """What the model is called: a hub's name, or the last part of a folder's. Where a folder lay
-    on one machine is nobody else's matter."""
+    """Return the model's name: its name on a hub, or the last part of its folder's path.
+
+    The rest of a folder's path is private to the machine.
+    """
     path = _at(config, "model", "path")
     if not path:
         return str(_at(config, "model", "architecture", "model_type") or "")
@@ -191,13 +198,16 @@ def model_name(config: Mapping[str, Any]) -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether `OWNER/NAME` or `NAME` may name a model of a hub. A folder of such a name below the
-    working folder reads the same."""
+    """Return whether `path` looks like a model of a hub, `OWNER/NAME` or `NAME`.
+
+    A relative path of a folder may look the same.
+    """
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
 
 
 def _rounds(files: RunFiles) -> str:
-    """Codec and length of rounds; where they are chosen, what they began and ended with."""
+    """Describe codec and inner steps of the rounds: if the controller chose them, the first and the
+    last ones."""
     plans = [
         f"{record['codec']} and {record['inner_steps']}"
         for record in files.metrics
@@ -231,7 +241,7 @@ def _steps_planned(files: RunFiles) -> int:
 
 
 def _tiles(files: RunFiles, history: History) -> list[Tile]:
-    """The figures that most people come for."""
+    """Return the large figures: loss, tokens, speed, waiting and traffic."""
     tiles = []
     if history.evaluations:
         first, last = history.evaluations[0], history.evaluations[-1]
@@ -262,7 +272,7 @@ def _tiles(files: RunFiles, history: History) -> list[Tile]:
 
 
 def _totals(files: RunFiles, history: History) -> list[tuple[str, str]]:
-    """Sums over the run, as words."""
+    """Return (name, text) of sums over the run."""
     rows = history.rounds
     each = [one for row in rows for one in row.sites]
     if not rows:
@@ -272,16 +282,16 @@ def _totals(files: RunFiles, history: History) -> list[tuple[str, str]]:
         busiest = max(history.sites, key=lambda s: sum(r.wait_seconds for r in history.of(s)))
         facts += [
             ("training time, sum over rounds", seconds(sum(row.seconds for row in rows))),
-            ("waited for the network, the site that waited longest",
+            ("waited for the network, at the site that waited longest",
              f"{seconds(sum(r.wait_seconds for r in history.of(busiest)))} ({busiest})"),
-            ("exchanges, in the background, mean per round and site",
+            ("time of exchanges in the background, mean per round and site",
              seconds(sum(one.exchange_seconds for one in each) / len(each))),
         ]  # fmt: skip
     facts.append(("payloads of the rounds", size(sum(row.payload_bytes for row in rows))))
     if history.flush_bytes:
         facts.append(("payloads of the final flush", size(history.flush_bytes)))
     for name, text in (("committed", "trained on"), ("doubled", "trained on twice"),
-                       ("missing", "lost"), ("waiting", "given back and left over")):  # fmt: skip
+                       ("missing", "lost"), ("waiting", "returned, not trained on")):  # fmt: skip
         count = files.summary.get(f"sequences_{name}")
         if isinstance(count, int) and (count or name == "committed"):
             facts.append((f"sequences {text}", f"{count:,}"))
@@ -289,7 +299,7 @@ def _totals(files: RunFiles, history: History) -> list[tuple[str, str]]:
 
 
 def _identity(files: RunFiles) -> list[tuple[str, str]]:
-    """By what the run is known."""
+    """Return (name, value) of what identifies the run: its id, key, run file and code."""
     if files.record is None:
         return []
     course = files.record.course
@@ -303,18 +313,18 @@ def _identity(files: RunFiles) -> list[tuple[str, str]]:
 
 
 def _commands(files: RunFiles) -> list[tuple[str, str]]:
-    """What to type to check the run, with what each does."""
+    """Return (explanation, command) of the commands that check the run."""
     if files.record is None:
         return []
     commands = [
-        (f"Get dilocox {_version(files)} from its authors; see that it is this version",
+        (f"Get dilocox {_version(files)} from its authors; check that it is this version",
          "dilocox --version"),
-        ("Get the run's folder as `dilocox publish` gathers it, then replay every outer step to "
+        ("Get the folder that `dilocox publish` has written; then replay every outer step up to "
          "the published model", "dilocox verify RUN"),
         ("The same for programs", "dilocox verify RUN --json"),
-        ("Against the log's key, if you were told it some other way",
+        ("Check against the log's key, if you got the key from another source",
          f"dilocox verify RUN --key {files.record.course.log}"),
-        ("Keep the log's checkpoint below in a file; later, see that the log has only grown",
+        ("Save the log's checkpoint below to a file; check later that the log has only grown since",
          "dilocox verify RUN --seen FILE"),
     ]  # fmt: skip
     if files.data is not None:

@@ -1,4 +1,4 @@
-"""Writes a run's page as HTML: templates, escaping, and a policy that lets nothing else run."""
+"""Renders a run's page as HTML, with escaping and a content security policy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SECTIONS = (
     ("verify", "Verification"),
     ("runfile", "Run file"),
 )
-"""(id, name) in the page's order; each has a template of its id."""
+"""(id, heading) of each section in the page's order. The template of a section is named by id."""
 
 
 def sections(page: Page) -> dict[str, str]:
-    """The HTML of each section, by id."""
+    """Return the HTML of each section, by id."""
     room = _environment()
     frame = {
         "width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT,
@@ -41,11 +41,14 @@ def sections(page: Page) -> dict[str, str]:
 
 
 def render(page: Page, live: str = "") -> str:
-    """The whole page. `live`: where on its own server it asks for news; empty: nowhere."""
+    """Return the HTML of the whole page.
+
+    `live`: path on the page's server from which the page fetches updates. Empty: no updates.
+    """
     style, script = _file("style.css"), _file("script.js")
     parts = sections(page)
-    # Only these two texts count as style and script: nothing that a run's folder brings along
-    # could run, even if it got past the escaping.
+    # The policy allows only these two texts as style and script. A script in the run's folder
+    # could not run, even if it got past the escaping.
     policy = "; ".join(
         [
             "default-src 'none'",
@@ -68,14 +71,14 @@ def render(page: Page, live: str = "") -> str:
             live=live,
             names=SECTIONS,
             stamps=stamps(parts),
-            # Each was escaped when its own template was rendered.
+            # Each section was escaped when its own template was rendered.
             sections=[(id_, Markup(parts[id_])) for id_, _ in SECTIONS],  # noqa: S704
         )
     )
 
 
 def stamps(parts: Mapping[str, str]) -> dict[str, str]:
-    """What tells one state of a section from another, by id."""
+    """Return a digest of each section's HTML, by id. It changes when the section changes."""
     return {id_: hashlib.sha256(html.encode()).hexdigest()[:16] for id_, html in parts.items()}
 
 

@@ -1,7 +1,7 @@
-"""What a run is doing now, from the files of its folder. Pure, but for reading the files.
+"""Computes the current state of a run from the files of its folder.
 
 The folder is the coordinator's (`metrics.jsonl`) or a site's (`site-NAME.jsonl`, which
-`dilocox join` writes). Lines are read as a stranger's: what is malformed is passed over.
+`dilocox join` writes). Lines are untrusted input: a malformed line is skipped and counted.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from dilocox.utils.processes import is_alive
 
 Record = dict[str, Any]
 QUIET_LEAST, QUIET_ROUNDS = 60.0, 3.0
-"""A site of a run that goes on is called silent after this many seconds, and at least after this
-many of its rounds."""
+"""Least seconds, and least number of the site's rounds, without a report after which a site of a
+running run counts as silent. The longer of the two times applies."""
 ROUNDING = 1.0
-"""Seconds by which clocks of files and of lines may differ."""
+"""Seconds by which the time stamps of files and of lines may differ."""
 MESSAGES = 5
-"""Latest messages of the run that are shown as warnings, at most."""
+"""Most messages of the run that are shown as warnings; the latest ones are shown."""
 GOES_ON = ("waits for sites", "training", "joining", "stopping")
 STOPPED = ("stopped", "left")
 
 
 @dataclass
 class SiteNow:
-    """The latest of one site."""
+    """Latest report of one site."""
 
     name: str
     role: str = ""
-    """As the coordinator answers; empty if nobody was asked."""
+    """Role that the coordinator gives. Empty if the coordinator was not asked."""
     round: int | None = None
-    """The last that it has reported."""
+    """The last round that the site has reported."""
     step: int | None = None
     last_word: float | None = None
-    """Unix seconds of its last report."""
+    """Unix time of the site's last report, in seconds."""
     seconds: float | None = None
-    """Of its last round."""
+    """Duration of the site's last round."""
     tokens_per_second: float | None = None
     loss: float | None = None
     wait_share: float | None = None
@@ -53,48 +53,52 @@ class SiteNow:
 
 @dataclass
 class Status:
-    """A run in one picture."""
+    """Current state of a run."""
 
     folder: str
     of: str
     """`coordinator`, or the name of the site whose folder this is."""
     state: str
     """`waits for sites`, `joining`, `training`, `stopping`, `finished`, `stopped`, `left`, `failed`
-    or `ended without a word`: its process is gone, and has not said how the run ended."""
+    or `ended without a word`. The last one: the process has ended without writing how the run
+    ended."""
     name: str = ""
     reason: str = ""
     round: int | None = None
-    """The last that is complete."""
+    """The last complete round."""
     step: int = 0
     steps: int | None = None
-    """Inner steps of a site in the whole run."""
+    """Inner steps of the typical site in the whole run."""
     seconds_left: float | None = None
-    """At the pace of the last rounds."""
+    """Remaining seconds at the speed of the last rounds. None: unknown."""
     loss: float | None = None
     held_out_loss: float | None = None
     held_out_after: int | None = None
-    """The round after which it was measured; -1: before the first."""
+    """Round after which `held_out_loss` was measured; -1: before the first round."""
     held_out_first: float | None = None
+    """Held-out loss before the first round."""
     plan: Record | None = None
-    """The latest, as in `metrics.jsonl`."""
+    """The latest plan, as in `metrics.jsonl`."""
     coordinator: str = ""
-    """Address, where it is known."""
+    """Address of the coordinator. Empty if unknown."""
     began: float | None = None
+    """Unix time of the first line, in seconds."""
     last: float | None = None
-    """Unix seconds of the first and the newest line."""
+    """Unix time of the newest line, in seconds."""
     sites: list[SiteNow] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
-        """0: it goes on or is finished; 3: stopped, or the site has left; 1: anything else."""
+        """Exit code: 0 if the run goes on or has finished, 3 if it was stopped or the site has
+        left, 1 otherwise."""
         if self.state == "finished" or self.state in GOES_ON:
             return 0
         return 3 if self.state in STOPPED else 1
 
 
 def status_of(folder: Path, now: float) -> Status:
-    """What the run in `folder` is doing at `now` (Unix seconds).
+    """Return the state of the run in `folder` at Unix time `now`, in seconds.
 
     Raises `ConfigError` if no run is there.
     """
@@ -105,7 +109,7 @@ def status_of(folder: Path, now: float) -> Status:
         found = _of_site(folder, max(journals, key=lambda path: path.stat().st_mtime))
     else:
         raise ConfigError(
-            f"{folder}: no run is here (no metrics.jsonl, no {JOURNALS}); name the run folder of "
+            f"{folder}: no run is here (no metrics.jsonl, no {JOURNALS}); give the run folder of "
             "the coordinator or of a site, such as runs/quickstart"
         )
     _warn_of_silence(found, now)
@@ -131,13 +135,13 @@ def _of_coordinator(folder: Path, metrics: Path) -> Status:
     elif not alive:
         found.state, found.seconds_left = "ended without a word", None
         found.reason = (
-            "no coordinator runs on this folder; the same command again goes on from here "
-            "(dilocox coordinator; of dilocox train: with --resume)"
+            "no coordinator is running on this folder; run the same command again to go on from "
+            "here (dilocox train needs --resume, dilocox coordinator does not)"
         )
     elif found.round is None:
         found.state = "waits for sites"
     if bad:
-        found.warnings.append(f"metrics.jsonl: {bad} damaged lines were passed over")
+        found.warnings.append(f"metrics.jsonl: {bad} damaged lines were skipped")
     counts = summary.get("admission")
     for site, flags in (counts if isinstance(counts, dict) else {}).items():
         said = ", ".join(f"{what} {times}" for what, times in dict(flags).items())
@@ -169,14 +173,14 @@ def _of_site(folder: Path, journal: Path) -> Status:
     found.step = last.step or 0
     if found.state in GOES_ON and process is not None and not _lives(*process):
         found.state = "ended without a word"
-        found.reason = "the process of `dilocox join` is gone; run its join line again"
+        found.reason = "the process of `dilocox join` has ended; run the same command again"
     if bad:
-        found.warnings.append(f"{journal.name}: {bad} damaged lines were passed over")
+        found.warnings.append(f"{journal.name}: {bad} damaged lines were skipped")
     return found
 
 
 def _take_up(found: Status, records: Iterable[Record]) -> None:
-    """Fill in rounds, losses, plan, sites and messages."""
+    """Fill rounds, losses, plan, sites and messages of `records` into `found`."""
     sites = {site.name: site for site in found.sites}
     rounds: list[Record] = []
     messages: list[tuple[float, str]] = []
@@ -217,7 +221,7 @@ def _take_up(found: Status, records: Iterable[Record]) -> None:
 
 
 def _left(found: Status, rounds: list[Record]) -> float | None:
-    """Seconds to the end at the pace of `rounds`. None where it is not known."""
+    """Return the seconds to the end of the run at the speed of `rounds`. None if unknown."""
     steps, begun = whole(rounds[-1], "step"), whole(rounds[0], "step")
     seconds = sum(real(row, "seconds") or 0.0 for row in rounds[1:])
     if found.steps is None or steps is None or begun is None or steps <= begun:
@@ -231,15 +235,18 @@ def _warn_of_silence(found: Status, now: float) -> None:
     for site in found.sites:
         limit = max(QUIET_LEAST, QUIET_ROUNDS * (site.seconds or 0.0))
         if site.last_word is None and found.of == "coordinator":
-            found.warnings.append(f"{site.name}: has reported nothing yet")
+            found.warnings.append(f"{site.name}: no report yet")
         elif site.last_word is not None and now - site.last_word > limit:
             quiet = f"{now - site.last_word:.0f} s"
-            found.warnings.append(f"{site.name}: its last word is {quiet} old")
+            found.warnings.append(f"{site.name}: its last report is {quiet} old")
 
 
 def _summary(path: Path, last: float) -> Mapping[str, Any]:
-    """How the run ended, as it says; empty if it does not. `last`: time of the newest metrics; a
-    summary from before has been written by an earlier start of a resumed run."""
+    """Return the run's summary. Empty if it is missing, damaged or older than the metrics.
+
+    `last`: Unix time of the newest metrics. An older summary belongs to an earlier start of a
+    resumed run.
+    """
     try:
         if path.stat().st_mtime < last - ROUNDING:
             return {}
@@ -250,7 +257,7 @@ def _summary(path: Path, last: float) -> Mapping[str, Any]:
 
 
 def _is_held(lock: Path) -> bool:
-    """Whether a coordinator holds its lock."""
+    """Return whether a running coordinator holds the lock."""
     try:
         descriptor = os.open(lock, os.O_RDONLY)
     except OSError:
@@ -265,14 +272,17 @@ def _is_held(lock: Path) -> bool:
 
 
 def _lives(host: str, process: int) -> bool:
-    """Whether a process lives. True if it is another machine's."""
+    """Return whether a process is alive. True for a process of another machine."""
     if host != socket.gethostname() or process <= 0:
         return True
     return is_alive(process)
 
 
 def _lines(path: Path) -> tuple[list[Record], int]:
-    """All records of a file, and how many lines are none; the last one may be being written."""
+    """Return the records of a file, and the number of damaged lines.
+
+    An incomplete last line does not count, because it may still be being written.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -292,12 +302,12 @@ def _lines(path: Path) -> tuple[list[Record], int]:
 
 
 def real(record: Record, key: str) -> float | None:
-    """A number of a record. None for what is none."""
+    """Return a number of a record. None if the value is not a number."""
     value = record.get(key)
     return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
 
 
 def whole(record: Record, key: str) -> int | None:
-    """A whole number of a record. None for what is none."""
+    """Return a whole number of a record. None if the value is not a number, or too large."""
     value = real(record, key)
     return None if value is None or value != value or abs(value) > 2**62 else int(value)

@@ -1,4 +1,4 @@
-"""The tables of a run's page: sites, what happened, data, digests. Pure."""
+"""Builds the tables of a run's page: sites, events, data, digests. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from dilocox.tools.report.history import Admission, Event, History, Round, SiteR
 from dilocox.utils.formatting import number, size
 
 SHOWN = 40
-"""Rows of one table that are shown, at most; of more, the last."""
+"""Most rows of one table. A longer table shows its last rows."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a heading that says what it holds. The first cell of a row names it."""
+    """A table with a caption. The first cell of a row is the row's heading."""
 
     id: str
     caption: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numeric: tuple[int, ...] = ()
-    """Columns of numbers, which stand to the right."""
+    """Columns of numbers, which are aligned to the right."""
     code: tuple[int, ...] = ()
-    """Columns of digests and names, which break anywhere."""
+    """Columns of digests and names, where a line may break anywhere."""
     left_out: int = 0
-    """Earlier rows that are not shown."""
+    """Number of earlier rows that are not shown."""
 
 
 @dataclass(frozen=True)
 class SiteRow:
-    """One site and its part in the run."""
+    """Figures of one site."""
 
     name: str
     share: float
-    """Of all tokens, 0 to 1."""
+    """The site's share of all tokens, 0 to 1."""
     cells: tuple[tuple[str, str], ...]
-    """(what, value) in a fixed order."""
+    """(name, value) in a fixed order."""
 
 
 @dataclass
 class Source:
-    """Where text came from."""
+    """A source of training text."""
 
     name: str
     licence: str
-    """Empty: nobody has stated one."""
+    """Empty if no licence was stated."""
     cells: list[tuple[str, str]] = field(default_factory=list)
 
 
 def sites(history: History, files: RunFiles) -> list[SiteRow]:
-    """What each site did, those of the run file first."""
+    """Return the figures of each site, sites of the run file first."""
     named = files.config.get("sites")
     names = [*(named if isinstance(named, dict) else {}), *history.sites]
     total = sum(each.tokens for row in history.rounds for each in row.sites)
@@ -88,7 +88,7 @@ def sites(history: History, files: RunFiles) -> list[SiteRow]:
 
 
 def _devices(own: Sequence[SiteRound]) -> list[tuple[str, str]]:
-    """What a site's devices did and needed, as far as it is known."""
+    """Return MFU and memory of a site's devices, as far as the site has reported them."""
     timed = [(r.mfu, r.seconds) for r in own if r.mfu is not None and r.seconds]
     cells = []
     if timed:
@@ -111,17 +111,17 @@ def _times(count: int) -> str:
 
 
 def membership(history: History) -> tuple[Event, ...]:
-    """Who came and went."""
+    """Return the events of sites that joined or left."""
     return tuple(event for event in history.events if event.about == "members")
 
 
 def notes(history: History) -> tuple[Event, ...]:
-    """Everything else that was said."""
+    """Return all other events: plans and messages."""
     return tuple(event for event in history.events if event.about != "members")
 
 
 def anomalies(history: History, files: RunFiles) -> Table:
-    """What was not as it should be, round by round."""
+    """Return the anomalies of all rounds: dropped, repeated or missing contributions."""
     rows: list[tuple[str, str, str]] = []
     for row in history.rounds:
         where = f"round {row.number}"
@@ -148,7 +148,7 @@ def anomalies(history: History, files: RunFiles) -> Table:
 
 
 def _left_out(where: str, row: Round) -> list[tuple[str, str, str]]:
-    """Contribution sets that lacked a site, with those that saw them."""
+    """Return rows for contribution sets that lacked a site, with the sites that reported them."""
     saw: dict[tuple[int, int], list[str]] = {}
     for each in row.sites:
         if each.contributors < each.members:
@@ -161,7 +161,7 @@ def _left_out(where: str, row: Round) -> list[tuple[str, str, str]]:
 
 
 def _verdicts(history: History, files: RunFiles) -> list[tuple[str, str, str]]:
-    """Contributions that were not admitted, or that are flagged, one row per round and site."""
+    """Return contributions that were refused or flagged, one row per round and site."""
     found: dict[tuple[int, str], Counter[str]] = {}
     for each in history.admissions or _decided(files):
         words = [] if each.code in ("", "admitted") else [f"not admitted: {each.code}"]
@@ -176,7 +176,7 @@ def _verdicts(history: History, files: RunFiles) -> list[tuple[str, str, str]]:
 
 
 def _decided(files: RunFiles) -> list[Admission]:
-    """The verdicts in the record's outer steps."""
+    """Return the admission verdicts that the record's outer steps contain."""
     found = []
     for step in files.record.course.steps.values() if files.record else ():
         verdicts = step.said.get("verdicts")
@@ -187,7 +187,7 @@ def _decided(files: RunFiles) -> list[Admission]:
 
 
 def scores(history: History) -> Table:
-    """What admission measured of each site's contributions: means over the exchanges."""
+    """Return the scores of each site's contributions, as means over the exchanges."""
     rows = []
     for site in dict.fromkeys(each.site for each in history.admissions):
         own = [each for each in history.admissions if each.site == site]
@@ -209,27 +209,27 @@ def _mean(values: Sequence[float | None], form: str) -> str:
 
 
 def audits(files: RunFiles) -> Table:
-    """What auditors have signed."""
+    """Return the audits that auditors have signed."""
     rows = []
     for signed in files.audits:
         each, first = signed.verdict, signed.verdict.first_bad_step
         rows.append((each.site, str(each.round), each.verdict, _word(first), each.reason,
                      signed.auditor[:16]))  # fmt: skip
     shown, left = _latest(rows)
-    return Table("audits", "Rounds that auditors have repeated",
+    return Table("audits", "Rounds that auditors have replayed",
                  ("site", "round", "verdict", "first bad step", "reason", "auditor's key"),
                  shown, numeric=(1, 3), code=(5,), left_out=left)  # fmt: skip
 
 
 def sources(files: RunFiles) -> list[Source]:
-    """Where the text came from. A licence is what was stated, never a guess."""
+    """Return the sources of the text. A licence is shown only if it was stated."""
     if files.data is None:
         return []
     content = files.data["content"]
     names = source_names(files.data["made_with"]["options"])
     found = []
     for order, each in enumerate(content["sources"]):
-        # Where files lay on one machine is nobody else's matter; what they are called is.
+        # Only the name is shown: the rest of a file's path is private to the machine.
         stated = Path(str(names[order])).name if order < len(names) and names[order] else ""
         name = str(each.get("name") or stated or f"source {order + 1}")
         source = Source(name, str(each.get("licence") or ""))
@@ -252,7 +252,7 @@ def sources(files: RunFiles) -> list[Source]:
 
 
 def data_facts(files: RunFiles) -> list[tuple[str, str]]:
-    """What the token files hold."""
+    """Return (name, text) about the contents of the token files."""
     if files.data is None:
         return []
     content = files.data["content"]
@@ -270,7 +270,7 @@ def data_facts(files: RunFiles) -> list[tuple[str, str]]:
 
 
 def states(files: RunFiles) -> Table:
-    """Signed model states: theta_0 and what was published."""
+    """Return the model states that sites have signed: theta_0 and the published model."""
     rows = []
     for each in files.record.course.states if files.record else []:
         name = "theta_0" if each.kind == "initial" else each.kind
@@ -281,35 +281,35 @@ def states(files: RunFiles) -> Table:
 
 
 def anchors(history: History) -> Table:
-    """What all sites held at the end of each round."""
+    """Return the digest of the anchor at the end of each round."""
     rows = [(f"round {row.number}", f"{row.step:,}", row.anchor) for row in history.rounds]
     shown, left = _latest(rows)
-    return Table("anchors", "The anchor, equal at all sites, at each round's end",
+    return Table("anchors", "Digest of the anchor at each round's end, equal at all sites",
                  ("after", "step", "digest"), shown, numeric=(1,), code=(2,),
                  left_out=left)  # fmt: skip
 
 
 def checkpoints(files: RunFiles) -> Table:
-    """What the run could go on from, in this folder."""
+    """Return the checkpoints in this folder that the run can be resumed from."""
     rows = [
         (f"slot {each.tick:,}", rank, digest)
         for each in files.checkpoints
         for rank, digest in each.ranks
     ]
     shown, left = _latest(rows)
-    return Table("checkpoints", "Checkpoints to go on from, in this folder",
+    return Table("checkpoints", "Checkpoints in this folder that the run can resume from",
                  ("after", "rank", "SHA-256 of its list of files"), shown, code=(1, 2),
                  left_out=left)  # fmt: skip
 
 
 def model(files: RunFiles) -> Table:
-    """The published folder, with the digests that a site has signed."""
+    """Return the files of the published model, with the digests that a site has signed."""
     signed: dict[str, str] = {}
     for state in files.record.course.states if files.record else []:
         if state.kind == "final":
             signed |= state.files
     rows = tuple(
-        (name, size(count), signed.get(name, "its tensors are under the final states"
+        (name, size(count), signed.get(name, "its tensors are part of the final states"
                                        if name.endswith(".safetensors") and signed else ""))
         for name, count in files.model
     )  # fmt: skip
@@ -318,7 +318,7 @@ def model(files: RunFiles) -> Table:
 
 
 def versions(files: RunFiles) -> list[tuple[str, str]]:
-    """What the run was made with, as the record says."""
+    """Return the versions of software that the record states for the run."""
     if files.record is None:
         return []
     found = files.record.course.manifest.get("versions")
