@@ -1,1 +1,1 @@
-"""Repeats rounds of a recorded run, from the states that sites have kept, and judges them."""
+"""Audits rounds of a recorded run: replays them from states that sites kept, and judges them."""

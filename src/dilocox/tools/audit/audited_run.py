@@ -1,4 +1,4 @@
-"""A recorded run, finished or going on, whose rounds are audited."""
+"""A recorded run whose rounds are audited; it may still go on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dilocox.tools.audit.judge import Case
 
 @dataclass(frozen=True)
 class Chosen:
-    """A round of a site that is to be audited."""
+    """A round of a site that was chosen for an audit."""
 
     round: int
     site: str
@@ -38,12 +38,22 @@ class Chosen:
 
 
 class AuditedRun:
-    """What is known of a run by its log, as far as a signed checkpoint covers it."""
+    """A run as its log describes it, up to the last signed checkpoint of the log."""
 
     def __init__(
         self, folder: Path, stores: tuple[str, ...], data: Path | None, key: str | None = None
     ) -> None:
-        """`key`: the log's, as it was told some other way. Raises `RecordError`."""
+        """Read the run's log.
+
+        Args:
+            folder: The run folder.
+            stores: Further stores with payloads and states.
+            data: Folder of the token files. None: the run folder's own.
+            key: The log's key, from another source than the run folder. None: the folder's key.
+
+        Raises:
+            RecordError: The log cannot be read, or does not match its key.
+        """
         self.folder = folder
         self._stores = (str(folder / "record" / "store"), *stores)
         self._data = data
@@ -57,12 +67,14 @@ class AuditedRun:
 
     @property
     def course(self) -> RunHistory:
-        """What the log says so far."""
+        """History of the run, as far as the log was read."""
         return self._reader.course
 
     def refresh(self) -> bool:
-        """Read what the log has grown by; whether it has. Raises `RecordError` if it has not
-        grown from what was read before."""
+        """Read new entries of the log, and return whether there were any.
+
+        Raises `RecordError` if the log does not begin with the entries that were read before.
+        """
         record = self.folder / "record"
         content = read_covered(record, self._key)
         check_log(content, self._key)
@@ -75,13 +87,13 @@ class AuditedRun:
         return self._tree.size > known
 
     def _new(self, entries: Iterator[str], known: int) -> Iterator[str]:
-        """The entries behind the known ones, all of which are hashed as they are read."""
+        """Yield the entries after the `known` first ones, and add each to the Merkle tree."""
         for entry in itertools.islice(entries, known, None):
             self._tree.append(leaf_hash(entry.encode()))
             yield entry
 
     def case(self) -> Case:
-        """What `judge` takes."""
+        """Return the run in the form that `judge` takes."""
         found = Stores([Store(each) for each in self._stores], most=DOCUMENT_BYTES)
         return Case(
             course=self.course,
@@ -94,17 +106,17 @@ class AuditedRun:
         )
 
     def seen(self) -> Prefix:
-        """The log as it was read."""
+        """Return size and root of the log as it was read."""
         return Prefix(self._tree.size, self._tree.root.hex())
 
     def steps_of(self, site: str, round_: int) -> int:
-        """Inner steps that the plan of a round asks of a site; 0: of none that is known."""
+        """Return the inner steps of a site in the plan of a round; 0 if no plan names the site."""
         said = self.course.plans.get(round_)
         plan = None if said is None else RoundPlan.model_validate(said)
         return plan.steps_of(site) if plan is not None and site in plan.members else 0
 
     def over(self) -> bool:
-        """True if nothing more will be written."""
+        """Return whether the run has ended, so that nothing more will be written."""
         course = self.course
         if all(course.state("final", stage) for stage in range(course.stages)):
             return True
@@ -113,7 +125,7 @@ class AuditedRun:
         return summary.exists() and summary.stat().st_mtime_ns > begun.stat().st_mtime_ns
 
     def requested(self, site: str | None, round_: int | None) -> list[Chosen]:
-        """All rounds that can be audited, or those of a site, or a round."""
+        """Return the requested audits. `site`, `round_`: None stands for all that are possible."""
         rounds = due_rounds(self.course) if round_ is None else [round_]
         found = []
         for number in rounds:
@@ -126,7 +138,8 @@ class AuditedRun:
         return found
 
     def drawn(self, round_: int, rate: float, randomness: bytes) -> list[tuple[float, Chosen]]:
-        """All sites of a round that is due, each with its draw."""
+        """Return (draw, audit) for all sites of a round. A site is audited if its draw is below
+        `rate`."""
         point = self._point(round_)
         chosen = Selection("beacon", rate, point.size, point.root, randomness.hex())
         return [
@@ -135,14 +148,18 @@ class AuditedRun:
         ]
 
     def _point(self, round_: int) -> Point:
-        """A round's selection point. Those of all due rounds come out of one reading."""
+        """Return a round's selection point. The points of all due rounds are computed together."""
         if round_ not in self._points:
             rounds = {round_, *due_rounds(self.course)}
             self._points = points_of(self.course, self.entries, rounds)
         return self._points[round_]
 
     def sampled(self, rate: float, randomness: dict[int, bytes]) -> list[Chosen]:
-        """What the beacon selects at `rate`; at least one, the one with the smallest draw."""
+        """Return the audits that the beacon selects at `rate`.
+
+        If none is selected, the audit with the smallest draw is returned. `randomness`: bytes of
+        the beacon by round.
+        """
         drawn = [
             each
             for round_ in due_rounds(self.course)

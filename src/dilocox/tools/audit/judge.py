@@ -1,4 +1,4 @@
-"""Judges one round of one site: what it has signed, and what a repetition gives."""
+"""Judges one round of one site: compares what the site has signed with a replay of the round."""
 
 from __future__ import annotations
 
@@ -34,21 +34,23 @@ TOLERANCE = 1e-4
 """Largest relative difference of losses, gradient norms and parameters between classes, in fp32.
 Measured: see docs/notes/audit.md."""
 PAYLOAD_TOLERANCE = 2e-2
-"""Of payloads: a value at the edge of two codes may fall to either side."""
+"""Largest relative difference of payloads between classes. It is larger because a value on the
+edge between two codes may be rounded to either."""
 STATE_TOLERANCE = 1e-1
-"""Of moments, residual and the rest of a state after the round: what fell to the other side of a
-code is whole in the residual."""
+"""Largest relative difference between classes of moments, residual and the rest of a state after
+the round. It is larger still because the residual holds the whole difference between two codes."""
 
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
-"""What a determinism class calls a `site.precision`; `auto` is the site's own."""
+"""Precision in a determinism class, by `site.precision`. `auto` is not in it: each site chooses."""
 
 Repeat = Callable[[Sequence[RankJob], Progress], list[RankReplay]]
-"""All ranks of a site repeat a round, in the order given."""
+"""Function that replays a round with all ranks of a site, and returns their results in the order
+of the jobs."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run whose rounds are judged."""
+    """A run whose rounds are judged, with the places of its files."""
 
     course: RunHistory
     config: RunConfig
@@ -56,14 +58,14 @@ class Case:
     stores: tuple[str, ...]
     data: Path
     has: Has = lambda _: False
-    """Whether something of a SHA-256 is in a store."""
+    """Returns whether a store holds an object with this SHA-256."""
     look_again: Callable[[], object] = lambda: None
-    """Bring `course` up to date, of a run that goes on."""
+    """Brings `course` up to date, if the run still goes on."""
     expect: Callable[[Iterable[TensorDigest]], None] = lambda _: None
-    """Tensors that a site has signed: `get` reads no more of each than it has."""
+    """Announces tensors that a site has signed, so that `get` reads at most their sizes."""
 
     def of_round(self, round_: int) -> Case:
-        """With the states in which this round and the next one begin."""
+        """Return the case with the stores of the states at the start of this and the next round."""
         stores = self.stores + tuple(
             states_of(where, number) for number in (round_, round_ + 1) for where in self.stores
         )
@@ -73,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True)
 class _Began:
-    """What a rank has signed of the round."""
+    """What a rank has signed about the round: its states before and after, and its steps."""
 
     place: RankPlace
     state: RoundState
@@ -85,15 +87,16 @@ class _Began:
 
 @dataclass(frozen=True)
 class Bad:
-    """Where a repetition begins to differ."""
+    """A difference between the replay and what a rank has signed."""
 
     step: int
     """See `Verdict.first_bad_step`."""
     what: str
+    """Description, for the verdict's reason."""
 
 
 class JudgedError(Exception):
-    """No repetition is needed, or none is possible."""
+    """Carries a verdict that needs no replay, or the reason why no replay is possible."""
 
     def __init__(self, verdict: AuditVerdict, reason: str, step: int | None = None) -> None:
         super().__init__(reason)
@@ -102,7 +105,10 @@ class JudgedError(Exception):
 
 
 def judge(case: Case, site: str, round_: int, repeat: Repeat, progress: Progress) -> Verdict:
-    """The verdict on one round of one site."""
+    """Return the verdict on one round of one site.
+
+    `repeat`: replays the round. `progress`: called with the number of inner steps done.
+    """
     case = case.of_round(round_)
     states: dict[str, str] = {}
     try:
@@ -161,7 +167,11 @@ def _check_possible(case: Case, site: str, round_: int) -> None:
 
 
 def _began(case: Case, site: str, place: RankPlace, round_: int) -> _Began:
-    """Raises `JudgedError`: what should be there is withheld."""
+    """Return what a rank has signed about the round.
+
+    Raises `JudgedError` if the rank has withheld a statement or a state, or if its state is no
+    longer kept.
+    """
     rounds = case.course.rounds
     where = (site, place.stage, place.shard)
     state, after = rounds.get((round_, *where)), rounds.get((round_ + 1, *where))
@@ -190,7 +200,7 @@ def _began(case: Case, site: str, place: RankPlace, round_: int) -> _Began:
         )
     steps, end = None, None
     course, before = case.course, math.inf if after is None else after.number
-    # Ranks that were started in between know nothing of the round's steps.
+    # A rank that was restarted during the round has no fingerprints of all its steps.
     if not course.began_again(site, state.number, before):
         if after is not None and after.steps is None:
             raise JudgedError("FAIL", f"{place} has signed no fingerprints of its steps: withheld")
@@ -217,8 +227,10 @@ def _document(case: Case, state: RoundState, place: RankPlace) -> Document:
 
 
 def _dropped(case: Case, round_: int) -> bool:
-    """Whether so many rounds are planned since that its states may be gone. A rank drops states
-    when it begins a round, and by then the log covers that round's plan."""
+    """Return whether the round is so old that ranks may have deleted its states.
+
+    A rank deletes states when it begins a round, and the log covers that round's plan by then.
+    """
     keep = int(case.course.config["record"].get("states_keep", 0))
     if keep == 0:
         return False
@@ -227,7 +239,7 @@ def _dropped(case: Case, round_: int) -> bool:
 
 
 def _check_kept(case: Case, round_: int) -> None:
-    """Raises `JudgedError` for a round whose payloads `record.keep` has let go."""
+    """Raise `JudgedError` if payloads of the round were deleted because of `record.keep`."""
     course = case.course
     if course.keep == "all":
         return
@@ -242,7 +254,7 @@ def _check_kept(case: Case, round_: int) -> None:
 
 
 def _missing(case: Case, round_: int, error: MissingError) -> JudgedError:
-    """Why a round whose payloads are not all there is not repeated."""
+    """Return the verdict on a round with missing payloads, which cannot be replayed."""
     keep = case.course.keep
     if keep == "all":
         return JudgedError("NOT_RUN", f"{error}; name more stores with --store")
@@ -280,7 +292,7 @@ def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
         on_gpu = facts["device"] != "cpu"
         site = case.config.site.model_copy(
             update={
-                # Those of the processor are no fact of a rank on a GPU.
+                # The determinism class of a rank on a GPU has no number of processor threads.
                 "threads": case.config.site.threads if on_gpu else int(facts["threads"]),
                 "precision": {dtype: name for name, dtype in _PRECISIONS.items()}[
                     facts["precision"]
@@ -307,9 +319,9 @@ def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
 
 
 def compile_again(agreed: Compile, facts: Mapping[str, Any]) -> Compile:
-    """`model.compile` for the replay of a rank that has these `facts`.
+    """Return `model.compile` for the replay of a rank with the determinism class `facts`.
 
-    Sites agree on `true` only: one may have `false` where another one has "auto".
+    Sites must agree on `true` only: one site may have `false` and another one "auto".
     """
     if agreed is True:
         return True
@@ -317,9 +329,9 @@ def compile_again(agreed: Compile, facts: Mapping[str, Any]) -> Compile:
 
 
 def gradient_sync_again(site: SiteSection, facts: Mapping[str, Any]) -> GradientSync:
-    """`site.gradient_sync` for the replay of a rank that has these `facts`.
+    """Return `site.gradient_sync` for the replay of a rank with the determinism class `facts`.
 
-    `auto` depends on the memory of the site's GPUs. The auditor's GPUs may have less, or more.
+    `auto` depends on the memory of the site's GPUs, and the auditor's GPUs may have more or less.
     """
     if site.gradient_sync != "auto" or site.stages > 1:
         return site.gradient_sync
@@ -350,7 +362,8 @@ def _compared(
     if not (same and repeats):
         found = replace(_between_classes(site, round_, plan, pairs, repeats), same_class=same)
         if found.verdict == "MISMATCH" and not repeats:
-            # A difference in its last bit may send a token to another expert, and so become any.
+            # A difference in the last bit may send a token to another expert, and then have any
+            # size.
             raise JudgedError("NOT_RUN", f"{_OWN_BITS} ({found.reason})")
         return found
     first = min(bad, key=lambda each: each.step)
@@ -361,10 +374,10 @@ _OWN_BITS = "the site's kernels are not deterministic: it would not repeat its o
 
 
 def _repeats(config: RunConfig, began: _Began) -> bool:
-    """Whether the rank would compute the same bits again, by what it says and what was agreed.
+    """Return whether the rank would compute the same bits again, by its own facts and the run file.
 
-    Where the run file asks for determinism only a rank on a GPU may be without: there an operation
-    may have no deterministic kernel.
+    If the run file asks for determinism, only a rank on a GPU may state that it lacks it: an
+    operation may have no deterministic kernel there.
     """
     facts = began.start.facts
     may_lack = not config.site.deterministic or facts.get("device") != "cpu"
@@ -372,7 +385,7 @@ def _repeats(config: RunConfig, began: _Began) -> bool:
 
 
 def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[Bad]:
-    """Where bits differ, at one rank."""
+    """Yield the differences between a rank's signed bits and its replay."""
     where, count = began.place, plan.steps_of(began.place.site)
     if began.steps is not None:
         if len(began.steps) != count:
@@ -396,7 +409,8 @@ def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[
 
 
 def _equal(signed: Document, found: Document) -> bool:
-    """The class may be another: a run that was resumed may go on elsewhere."""
+    """Return whether two states are equal, whatever their determinism classes: a resumed run may go
+    on on another machine."""
     return (signed.state, signed.tensors) == (found.state, found.tensors)
 
 
@@ -410,7 +424,7 @@ def _unlike(signed: Fingerprint, found: Fingerprint) -> str:
 
 
 def _apart(signed: Document, found: Document) -> str:
-    """What two states differ in."""
+    """Describe the difference of two states."""
     ours = {each.name: each for each in found.tensors}
     names = [each.name for each in signed.tensors if ours.get(each.name) != each]
     if names:
@@ -427,7 +441,10 @@ def _between_classes(
     pairs: Sequence[tuple[_Began, RankReplay]],
     repeats: bool = True,
 ) -> Verdict:
-    """`repeats`: the site's kernels are deterministic."""
+    """Return the verdict on a replay in another determinism class, by tolerances.
+
+    `repeats`: whether the site's kernels are deterministic.
+    """
     here = "auditor and site are of different determinism classes" if repeats else _OWN_BITS
     if any(each.start.facts["precision"] != "float32" for each, _ in pairs):
         raise JudgedError("NOT_RUN", f"{here}, and in bf16 honest differences say nothing")
@@ -469,7 +486,10 @@ def _between_classes(
 
 
 def relative(signed: str, found: str) -> float:
-    """Relative difference of two float64 as hex texts; infinite where one is not finite."""
+    """Return the relative difference of two float64 values, given as hex texts.
+
+    It is 0 if both are NaN, and infinite if only one of them is finite.
+    """
     a, b = float.fromhex(signed), float.fromhex(found)
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0

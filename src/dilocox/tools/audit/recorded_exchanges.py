@@ -1,7 +1,7 @@
-"""Answers a repeated round's contributions with what the record says that came of them.
+"""Answers the exchanges of a replayed round with their recorded outcomes.
 
-The repetition makes its own payloads, which must be those that the site has signed; the average is
-that of the payloads in the store, as every site took it.
+The replay encodes its own payloads, which must equal the payloads that the site has signed. The
+average comes from the payloads in the store, which all sites averaged.
 """
 
 from __future__ import annotations
@@ -32,38 +32,39 @@ from dilocox.transport.exchange import advancing, chunk_index
 
 @dataclass(frozen=True)
 class PayloadCheck:
-    """One payload that was made again."""
+    """Comparison of one replayed payload with the site's."""
 
     key: str
-    """Of its exchange."""
+    """Key of the exchange."""
     after: int
-    """Inner steps of the round that were taken before its boundary."""
+    """Inner steps of the round before the payload's boundary."""
     same: bool
+    """Whether the payload's digest is the signed one."""
     difference: float | None
-    """Norm of the difference of the two payloads' values over that of the site's; none if that is
-    not kept, because it did not count."""
+    """Norm of the difference of the two payloads' values over the norm of the site's values. None
+    if the site's payload is not kept, because it did not count."""
     moments: bool = True
-    """The second moments that the two payloads carry, if any, are at most one code apart."""
+    """Whether the second moments of the two payloads, if any, are at most one code apart."""
     committed: bool = True
-    """The values that it was made from are those that the site had committed to, if it had."""
+    """Whether the payload was made from the values that the site had committed to, if it had."""
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A contribution as it was made again."""
+    """A replayed contribution."""
 
     digest: str
     """SHA-256 of its payload, hex."""
     decoded: Tensor
-    """What the others would have seen of it."""
+    """Values of the replayed payload after decoding."""
     signed: Callable[[], Tensor]
-    """What they saw of the site's own, if that is in the store."""
+    """Returns the decoded values of the site's own payload, if it is in the store."""
     moments: Callable[[], bool] = lambda: True
-    """Whether second moments that the site's own carries are like those that were made again."""
+    """Returns whether the second moments in the site's payload are like the replayed ones."""
 
 
 class RecordedExchanges:
-    """Stands in for the exchange threads of one rank."""
+    """Replaces the exchange threads of one rank during a replay."""
 
     def __init__(
         self,
@@ -74,14 +75,22 @@ class RecordedExchanges:
         taken: Callable[[], int],
         on_cpu: bool,
     ) -> None:
-        """`layouts`: of the rank's pieces. `taken`: inner steps of the round so far. `on_cpu`:
-        training computes there, and its exchanges on one thread."""
+        """Create the exchanges of one rank.
+
+        Args:
+            course: History of the run, from its record.
+            place: The rank.
+            layouts: Layouts of the rank's pieces.
+            get: Returns an object of the stores by its SHA-256.
+            taken: Returns the inner steps of the round so far.
+            on_cpu: Whether training runs on a CPU. Exchanges then compute on one thread.
+        """
         self._course, self._place, self._layouts = course, place, layouts
         self._get, self._taken, self._on_cpu = get, taken, on_cpu
         self.checks: list[PayloadCheck] = []
 
     def submit(self, given: Contribution) -> Future[Outcome]:
-        """What came of an exchange; an error where the record does not say."""
+        """Return the recorded outcome of an exchange; an error if the record has none."""
         future: Future[Outcome] = Future()
         try:
             with _one_thread(self._on_cpu):
@@ -134,17 +143,20 @@ class RecordedExchanges:
         )
 
     def _payloads(self, step: Step) -> list[Tensor]:
-        """Those that count, in their order."""
+        """Return the payloads that count, in the order of the contribution set."""
         addresses = [step.payloads[f"{site}/{self._place.shard}"] for site in step.set]
         return [payload_tensor(self._get(address)) for address in addresses]
 
     def _check(self, step: Step, made: _Made, counts: bool, values: Tensor) -> bool:
-        """Whether the site has signed what was made again. `counts`: its bytes are kept."""
+        """Compare a replayed payload with the signed one, and return whether they are equal.
+
+        `counts`: the site is in the contribution set, so its payload is in the store.
+        """
         place = self._place
         where = (step.key.text, step.attempt, place.site, place.shard)
         expected = self._course.contributions.get(where)
         if expected is None:
-            return True  # it had no part in that attempt
+            return True  # the site took no part in that attempt
         same = made.digest == expected
         difference: float | None = 0.0
         if not same:
@@ -186,12 +198,16 @@ class RecordedExchanges:
         )
 
     def _low_rank(self, step: Step, codec: LowRank) -> tuple[list[Tensor], Tensor]:
-        """The payloads that count, and the basis that they were made with."""
+        """Return the payloads that count, and the basis that they were encoded with."""
         chosen = self._payloads(step)
         return chosen, payload_tensor(self._get(codec.basis_digest(chosen[0]).hex()))
 
     def _chunks(self, step: Step, given: Contribution) -> tuple[_Made, tuple[int, Tensor] | None]:
-        """Exchange `reduce`: a payload per chunk, and what this site's own chunk withheld."""
+        """Replay the contribution of an exchange `reduce`, which has one payload per chunk.
+
+        The second value is (start, error of the second quantisation) of the site's own chunk, or
+        None.
+        """
         codec, values = given.compressor, given.values
         assert values is not None
         assert not isinstance(codec, LowRank)
@@ -225,7 +241,7 @@ class RecordedExchanges:
 
 
 def _named(index: bytes) -> list[str]:
-    """SHA-256, hex, of the chunks' payloads that an index names."""
+    """Return the SHA-256 of the chunks' payloads that an index lists, as hex."""
     starts = range(0, len(index), DIGEST_BYTES)
     return [index[start : start + DIGEST_BYTES].hex() for start in starts]
 
@@ -241,7 +257,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 @contextlib.contextmanager
 def _one_thread(wanted: bool) -> Iterator[None]:
-    """Exchanges beside training on a CPU compute on one thread; sums may hang on that."""
+    """Compute on one thread if `wanted`, as exchanges of a run on CPUs do: sums depend on it."""
     before = torch.get_num_threads()
     if wanted:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One rank repeats one round: the trainer's own loop, with nobody at the other end of its lines."""
+"""Replays one round of one rank with the trainer's own loop, without coordinator or other sites."""
 
 from __future__ import annotations
 
@@ -38,31 +38,32 @@ from dilocox.training.rank_state import RankState, capture_round, restore_round
 from dilocox.training.trainer import Trainer
 
 Progress = Callable[[int], None]
-"""Inner steps that are done."""
+"""Called with the number of inner steps that are done."""
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a rank repeats."""
+    """The round that a rank replays, and everything that it needs for that."""
 
     config: RunConfig
-    """With device, threads and precision as the site had them, where they are to be had."""
+    """The run, with device, threads and precision of the site as far as this machine has them."""
     place: RankPlace
     course: RunHistory
     plan: RoundPlan
     start: Document
     end: Document | None
-    """The state after the round, if it is kept: another class is compared with its tensors."""
+    """The site's state after the round. None if it is not kept. A replay in another determinism
+    class is compared with its tensors."""
     stores: tuple[str, ...]
     data: Path
     """Folder of the token files."""
     meeting: str | None = None
-    """File in which the site's ranks meet."""
+    """File of the rendezvous of the site's ranks. None: the site has one rank."""
 
 
 @dataclass(frozen=True)
 class RankReplay:
-    """What came of it."""
+    """Result of a replay."""
 
     facts: Mapping[str, Any]
     """This process's determinism class."""
@@ -70,86 +71,91 @@ class RankReplay:
     payloads: tuple[PayloadCheck, ...]
     end: Document
     moved: float | None
-    """Norm of the difference of the parameters after the round over that of the way they had come
-    in it, if the site's are kept."""
+    """Norm of the difference of replayed and signed parameters after the round, over the norm of
+    their change in the round. None if the site's state after the round is not kept."""
     kept: Mapping[str, float]
-    """Of what else a site goes on with, such as its residual: norm of the difference by kind, if
-    the site's are kept. Over its own norm; over that of the way that the parameters had come, where
-    it counts in the same units and is less: residuals of fine codecs are rounding errors."""
+    """Relative difference of the rest of the state after the round, such as the residual, by kind.
+    It is the norm of the difference over the tensors' own norm. For kinds in units of parameters
+    it is over the norm of the parameters' change, if that is larger: residuals of fine codecs are
+    only rounding errors. Empty if the site's state is not kept."""
 
 
 class StepTracer:
-    """A `RoundWatch` that keeps fingerprints to itself."""
+    """A `RoundWatch` that stores the fingerprints of inner steps in memory."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._steps: list[tuple[Tensor, Tensor]] = []
 
     def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
-        """The round's state was given."""
+        """Do nothing: the state at the boundary was given."""
 
     def step(self, numbers: Tensor, parameters: Iterable[Tensor]) -> None:
-        """See `RoundWatch`."""
+        """Store the fingerprint of an inner step (`RoundWatch.step`)."""
         self._steps.append((numbers, checksum(parameters)))
         self._progress(len(self._steps))
 
     def wait(self) -> None:
-        """Nothing is kept anywhere."""
+        """Do nothing: there are no writes to wait for."""
 
     @property
     def taken(self) -> int:
-        """Inner steps so far."""
+        """Number of inner steps so far."""
         return len(self._steps)
 
     def fingerprints(self) -> tuple[Fingerprint, ...]:
-        """Of all steps so far."""
+        """Return the fingerprints of all steps so far."""
         return tuple(fingerprint(numbers, total) for numbers, total in self._steps)
 
 
 class NullControlPlane:
-    """Control, coordinator and checkpointer of a rank that has none: nobody waits, nobody hears."""
+    """Stand-in for control, coordinator client and checkpointer of a rank during a replay."""
 
     news = SimpleNamespace(entering=[], phase="running")
 
     def touch(self) -> None:
-        """Nobody counts it as dead."""
+        """Do nothing: there is no liveness check."""
 
     def at(self, tick: int, round_: int, slot: int, seconds: float | None) -> None:
-        """Nobody asks where it is."""
+        """Do nothing: nobody follows the rank's position."""
 
     def may_finish(self, tick: int) -> bool:
-        """No lease."""
+        """Return True: there is no lease."""
         return True
 
     def poll_plan(self, round_: int, wait: float = 0.0) -> PlanReply:
-        """The next round is nobody's matter."""
+        """Return no plan: only one round is replayed."""
         return PlanReply(plan=None, waiting_for="")
 
     def report(self, round_: int, metrics: Mapping[str, Any], kind: str = "round") -> None:
-        """No metrics."""
+        """Do nothing: there are no metrics."""
 
     def round_done(self, round_: int, measured: Any) -> None:
-        """No ledger."""
+        """Do nothing: there is no ledger."""
 
     def fail(self, reason: str) -> None:
-        """No run."""
+        """Do nothing: there is no run that could fail."""
 
     def save(self, own: RankState, plan: RoundPlan | None, *, last: bool = False) -> None:
-        """No checkpoint."""
+        """Do nothing: no checkpoint is written."""
 
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
-        """No record."""
+        """Do nothing: no record is written."""
 
 
 class RepeatingTrainer(Trainer):
-    """A trainer that evaluates nothing: what is held out moves no parameter."""
+    """A trainer without evaluations, which change no parameter."""
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:
-        """Left out."""
+        """Do nothing."""
 
 
 def repeat(job: RankJob, progress: Progress) -> RankReplay:
-    """Repeat a round. Collective over the site's ranks. Raises `DilocoxError`."""
+    """Replay a round. All ranks of the site must call it together.
+
+    Raises `DilocoxError` if the round cannot be replayed, `DocumentError` if the signed start
+    state is not one of this run.
+    """
     rank = _build(job)
     rank.model.lead()
     found = _repeat(job, rank, progress)
@@ -158,7 +164,7 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
 
 
 def follow(job: RankJob) -> None:
-    """Repeat a round as a rank of a further replica: what the first one does."""
+    """Replay a round as a rank of a further replica, which follows the first replica's rank."""
     _build(job).model.follow(lambda: None)
 
 
@@ -234,13 +240,13 @@ def _take_up(trainer: Trainer, job: RankJob, get: Get) -> None:
 
 
 _OWN = ("residual", "reference", "previous", "own")
-"""Tensors of a piece that no other check is of: in units of parameters."""
+"""Tensors of a piece that no other check covers; they are in units of parameters."""
 
 
 def _differences(
     found: Mapping[str, Tensor], job: RankJob, get: Get
 ) -> tuple[float | None, dict[str, float]]:
-    """`RankReplay.moved` and `.kept` of the state that a repetition has `found`."""
+    """Return `RankReplay.moved` and `RankReplay.kept` for the tensors `found` by a replay."""
     if job.end is None:
         return None, {}
     start, end = ({each.name: each for each in of.tensors} for of in (job.start, job.end))
@@ -268,7 +274,7 @@ def _differences(
 
 
 def _kind(name: str) -> str | None:
-    """What a tensor of a state is, where no other check is of it."""
+    """Return the kind of a state's tensor by its name. None if another check covers the tensor."""
     group, *rest = name.split("/")
     if group == "inner":
         return rest[0]
@@ -278,7 +284,10 @@ def _kind(name: str) -> str | None:
 
 
 def load_tensor(about: TensorDigest, get: Get) -> Tensor:
-    """A tensor of a state, on the CPU. Raises `RecordError`."""
+    """Return a tensor of a state, on the CPU.
+
+    Raises `RecordError` if it is in no store, or its bytes do not have its dtype and shape.
+    """
     dtype = getattr(torch, about.dtype, None)
     data = get(about.sha256)
     if not isinstance(dtype, torch.dtype) or len(data) != dtype.itemsize * math.prod(about.shape):

@@ -1,4 +1,4 @@
-"""A site's ranks repeat a round, each in a process of its own."""
+"""Replays a round with all ranks of a site, each in its own process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from dilocox.utils import processes
 
 
 def repeat_site(jobs: Sequence[RankJob], progress: Progress) -> list[RankReplay]:
-    """`repeat` for all ranks of a site, in fresh processes. Raises the first rank's error.
+    """Replay a round with all ranks of a site, in new processes (`round_replay.repeat`).
 
-    `jobs` are those of the ranks that exchange. Ranks of further replicas are started beside them.
+    `jobs`: of the ranks that exchange. Ranks of further replicas are started in addition. Returns
+    the results in the order of `jobs`. Raises the error of the rank that fails first.
     """
-    # What is imported before a fork need not be imported after it, by every rank of every round.
+    # Modules imported before the fork need not be imported again by every rank of every round.
     ModelPlan.of(jobs[0].config, TokenFiles.open(jobs[0].data).vocabulary_size)
     with tempfile.TemporaryDirectory(prefix="dilocox-audit-") as name:
         meeting = str(Path(name) / "meeting")
@@ -52,7 +53,7 @@ def repeat_site(jobs: Sequence[RankJob], progress: Progress) -> list[RankReplay]
 
 
 def _followers(jobs: Sequence[RankJob]) -> list[RankJob]:
-    """Those of the ranks of further replicas."""
+    """Return the jobs of the ranks of further replicas."""
     replicas = range(1, jobs[0].config.site.replicas)
     return [
         replace(job, place=replace(job.place, replica=replica))
@@ -83,7 +84,7 @@ def _heard(
 
 
 def _in_child(job: RankJob, pipe: Connection) -> None:
-    # PyTorch's news for programmers is no news of this round.
+    # PyTorch's deprecation warnings have nothing to do with the audit.
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         found = None

@@ -1,9 +1,9 @@
-"""Is the state in which a round began the one that the log demands, as far as the log can tell?
+"""Checks the signed state at the start of a round against the log, as far as the log determines it.
 
-Anchor and momentum follow from theta_0 and the payloads, and so does what was under way and how it
-lands. Moments, residual and parameters of a site are its own: what they were is what the round
-before ended in. Of round 0 they are known. Later, what a landing at the end of the round before has
-set is known, too: reference points where nothing overlaps, and parameters at a boundary.
+The log determines anchor and momentum (from theta_0 and the payloads), and the exchanges in flight
+and their landings. Moments, residual and parameters of a site are known to the site alone, with
+these exceptions: at round 0 they are known; later, a landing at the end of the previous round sets
+reference points (without overlap), and parameters at a boundary.
 """
 
 from __future__ import annotations
@@ -38,12 +38,22 @@ def wrong_start(
     get: Get,
     has: Has = lambda _: False,
 ) -> str | None:
-    """What is not as it has to be, for people; none if nothing is.
+    """Return a description of the first fault of a rank's start state. None if there is none.
 
-    `has`: whether something is in a store. Where the record keeps the newest rounds only, anchor
-    and momentum are replayed from a signed state that it keeps with them.
+    If the record keeps the newest rounds only, anchor and momentum are replayed from a signed
+    state that the record keeps with them.
 
-    Raises `RecordError`, `MissingError` where the record does not hold what this needs.
+    Args:
+        course: History of the run.
+        place: The rank.
+        state: The rank's statement about its state.
+        document: Document of the state, which lists its tensors.
+        get: Returns an object of the stores by its SHA-256.
+        has: Returns whether a store holds an object.
+
+    Raises:
+        RecordError: The log lacks a statement that the check needs.
+        MissingError: A store lacks an object that the check needs.
     """
     if int(document.state.get("round", -1)) != state.round:
         return f"the state is that of round {document.state.get('round')}"
@@ -103,10 +113,10 @@ def wrong_start(
 def _wrongly_under_way(
     course: RunHistory, expected: Sequence[Step], said: Mapping[str, Any]
 ) -> str | None:
-    """What is wrong with what a state says of the exchanges under way, if anything is.
+    """Return what is wrong with the exchanges in flight of a state. None if nothing is.
 
-    A repetition lands them by the plan that stands there: it has to be the one in the log. Raises
-    `RecordError` where the log has none.
+    A replay lands them by the plan in the state, so that plan must be the one in the log. Raises
+    `RecordError` if the log has no such plan.
     """
     try:
         items = [
@@ -123,7 +133,7 @@ def _wrongly_under_way(
         if agreed is None:
             raise RecordError(f"the log has no plan by which {key} lands")
         try:
-            # As a rank takes it up again.
+            # Parsed as a rank does that resumes from this state.
             plan = RoundPlan.model_validate_json(json.dumps(own))
         except ValueError:
             return f"{key} is under way without a plan"
@@ -133,13 +143,16 @@ def _wrongly_under_way(
 
 
 def _plan_before(course: RunHistory, round_: int) -> RoundPlan | None:
-    """The plan of the round before; none before round 0, or where the log has none."""
+    """Return the plan of the round before. None for round 0, or if the log has none."""
     said = course.plans.get(round_ - 1)
     return None if said is None else RoundPlan.model_validate(said)
 
 
 def _at_their_boundary(course: RunHistory, stage: int, state: RoundState, pieces: int) -> set[int]:
-    """Pieces whose boundary was just where the state was taken: nothing was trained since."""
+    """Return the pieces whose boundary was in the slot at whose end the state was taken.
+
+    Their parameters were not trained since the boundary.
+    """
     return {
         piece
         for step in course.of(stage)
@@ -149,7 +162,7 @@ def _at_their_boundary(course: RunHistory, stage: int, state: RoundState, pieces
 
 
 def _not_theta_0(piece: int, anchor: Tensor, tensors: Mapping[str, TensorDigest]) -> str | None:
-    """Before round 0 nothing has moved: what the first contributions are taken from is theta_0."""
+    """Return a fault if a piece's reference point is not theta_0, as it must be before round 0."""
     name = f"outer/{piece}/reference"
     if tensors.get(name) == tensor_digest(name, anchor):
         return None
@@ -164,10 +177,11 @@ def _wrong_reference(
     tensors: Mapping[str, TensorDigest],
     get: Get,
 ) -> str | None:
-    """What is wrong with a piece's reference point after the round of the plan `before`, if
-    anything is. It is known where nothing overlaps: a landing sets it, training does not move it.
+    """Return what is wrong with a piece's reference point after the round of plan `before`.
 
-    `anchor`: of the piece, as the payloads lead to it.
+    None if nothing is, or if the reference point is unknown. It is known without overlap only: a
+    landing sets it, and training does not move it. `anchor`: anchor of the piece, as it follows
+    from the payloads.
     """
     if before.overlap != "none" or before.delay:
         return None
@@ -186,9 +200,9 @@ def _landed(
     tensors: Mapping[str, TensorDigest],
     get: Get,
 ) -> Iterator[Tensor]:
-    """Where a site may go on from after a landing of `plan` that nothing overlapped.
+    """Yield the points from which a site may go on after a landing of `plan` without overlap.
 
-    A site goes on from the anchor alone where it has given up a round, or has just entered.
+    A site that has given up a round, or has just joined, goes on from the anchor itself.
     """
     yield anchor
     residual, member = tensors.get(f"outer/{piece}/residual"), plan.members.get(place.site)
@@ -205,7 +219,7 @@ def _landed(
 def _off_its_reference(
     piece: int, layout: Layout, tensors: Mapping[str, TensorDigest], get: Get
 ) -> str | None:
-    """Which parameters of a piece are not at its reference point, if any are."""
+    """Return a fault if parameters of a piece are not at its reference point, else None."""
     about = tensors.get(f"outer/{piece}/reference")
     if about is None or about.dtype != "float32" or about.shape != (layout.length,):
         return f"the reference of piece {piece} is none"
@@ -216,7 +230,7 @@ def _off_its_reference(
 
 
 def _begins_at_zero(about: TensorDigest) -> bool:
-    """True for a tensor that has to be zero before the run, and is not."""
+    """Return whether a tensor that must be zero before the run is not zero."""
     kind = about.name.rsplit("/", 1)[-1]
     if not about.name.startswith("inner/") and kind not in ("residual", "previous", "own"):
         return False
@@ -227,10 +241,11 @@ def _begins_at_zero(about: TensorDigest) -> bool:
 
 
 def under_way(course: RunHistory, stage: int, round_: int, tick: int) -> list[Step]:
-    """Exchanges of a stage that are between boundary and landing when a round begins.
+    """Return the exchanges of a stage that are in flight when a round begins.
 
-    `tick`: slots that have ended by then. What is under way of a piece lands at the piece's next
-    boundary at the latest, and every round has one.
+    `tick`: slots since the start of the run. Only exchanges of the previous round can be in
+    flight: a piece's exchange lands at the piece's next boundary at the latest, and every round
+    has one.
     """
     return [
         step

@@ -1,4 +1,4 @@
-"""Does a signed state have the tensors that a rank of this run file has? By its document alone."""
+"""Checks, by its document alone, whether a signed state has the tensors of a rank of the run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ _ON_GPUS = "random/cuda"
 
 
 class DocumentError(RecordError):
-    """A signed state that no rank of the run can have: its site's doing, not the auditor's."""
+    """A signed state that no rank of the run can have: a fault of the site, not the auditor."""
 
 
 UNFIT = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
-"""What is raised where a document does not say what one has to, or says something else."""
+"""Exceptions that a malformed document causes when it is used."""
 
 
 def absent(document: Document, get: Get) -> tuple[TensorDigest | None, str | None]:
-    """The first tensor of a state that is in no store, and what is wrong with the bytes of one."""
+    """Return (first tensor of a state that is in no store, fault of a tensor's bytes).
+
+    Each is None if there is no such tensor or fault.
+    """
     missing = None
     for each in document.tensors:
         try:
@@ -46,10 +49,10 @@ def absent(document: Document, get: Get) -> tuple[TensorDigest | None, str | Non
 
 
 def check_tensors(document: Document, built: Mapping[str, Tensor]) -> None:
-    """Raise `DocumentError` unless a state has the tensors of the rank that was `built`, each of
-    its dtype and shape, and what a round may add to them.
+    """Raise `DocumentError` unless a state has the tensors of a rank, with their dtypes and shapes.
 
-    `built`: of a rank that has trained nothing, on any device.
+    It may also have tensors that a round adds, such as exchanges in flight. `built`: tensors of
+    a rank that has not trained yet, on any device.
     """
     there = {each.name: each for each in document.tensors}
     for name, tensor in built.items():
@@ -63,7 +66,8 @@ def check_tensors(document: Document, built: Mapping[str, Tensor]) -> None:
                 f"{name} of its state is {each.dtype} {list(each.shape)}; with this run file it is "
                 f"{dtype} {list(tensor.shape)}"
             )
-    # An auditor with a GPU takes it up, and misses it there; one without has no use for it.
+    # The random state of a GPU: an auditor with a GPU needs it and finds out there if it is
+    # missing; an auditor without a GPU does not use it.
     gpu = document.facts.get("device") != "cpu"
     for name in there:
         if name not in built and not (name == _ON_GPUS and gpu) and not _of_a_round(name):
@@ -71,7 +75,8 @@ def check_tensors(document: Document, built: Mapping[str, Tensor]) -> None:
 
 
 def _of_a_round(name: str) -> bool:
-    """Exchanges under way have tensors of their own, and low-rank codecs keep their basis."""
+    """Return whether a round may add a tensor of this name: for exchanges in flight, and for the
+    basis of low-rank codecs."""
     kind, *rest = name.split("/")
     if kind in ("pending", "moments"):
         return len(rest) == 1
@@ -79,9 +84,10 @@ def _of_a_round(name: str) -> bool:
 
 
 def unfit(course: RunHistory, site: str, error: Exception) -> tuple[AuditVerdict, str]:
-    """Of a state that no rank of the run can have, as far as this dilocox knows the run's states.
+    """Return the verdict on a state that no rank of the run can have.
 
-    The code that counts is the coordinator's: what a site says of its own is no excuse.
+    It is FAIL if this dilocox has the coordinator's code, and NOT_RUN otherwise, since other code
+    may have other states. What a site states about its own code does not matter.
     """
     run, version = str(course.manifest["code"]), course.manifest["versions"]["dilocox"]
     if run == code_digest():
@@ -90,12 +96,15 @@ def unfit(course: RunHistory, site: str, error: Exception) -> tuple[AuditVerdict
 
 
 def replaced(course: RunHistory, site: str, what: Sequence[str]) -> tuple[AuditVerdict, str]:
-    """Of a site that says that its steps are other code's: the run file says who may."""
+    """Return the verdict on a site which states that its own program replaces parts of a step.
+
+    `what`: the replaced parts. The run file says which sites may do that.
+    """
     said = f"the site's own program replaces {' and '.join(what)}"
     allowed, key = course.config["sites"][site].get("own_code"), f"sites.{site}.own_code"
     if course.config["run"].get("code"):
         return "NOT_RUN", f"{said}, as the run file allows (run.code)"
-    if allowed is None:  # of a run before there was the key
+    if allowed is None:  # the run is older than the key
         return "NOT_RUN", said
     if allowed:
         return "NOT_RUN", f"{said}, as the run file allows ({key})"

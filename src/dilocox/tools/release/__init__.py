@@ -1,1 +1,1 @@
-"""A run's model to be handed out: its folder, a card filled from the record, and a signature."""
+"""Releases a run's model as a signed folder with a model card, and publishes a whole run."""

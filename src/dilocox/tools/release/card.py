@@ -1,6 +1,7 @@
-"""The model card of a released model, filled from its run.
+"""Writes the model card of a released model from the files of its run.
 
-Nothing is claimed that the run's folder does not say; what nobody has stated is said to be unknown.
+The card states only facts that are in the run's folder. A fact that nobody has stated is called
+unknown.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from dilocox.tools.report.page import Page, is_hub_name
 
 @dataclass(frozen=True)
 class Terms:
-    """What a release is, beside its run."""
+    """Facts about a release that are not in the run's folder."""
 
     dtype: str
     """fp32, bf16 or fp16."""
     licence: str | None
-    """Of the weights, as their owner states it."""
+    """Licence of the weights, as their owner states it. None: not stated."""
     key: str
-    """SHA-256 of the public key that signs the folder (DER), hex."""
+    """SHA-256 of the signing key's public key in DER form, hex."""
 
 
 def card(page: Page, files: RunFiles, terms: Terms) -> str:
-    """The text of README.md."""
+    """Return the text of the model card, README.md."""
     parts = [
         _front(files, terms),
         f"# {_plain(page.name)}",
@@ -52,7 +53,7 @@ def card(page: Page, files: RunFiles, terms: Terms) -> str:
 
 
 def _front(files: RunFiles, terms: Terms) -> str:
-    """The metadata block. JSON texts are YAML texts."""
+    """Return the YAML metadata block. JSON strings are valid YAML."""
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- dilocox"]
     if terms.licence:
         lines.append(f"license: {json.dumps(terms.licence)}")
@@ -70,9 +71,10 @@ def _front(files: RunFiles, terms: Terms) -> str:
 
 
 def base_model(config: Mapping[str, Any]) -> str:
-    """The hub's name of the weights that the run began from; empty where nobody has said one.
+    """Return the hub's name of the weights that the run started from. Empty if unknown.
 
-    A folder is asked, as long as it is there: `_name_or_path` of its configuration.
+    If the weights came from a folder that still exists, the name is `_name_or_path` of the
+    folder's configuration.
     """
     model = config.get("model")
     if not isinstance(model, Mapping) or not model.get("pretrained") or not model.get("path"):
@@ -82,7 +84,7 @@ def base_model(config: Mapping[str, Any]) -> str:
         own = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
         path = str(own.get("_name_or_path") or "")
     except (OSError, ValueError, AttributeError):
-        pass  # no folder of this machine: a name, or a folder of another one
+        pass  # not a folder of this machine: a hub's name, or a folder of another machine
     return path if "/" in path and is_hub_name(path) else ""
 
 
@@ -90,12 +92,14 @@ REALISED = (
     ("outer", "inner_steps"), ("outer", "fragments"), ("outer", "delay"),
     ("outer", "learning_rate"), ("outer", "momentum"), ("compression", "codec"),
 )  # fmt: skip
-"""Keys that the controller may set otherwise than the run file."""
+"""Keys for which the controller may choose other values than the run file's."""
 
 
 def realised(files: RunFiles) -> dict[tuple[str, str], str]:
-    """What the rounds really had, of `REALISED`, where a plan was made that differs from the run
-    file: first and last."""
+    """Return the values of `REALISED` keys that the rounds really used, first and last.
+
+    Only keys whose value in a plan differs from the run file are included.
+    """
     found: dict[tuple[str, str], str] = {}
     plans = [each for each in files.metrics if each.get("kind") == "plan"]
     for section, key in REALISED:
@@ -191,6 +195,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line in which nothing is Markdown or HTML."""
+    """Return `text` as one line, with all Markdown and HTML escaped."""
     line = " ".join(text.split())
     return re.sub(r"([\\`*_{}\[\]<>|#~!&$])", r"\\\1", line)

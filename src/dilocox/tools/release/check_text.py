@@ -1,4 +1,4 @@
-"""`CHECK.md` of a published run: what lies in its folder, and how to check it. Pure."""
+"""Writes `CHECK.md` of a published run: the files of its folder, and how to check them. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILES = (
 
 
 def check_text(page: Page, report: Report, files: RunFiles) -> str:
-    """The text of `CHECK.md`."""
+    """Return the text of `CHECK.md`. `report`: verdicts of the publisher's own verification."""
     manifest = files.record.course.manifest if files.record else {}
     versions = manifest.get("versions")
     version = str(versions.get("dilocox", "")) if isinstance(versions, dict) else ""

@@ -1,8 +1,8 @@
-"""`dilocox publish RUN --to DIR`: one folder with all that a stranger needs to check a run.
+"""`dilocox publish RUN --to DIR`: writes one folder with everything needed to check a run.
 
-The parts of a run over a network lie apart: the log at the coordinator, payloads and the model at
-the sites. They are gathered, and the folder is verified before anybody gets it. Keys and tokens
-stay where they are.
+The parts of a run over a network lie on several machines: the log at the coordinator, payloads and
+the model at the sites. This module copies them to one folder, verifies the folder, and checks that
+it holds no private keys or tokens.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from dilocox.utils.storage import is_local, opened, sha256_of, unsafe_reason
 
 LOG_FILES = (ENTRIES, CHECKPOINT, PUBLIC)
 COURSE = ("metrics.jsonl", "summary.json", "ledger.json")
-"""What happened, beside the record. The last one may be missing."""
+"""Files about the course of the run that are not part of the record. The last may be missing."""
 KEYS = ("token", "secret", "token-secret", "record-key")
-"""Files of the coordinator's folder whose whole text is a secret."""
+"""Files of the coordinator's folder whose whole content is secret."""
 _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|\bdilocox1-[0-9a-f]{64}-[0-9a-f]{32}")
 _OBJECT = re.compile(rf"[0-9a-f]{{2}}/[0-9a-f]{{62}}({re.escape(BF16)})?")
 _SCANNED = 256 * 1024**2
-"""Bytes of the largest file, payloads and weights aside, that is looked through for secrets."""
+"""Bytes: larger files are not searched for secrets. Payloads and weights are never searched."""
 
 
 @dataclass
 class Sources:
-    """Where the parts of a run are."""
+    """Places of the parts of a run."""
 
     run: Path
     config: RunConfig | None = None
@@ -53,23 +53,29 @@ class Sources:
     data: Path | None = None
     """Folder of the token files that all sites share."""
     stores: list[str] = field(default_factory=list)
+    """Folders or addresses of the stores that hold payloads."""
     missing: list[str] = field(default_factory=list)
+    """One text per part that was not found."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What was written."""
+    """A folder that was published."""
 
     folder: Path
     objects: int
-    """Payloads and states of the record."""
+    """Number of payloads and states that were copied from stores."""
     size: int
     """Bytes of all files."""
     report: Report
 
 
 def find(run: Path, sites: Sequence[Path] = (), stores: Sequence[str] = ()) -> Sources:
-    """The parts of the run in `run`, looked for in the folders of its `sites`, too."""
+    """Find the parts of a run.
+
+    `run`: run folder of the coordinator. `sites`: run folders of sites, which are searched too.
+    `stores`: further stores with payloads. Parts that were not found are in `Sources.missing`.
+    """
     found = Sources(run)
     folders = [run, *sites]
     for folder in folders:
@@ -108,11 +114,17 @@ def publish(
     link: bool = False,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> Published:
-    """Gather a run in the new folder `to`, and verify it there.
+    """Copy a run to the new folder `to`, and verify it there.
 
-    `link`: hard links in place of copies where a store is on the same disk. Raises `ConfigError`
-    for what is missing, all in one line, and `DilocoxError` if the folder cannot be written or
-    does not verify: then it is removed.
+    Args:
+        sources: Places of the parts of the run (`find`).
+        to: Folder to write; it must be empty or not exist. It is removed if an error occurs.
+        link: Use hard links instead of copies for stores on the same disk.
+        progress: Called with the current task and its share that is done, 0 to 1.
+
+    Raises:
+        ConfigError: Parts of the run are missing; the message names all of them.
+        DilocoxError: The folder cannot be written, does not verify, or holds a secret.
     """
     if sources.missing or sources.config is None:
         raise ConfigError(
@@ -146,7 +158,7 @@ def _first(places: Iterator[Path]) -> Path | None:
 
 
 def _gather(sources: Sources, config: RunConfig, to: Path) -> None:
-    """All but the payloads and the page."""
+    """Copy everything except the payloads and the page."""
     assert sources.model is not None
     assert sources.data is not None
     (to / "record" / "store").mkdir(parents=True)
@@ -159,7 +171,7 @@ def _gather(sources: Sources, config: RunConfig, to: Path) -> None:
         below = path.relative_to(record)
         if path.is_file() and below.parts[0] != "store" and not path.name.startswith("."):
             _copy(path, to / "record" / below, record)
-    # Without the token files themselves: `data` of a published run says what they were.
+    # The token files are not published; `data` of a published run only describes them.
     (to / "data").mkdir()
     text = render_croissant(read_manifest(sources.data)["content"])
     (to / "data" / CROISSANT).write_text(text, encoding="utf-8")
@@ -170,7 +182,8 @@ def _gather(sources: Sources, config: RunConfig, to: Path) -> None:
 
 
 def agreed(config: RunConfig) -> RunConfig:
-    """The run file without what is one machine's own: folders, addresses, ports, devices."""
+    """Return the run file without the settings of single machines: folders, addresses, ports and
+    devices."""
 
     def said(value: Any) -> Any:
         if isinstance(value, dict):
@@ -185,7 +198,11 @@ def agreed(config: RunConfig) -> RunConfig:
 
 
 def _copy(path: Path, target: Path, folder: Path) -> None:
-    """A file that everybody may read. Raises `RecordError` for a link out of `folder`, a pipe."""
+    """Copy a file, and make the copy readable for everybody.
+
+    Raises `RecordError` if the file is not a plain file inside `folder`, such as a pipe or a link
+    out of it.
+    """
     reason = unsafe_reason(path, folder)
     if reason:
         raise RecordError(f"{path}: {reason}; only plain files are published")
@@ -197,15 +214,16 @@ def _copy(path: Path, target: Path, folder: Path) -> None:
 def _gather_objects(
     stores: Sequence[str], to: Path, link: bool, progress: Callable[[str, float], None]
 ) -> int:
-    """Copy the objects of all stores; how many. States that only audits need stay.
+    """Copy the objects of all stores to one folder, and return their number.
 
-    Objects of windows (see `record.keep`) go where all others are: a web server lists no folders.
+    States that only audits need are not copied. Objects of windows (`record.keep`) go to the same
+    folder as all others, because a web server does not list folders.
     """
     count = 0
     for where in stores:
         try:
             files, root = opened(where)
-            # fsspec's own errors are those of each kind of storage.
+            # Each kind of storage raises exceptions of its own through fsspec.
             paths = [str(each) for each in files.find(root)]
         except Exception as error:
             reason = getattr(error, "strerror", None) or error
@@ -224,7 +242,7 @@ def _gather_objects(
             if path.endswith(BF16) or sha256_of(target) == name.replace("/", ""):
                 count += 1
             else:
-                target.unlink()  # half of it, or damaged: another store may have it whole
+                target.unlink()  # incomplete or damaged: another store may have it whole
     return count
 
 
@@ -233,7 +251,7 @@ def _fetch(files: Any, path: str, target: Path, local: bool, link: bool, root: P
         try:
             os.link(path, target)
         except OSError:
-            link = False  # another disk, or one without links
+            link = False  # another disk, or a file system without hard links
         else:
             return
     if local:
@@ -247,7 +265,7 @@ def _fetch(files: Any, path: str, target: Path, local: bool, link: bool, root: P
 
 
 def _verified(folder: Path, progress: Callable[[str, float], None]) -> Report:
-    """The verdicts on a folder. Raises `RecordError` unless all that is required PASS."""
+    """Verify `folder` and return the report. Raises `RecordError` unless required claims PASS."""
     report = verify(Places(folder), progress)
     if report.exit_code == 0:
         return report
@@ -267,7 +285,7 @@ def _verified(folder: Path, progress: Callable[[str, float], None]) -> Report:
 
 
 def _write_page(sources: Sources, to: Path, report: Report) -> None:
-    """`report.html` and `CHECK.md`. They name no place of this machine."""
+    """Write `report.html` and `CHECK.md`, without paths of this machine."""
     assert sources.data is not None
     files = read_run(to)
     files.data, files.data_folder = read_manifest(sources.data), Path("data")
@@ -281,14 +299,14 @@ def _write_page(sources: Sources, to: Path, report: Report) -> None:
 
 
 def _secrets(sources: Sources) -> list[bytes]:
-    """Texts of the coordinator's folder, and keys of sites here, that nobody else may read."""
+    """Return the secrets of the coordinator's folder, and the keys of sites in the run folder."""
     found = []
     places = [sources.run / "coordinator" / name for name in KEYS]
     for place in [*places, *(sources.run / PRIVATE).glob("*.key")]:
         try:
             text = place.read_bytes().strip()
         except OSError:
-            continue  # it is not here, and so is not what was copied
+            continue  # this secret is not on this machine, so it cannot have been copied
         if len(text) >= 16:
             found.append(text)
     return found
@@ -296,7 +314,7 @@ def _secrets(sources: Sources) -> list[bytes]:
 
 def refuse_secrets(folder: Path, secrets: Sequence[bytes]) -> None:
     """Raise `DilocoxError` if a file of `folder` holds a private key, a join token or one of
-    `secrets`. Payloads and weights are numbers, and not looked through."""
+    `secrets`. Payloads and weights are numbers, and are not searched."""
     for path in sorted(folder.rglob("*")):
         numbers = path.suffix == ".safetensors" or "store" in path.relative_to(folder).parts
         if not path.is_file() or numbers or path.stat().st_size > _SCANNED:

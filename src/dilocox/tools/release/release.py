@@ -1,4 +1,7 @@
-"""`dilocox export RUN --release DIR`: what is handed out of a run, whole or not at all."""
+"""`dilocox export RUN --release DIR`: writes a run's model as a signed folder.
+
+The folder is written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,20 @@ from dilocox.tools.report.page import build
 from dilocox.training.run_model import check_plain_folder, export, model_folder
 
 KEY = "release-key.pem"
-"""In the coordinator's folder, which is never published."""
+"""Name of the default signing key. It lies in the coordinator's folder, which is never published.
+"""
 
 
 @dataclass(frozen=True)
 class Release:
-    """What was written."""
+    """A release that was written."""
 
     folder: Path
     public_key: Path
-    """Beside the folder: who checks the signature must get it some other way."""
+    """File of the public key. It lies beside the folder, not in it, because whoever checks the
+    signature must get the key from another source."""
     unknown: tuple[str, ...]
-    """What the card could not say, one line each."""
+    """One line per fact that is missing in the model card."""
 
 
 def release(
@@ -47,18 +52,27 @@ def release(
     model: Path | None = None,
     data: Path | None = None,
 ) -> Release:
-    """Write the model of the run in `run` to `to`, with card, description of the data, signature.
+    """Write a run's model with a model card, a description of its data, and a signature.
 
-    `licence`: of the weights, as their owner states it. `key`: PEM file of the private EC key,
-    made if it is not there; without it, one in the coordinator's folder. `model`, `data`: the
-    model and the token files, if not in `run`. Raises `DilocoxError`.
+    Args:
+        run: Run folder of the coordinator.
+        to: Folder to write; it must be empty or not exist.
+        dtype: `fp32`, `bf16` or `fp16`.
+        licence: Licence of the weights, as their owner states it. May be None.
+        key: PEM file of the private EC key; it is created if it does not exist. None: a key in
+            the coordinator's folder.
+        model: Folder of the published model. None: it is in `run`.
+        data: Folder of the token files. None: it is in `run`.
+
+    Raises:
+        DilocoxError: The release cannot be written or signed.
     """
     check_installed()
     files = read_run(run, model, data)
     if key is None:
         if not (run / "coordinator").is_dir():
             raise ConfigError(
-                f"{run}: the coordinator's folder is not here; name the key with --signing-key"
+                f"{run}: the coordinator's folder is not here; give the key with --signing-key"
             )
         key = run / "coordinator" / KEY
     private = signing_key(key)
@@ -96,8 +110,10 @@ def release(
 
 
 def _copy(run: Path, target: Path, dtype: str) -> None:
-    """The model of a run, or a model's folder; in fp32 as it was published, byte for byte, so that
-    the record's claims hold."""
+    """Copy the model of a run, or a model's folder, to `target`.
+
+    In fp32 the files are copied byte for byte, so that the record's claims hold for the copy.
+    """
     if dtype != "fp32":
         export(run, target, dtype)
         return
@@ -106,5 +122,5 @@ def _copy(run: Path, target: Path, dtype: str) -> None:
     for path in model_folder(run).iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copy2(path, target / path.name)
-            # Weights that an earlier version has published are readable by their owner alone.
+            # Earlier versions published weights that only their owner can read.
             (target / path.name).chmod(0o644)

@@ -1,7 +1,8 @@
-"""Signs a model's folder with OpenSSF Model Signing, an EC key on curve P-256.
+"""Signs a model's folder with OpenSSF Model Signing and an EC key on curve P-256.
 
-The signature covers every file of the folder but itself. Others check it with that project's own
-tool: `model_signing verify key FOLDER --signature FOLDER/model.sig --public_key KEY.pub`.
+The signature covers every file of the folder except itself. Anybody can check it with that
+project's own tool:
+`model_signing verify key FOLDER --signature FOLDER/model.sig --public_key KEY.pub`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ MISSING = "signing needs the package model-signing; run: pip install model-signi
 
 
 def signing_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """The private key in a PEM file; a file that is not there is made, for its owner only.
+    """Return the private key of the PEM file `path`.
 
-    Raises `ConfigError` for another kind of key, or a file that cannot be read or written.
+    If the file does not exist, a new key is written to it, readable by its owner only. Raises
+    `ConfigError` if the key is of another kind, or the file cannot be read or written.
     """
     try:
         if not path.exists():
@@ -39,7 +41,7 @@ def signing_key(path: Path) -> ec.EllipticCurvePrivateKey:
         key = load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: no usable private key ({reason}); name another file") from None
+        raise ConfigError(f"{path}: no usable private key ({reason}); give another file") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(
             f"{path}: not an elliptic-curve key; make one with: openssl ecparam -name prime256v1 "
@@ -49,18 +51,18 @@ def signing_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def public_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """What the tool wants of a key that others are told."""
+    """Return the public key as PEM, the form that the `model_signing` tool reads."""
     return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def fingerprint(key: ec.EllipticCurvePrivateKey) -> str:
-    """SHA-256 over the public key (DER), hex."""
+    """Return the SHA-256 of the public key in DER form, as hex."""
     data = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(data).hexdigest()
 
 
 def check_installed() -> None:
-    """Raise `ConfigError` if the signing package is not there."""
+    """Raise `ConfigError` if the package model-signing is not installed."""
     try:
         import model_signing.signing  # noqa: F401
     except ImportError:
@@ -68,7 +70,10 @@ def check_installed() -> None:
 
 
 def sign(folder: Path, private_key: Path) -> Path:
-    """Sign all files of `folder`; the signature's file. Raises `ConfigError`."""
+    """Sign all files of `folder`, and return the path of the signature.
+
+    `private_key`: PEM file of the key. Raises `ConfigError` if the folder cannot be signed.
+    """
     check_installed()
     from model_signing import hashing, signing
 
@@ -79,5 +84,5 @@ def sign(folder: Path, private_key: Path) -> Path:
         config = signing.Config().use_elliptic_key_signer(private_key=private_key)
         config.set_hashing_config(covered).sign(folder, target)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: cannot be signed ({error}); name another key") from None
+        raise ConfigError(f"{folder}: cannot be signed ({error}); give another key") from None
     return target
