@@ -88,5 +88,5 @@ def test_five_per_cent_are_let_pass(rate: float, slow: bool, good: bool) -> None
     if good:
         link.check()
     else:
-        with pytest.raises(LabError, match="link a up: 100 Mbit/s were asked for, "):
+        with pytest.raises(LabError, match="link a up: 100 Mbit/s requested, but "):
             link.check()

@@ -71,7 +71,7 @@ def test_a_lab_with_a_mis_shaped_link_reports_nothing(lab: Lab) -> None:
     switch, port = lab.network.layout.switch, lab.network.layout.port("c")
     call(["tc", "-n", switch, "qdisc", "replace", "dev", port, "root", "tbf", "rate", "21200kbit",
           "burst", "25000", "limit", "270000"])  # fmt: skip
-    with pytest.raises(LabError, match=r"link c down: 20 Mbit/s were asked for, 21\.\d+ Mbit/s"):
+    with pytest.raises(LabError, match=r"link c down: 20 Mbit/s requested, but 21\.\d+ Mbit/s"):
         lab.verify(SECONDS)
     lab.shape()  # the bucket goes, whoever made it
 
@@ -87,7 +87,7 @@ def test_links_that_change_while_they_are_measured_are_measured_as_they_are_then
         tries.append(arguments)
         if len(tries) == 1:
             lab.set("a=5mbit")
-            raise LabError("link a up: 20 Mbit/s were asked for, 5 Mbit/s measured")
+            raise LabError("link a up: 20 Mbit/s requested, but 5 Mbit/s measured")
         return measure_all(*arguments)
 
     monkeypatch.setattr(link_measurement, "measure_all", changed)

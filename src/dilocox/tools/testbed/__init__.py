@@ -1,4 +1,4 @@
-"""Shaped networks on one machine: what benchmarks and tests measure sites on."""
+"""Shaped networks of sites on one machine (*labs*), for benchmarks and tests."""
 
 from dilocox.tools.testbed.link_measurement import Measured, verify_links
 from dilocox.tools.testbed.netns import Counters, LabError, Network, unsupported_reason

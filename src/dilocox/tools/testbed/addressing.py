@@ -1,4 +1,4 @@
-"""Names and addresses of a lab's parts, all made from its maker's process number; pure."""
+"""Names and addresses of a lab's parts, derived from the process id of its owner. Pure."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from dilocox.tools.testbed.commands import PREFIX
 
 DEVICE = "eth0"
-"""The one interface of a host, beside loopback."""
+"""Name of a host's only interface besides loopback."""
 _SUBNET = "10.213"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the hosts of process `owner` are."""
+    """Names and addresses of the hosts of process `owner`."""
 
     owner: int
     hosts: tuple[str, ...]
 
     @property
     def stem(self) -> str:
-        """Begins the names of all that this process made."""
+        """Prefix of the names of everything that this process has made."""
         return f"{PREFIX}{self.owner}-"
 
     @property
@@ -30,11 +30,11 @@ class Layout:
         return f"{self.stem}switch"
 
     def namespace(self, host: str) -> str:
-        """Network namespace of a host. Apart from the switch's, whatever a host is called."""
+        """Network namespace of a host. It never equals the switch's, whatever the host's name."""
         return f"{self.stem}at-{host}"
 
     def port(self, host: str) -> str:
-        """The switch's end of the host's cable."""
+        """Name of the host's port: the switch's end of the link."""
         return f"p{self.hosts.index(host)}"
 
     def address(self, host: str) -> str:
@@ -47,13 +47,13 @@ class Layout:
 
 
 def owner_of(name: str) -> int | None:
-    """Process number in a name that a lab made; none for any other name."""
+    """Return the process id in a name that a lab has made. None for any other name."""
     number = name.removeprefix(PREFIX).partition("-")[0]
     return int(number) if name.startswith(PREFIX) and number.isdigit() else None
 
 
 def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
-    """`hosts` as they are kept. At most 250 of them, all different."""
+    """Return `hosts` as a tuple. Asserts that there are 1 to 250 of them, all different."""
     assert 0 < len(hosts) <= 250
     assert len(set(hosts)) == len(hosts)
     return tuple(hosts)

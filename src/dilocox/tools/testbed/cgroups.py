@@ -1,9 +1,8 @@
-"""Hard CPU quotas by control groups, of version 1 (`cpu` controller) and version 2.
+"""Hard CPU quotas by control groups, version 1 (`cpu` controller) and version 2.
 
-A group may run so many seconds of processor time in every period of `PERIOD_US`, whether the
-machine has nothing else to do or not. It gets them before anything else on the machine: groups of
-the lab weigh `WEIGHT` times what others do, so that a quota is what a site has and not only what it
-may have. Groups lie below the root of the hierarchy, so that no other limit applies to them.
+A group may use a fixed processor time in every period of `PERIOD_US`, even on an idle machine. The
+lab's groups weigh `WEIGHT` times as much as others, so that a site really gets its quota on a busy
+machine. Groups lie directly below the root of the hierarchy, so that no other limit applies.
 """
 
 from __future__ import annotations
@@ -18,26 +17,27 @@ from dilocox.tools.testbed.addressing import owner_of
 from dilocox.tools.testbed.commands import PREFIX, LabError
 
 PERIOD_US = 20_000
-"""Short, since a group that has used up its time answers nobody until the period ends; the kernel
-loses track of the share in much shorter ones on a busy machine (a busy loop with 0.9 of a core
-beside five others got 0.65 in periods of 10 ms, 0.85 in these, 0.88 in ones of 100 ms)."""
+"""Period of a quota in microseconds. It is short because a group that has used up its time stands
+still until the period ends. In much shorter periods the kernel is inaccurate on a busy machine: a
+busy loop with 0.9 of a core beside five others got 0.65 of a core in periods of 10 ms, 0.85 in
+periods of 20 ms, and 0.88 in periods of 100 ms."""
 WEIGHT = 100
-"""Times what the kernel gives a group that nothing is said about: the most that version 2 allows.
-Without it two sites with 0.9 of a core each got 0.1 beside ten other processes, with it 0.9."""
+"""Weight as a multiple of the kernel's default: the most that version 2 allows. Beside ten other
+processes, two sites with 0.9 of a core each got 0.1 without it, and 0.9 with it."""
 LEAST = 0.05
-"""Cores. The kernel takes no quota below 1 ms a period."""
+"""Smallest quota in cores. The kernel accepts no quota below 1 ms per period."""
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where groups with CPU quotas can be made."""
+    """The control-group hierarchy in which groups with CPU quotas can be made."""
 
     root: Path
     version: int
 
 
 def find(mounts: Path = Path("/proc/self/mounts")) -> Hierarchy | None:
-    """The hierarchy that has the `cpu` controller, by the table of mounts, or none."""
+    """Return the mounted hierarchy that has the `cpu` controller. None if there is none."""
     if not mounts.exists():
         return None
     for line in mounts.read_text(encoding="utf-8").splitlines():
@@ -53,7 +53,7 @@ def find(mounts: Path = Path("/proc/self/mounts")) -> Hierarchy | None:
 
 
 def unsupported_reason(hierarchy: Hierarchy | None) -> str | None:
-    """Why no quota can be given here, in one line; none if it can."""
+    """Return in one line why CPU quotas are not possible here. None if they are."""
     if hierarchy is None:
         return "CPU quotas need the cpu controller of control groups, which is not mounted here"
     name = f"{PREFIX}{os.getpid()}-try"
@@ -68,7 +68,10 @@ def unsupported_reason(hierarchy: Hierarchy | None) -> str | None:
 
 
 def make(hierarchy: Hierarchy, name: str, cores: float | None) -> Path:
-    """A group with a quota of `cores` CPU cores, or with none. Raises `LabError`."""
+    """Make a group with a quota of `cores` CPU cores (None: no quota), and return its folder.
+
+    Raises `LabError` if the group or its quota cannot be made.
+    """
     group = hierarchy.root / name
     quota = None if cores is None else round(cores * PERIOD_US)
     try:
@@ -95,12 +98,15 @@ def make(hierarchy: Hierarchy, name: str, cores: float | None) -> Path:
 
 
 def entered(group: Path, arguments: list[str]) -> list[str]:
-    """A command line that enters `group` and then runs `arguments`."""
+    """Return a command line that enters `group` and then runs the command `arguments`."""
     return ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(group / "cgroup.procs"), *arguments]
 
 
 def enter(group: Path) -> None:
-    """Move this process to `group`, with all it starts from now on. Raises `LabError`."""
+    """Move this process, and all processes that it starts from now on, to `group`.
+
+    Raises `LabError` if that fails.
+    """
     try:
         _write(group / "cgroup.procs", "0")
     except OSError as error:
@@ -108,13 +114,13 @@ def enter(group: Path) -> None:
 
 
 def members(group: Path) -> Iterator[int]:
-    """Processes in `group`; none if it is not there."""
+    """Yield the process ids in `group`; nothing if the group does not exist."""
     with contextlib.suppress(OSError):
         yield from map(int, (group / "cgroup.procs").read_text(encoding="utf-8").split())
 
 
 def all_groups() -> list[Path]:
-    """Groups that any lab has made, by their names."""
+    """Return the groups that any lab has made, recognised by their names."""
     hierarchy = find()
     if hierarchy is None:
         return []
@@ -124,7 +130,7 @@ def all_groups() -> list[Path]:
 
 
 def _write(file: Path, text: str) -> None:
-    """One write, as the kernel wants it; errors name the file."""
+    """Write `text` in one write call, as the kernel requires. Errors name the file."""
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         os.write(handle, text.encode())

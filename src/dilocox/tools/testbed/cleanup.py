@@ -1,4 +1,4 @@
-"""Takes away what a lab made: processes, namespaces, control groups, its entry among the labs."""
+"""Removes what a lab has made: processes, network namespaces, control groups, registry entry."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dilocox.tools.testbed.commands import LabError, ip
 
 _NAMESPACES = Path("/run/netns")
 _PATIENCE = 5.0
-"""Seconds that killed processes may take to go."""
+"""Seconds to wait for killed processes to end."""
 
 
 def remove_namespace(name: str) -> None:
-    """End all processes in a network namespace, but this one, and remove it if it is there."""
+    """Kill all processes in a network namespace, except this one, and remove it if it exists."""
     if not (_NAMESPACES / name).exists():
         return
     deadline = time.monotonic() + _PATIENCE
@@ -30,10 +30,11 @@ def remove_namespace(name: str) -> None:
 
 
 def remove_group(group: Path) -> None:
-    """End all processes in a control group and remove it if it is there."""
+    """Kill all processes in a control group, except this one, and remove it if it exists."""
     deadline = time.monotonic() + _PATIENCE
     while group.exists() and time.monotonic() < deadline:
-        # One that was being started may come in at any time, and keeps the group from going.
+        # A process that is just being started may still enter the group, which cannot be removed
+        # then.
         _kill(cgroups.members(group))
         with contextlib.suppress(OSError):
             group.rmdir()
@@ -42,10 +43,10 @@ def remove_group(group: Path) -> None:
 
 
 def remove_of(owner: int) -> list[str]:
-    """Remove everything that process `owner` made; the names of what was there."""
+    """Remove everything that process `owner` has made, and return the names of what was removed."""
     groups = [group for group in cgroups.all_groups() if owner_of(group.name) == owner]
     names = [name for name in _namespaces() if owner_of(name) == owner]
-    # Groups first: their processes are those that may start more.
+    # Control groups first, because their processes may start others.
     for group in groups:
         remove_group(group)
     for name in names:
@@ -55,7 +56,7 @@ def remove_of(owner: int) -> list[str]:
 
 
 def remove_left_over() -> list[str]:
-    """Remove what processes have left that are no more; the names of what was there."""
+    """Remove what ended processes have left behind, and return the names of what was removed."""
     found = [*_namespaces(), *(group.name for group in cgroups.all_groups())]
     owners = {owner for owner in map(owner_of, found) if owner is not None}
     owners |= set(registry.owners())
@@ -70,7 +71,7 @@ def _namespaces() -> list[str]:
 
 
 def _kill(processes: Iterator[int]) -> bool:
-    """Kill all of `processes` but this one; true if there were any."""
+    """Kill all of `processes` except this one, and return whether there were any."""
     left = [number for number in processes if number != os.getpid()]
     for number in left:
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""Delay on all links of a lab: by the kernel's `netem`, or by a relay in user space.
+"""Adds delay to all links of a lab, with the kernel's `netem` or a relay in user space.
 
-What a host sends is taken off its port of the switch to a device of its own, held there and given
-back to the switch: in an `ifb` with `netem`, or in a TAP device that `dilocox.tools.testbed.relay`
-serves. Shaping is not touched, so rates are the same with and without delay.
+Frames of a host are redirected at its port of the switch to a device of their own, held there, and
+returned to the switch. The device is an `ifb` with `netem`, or a TAP device that
+`dilocox.tools.testbed.relay` serves. Shaping does not change, so rates are the same with delay.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dilocox.tools.testbed.commands import LabError, call, ip, tc
 from dilocox.tools.testbed.netns import Network
 
 LONGEST = 2.0
-"""Seconds. Round trips above four seconds are no link that anyone trains over."""
+"""Largest delay in seconds, one way. Nobody trains over links with longer round trips."""
 NETEM = "netem delay {microseconds}us limit 1000000"
-"""The limit is in packets: more than any link of a lab holds in that time."""
+"""Options of `netem`. The limit is in packets, more than any link of a lab holds at a time."""
 
 
 class Delay:
@@ -31,12 +31,12 @@ class Delay:
             raise LabError(f"delay {seconds:g} s: choose one from 1 ms to {LONGEST:g} s")
         self.seconds = seconds
         self.relayed = False
-        """The relay does it, not the kernel."""
+        """Whether the relay delays packets, and not the kernel."""
         self._network = network
         self._process: subprocess.Popen[str] | None = None
 
     def open(self) -> None:
-        """Begin. Raises `LabError`."""
+        """Begin to delay packets. Raises `LabError` if that fails."""
         layout = self._network.layout
         self.relayed = not has_netem(layout)
         devices = [f"{'t' if self.relayed else 'i'}{layout.port(host)}" for host in layout.hosts]
@@ -61,13 +61,13 @@ class Delay:
             raise LabError(f"the relay that delays packets ended (code {self._process.returncode})")
 
     def close(self) -> None:
-        """End the relay; what the kernel does goes with the namespaces."""
+        """End the relay. The kernel's devices vanish with the namespaces."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
 
     def _start_relay(self, devices: Sequence[str]) -> None:
-        # Not at a site nor below its quota: what a real line does costs its ends nothing.
+        # The relay runs at no site and in no site's quota: a real link costs sites no CPU time.
         command = ["ip", "netns", "exec", self._network.layout.switch, sys.executable, "-m",
                    "dilocox.tools.testbed.relay", str(self.seconds), *devices]  # fmt: skip
         if self._network.group is not None:
@@ -87,7 +87,7 @@ class Delay:
 
 
 def has_netem(layout: Layout) -> bool:
-    """The kernel knows `netem`."""
+    """Return whether the kernel has `netem`."""
     with contextlib.suppress(LabError):
         tc(layout.switch, ["qdisc add dev lo root netem delay 1ms", "qdisc del dev lo root"])
         return True
@@ -95,20 +95,20 @@ def has_netem(layout: Layout) -> bool:
 
 
 def _attach_taps(layout: Layout, devices: Sequence[str]) -> None:
-    """Make frames that the relay writes come in at the switch, and no others go out to it."""
+    """Let frames that the relay writes enter the switch, and no other frames reach the relay."""
     for host, device in zip(layout.hosts, devices, strict=True):
         switch = layout.switch
         ip("-n", switch, "link", "set", device, "txqueuelen", "20000", "up")
         ip("-n", switch, "link", "set", device, "master", "br0")
         off = ["learning", "off", "flood", "off", "mcast_flood", "off", "bcast_flood", "off"]
         ip("-n", switch, "link", "set", device, "type", "bridge_slave", *off)
-        # The host is at its port, whatever device its frames come in by.
+        # The switch must reach the host at its port, though its frames come in by the TAP device.
         entry = [layout.mac(host), "dev", layout.port(host), "master", "static"]
         call(["bridge", "-n", switch, "fdb", "replace", *entry])
 
 
 def _attach_netem(layout: Layout, devices: Sequence[str], seconds: float) -> None:
-    """An `ifb` gives frames back to the port that they were taken from."""
+    """Create an `ifb` with `netem` per host; it returns frames to the port that they came from."""
     for device in devices:
         ip("-n", layout.switch, "link", "add", device, "type", "ifb")
         ip("-n", layout.switch, "link", "set", device, "up")

@@ -1,9 +1,9 @@
-"""What links really do: rates of every access line and pair, round trips between hosts.
+"""Measures links: the rates of all access lines and pairs, and round trips between hosts.
 
-A rate is measured with datagrams, a quarter more than the link should carry, and read from the
-interface counters while they flow: so it is the link's and not TCP's, also where a round trip is
-long. Each direction of a line is measured against a host that is faster; links that do not share a
-line are measured at the same time, as far as the machine can drive them.
+A sender sends datagrams at 1.25 times the link's requested rate, and the rate is read from the
+interface counters meanwhile. It is therefore the link's rate and not TCP's, even with a long round
+trip. Each direction of a line is measured against a faster host. Links that share no line are
+measured at the same time, as far as the machine can drive them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from dilocox.tools.testbed.netns import Counters, Network
 from dilocox.tools.testbed.shaping import FRAME_BYTES, drain_seconds
 
 TOLERANCE = 0.05
-"""A link whose measured rate is further off is not measured on."""
+"""Largest relative error of a link's rate. A lab with a larger error refuses to measure."""
 AT_ONCE = 400e6
-"""Bits per second: what the machine may have to drive while it measures, all links together."""
+"""Most bits per second of all links that are measured at the same time."""
 FRAMES = 200
-"""A measurement lasts at least as long as so many full frames take."""
+"""Least number of full frames that a measurement takes."""
 SETTLE = 0.4
-"""Seconds in which the bucket is emptied and the queue fills up."""
+"""Seconds before a measurement in which the bucket empties and the queue fills."""
 UNSEEN = 0.2
-"""Seconds after a measurement in which the next one sees nothing yet: its processes start."""
+"""Seconds after a measurement in which the next one does not count yet: its processes start."""
 TRIES = 3
-"""What is found slow is measured again: the machine may have been busy elsewhere."""
+"""Most measurements of a link that is found slow, because the machine may have been busy."""
 READINGS = 20
+"""Most tries to read the counters quickly."""
 QUICK_READING = 0.002
-"""Seconds: a reading of counters that took no longer is taken at once."""
+"""Seconds: a reading of the counters that takes at most this long is accepted at once."""
 ROUND_TRIPS = 7
-"""Per pair of hosts, the first left out; the median counts."""
+"""Round trips per pair of hosts. The first one is left out, and the median of the others counts."""
 
-# On fast links the kernel cuts what is handed to it at once into datagrams (103: UDP_SEGMENT), and
-# what waits at a slow link may be more than a socket usually holds (32: SO_SNDBUFFORCE): a sender
-# that the machine holds up for some milliseconds must not show.
+# A sender that the machine delays for some milliseconds must not change the result. On fast links
+# the kernel therefore cuts one large write into datagrams (103: UDP_SEGMENT), and at slow links
+# more data may wait than a socket usually holds (32: SO_SNDBUFFORCE).
 _SEND = """\
 import socket, sys, time
 address, rate = sys.argv[1], float(sys.argv[2])
@@ -85,7 +86,7 @@ for address in sys.argv[2:]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One direction of a link, as it was measured."""
+    """Measured rate of one direction of a link."""
 
     link: str
     """`paris up`, `paris down`, `paris to lyon`."""
@@ -96,45 +97,45 @@ class Measured:
 
     @property
     def off_by(self) -> float:
-        """Relative error of the link."""
+        """Relative error of the link's rate; negative if the link is too slow."""
         return self.bits_per_second / self.asked_bits_per_second - 1.0
 
     @property
     def is_slow(self) -> bool:
-        """It moved too little; the machine may have been busy."""
+        """Whether the rate is too low; the machine may have been busy."""
         return self.off_by < -TOLERANCE
 
     def check(self) -> None:
         """Raise `LabError` if the link is off by more than `TOLERANCE`."""
         if abs(self.off_by) > TOLERANCE:
             raise LabError(
-                f"link {self.link}: {show_rate(self.asked_bits_per_second)} were asked for, "
-                f"{show_rate(self.bits_per_second)} measured ({self.off_by:+.1%}); nothing can be "
-                "measured on it: is the machine busy, or the rate above what it moves?"
+                f"link {self.link}: {show_rate(self.asked_bits_per_second)} requested, but "
+                f"{show_rate(self.bits_per_second)} measured ({self.off_by:+.1%}); the machine is "
+                "too busy, or cannot reach this rate: stop other programs, or choose a lower rate"
             )
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What is to be measured: one direction of a link, by what `source` sends to `target`."""
+    """One direction of a link that is to be measured by traffic from `source` to `target`."""
 
     link: str
     source: str
     target: str
     rate: float
-    """Bits per second that should be seen."""
+    """Expected bits per second."""
     port: str
-    """Host whose port of the switch sees this link alone."""
+    """Host whose port at the switch carries the traffic of this link only."""
     receives: bool
-    """What this port receives counts; else what it sends."""
+    """Whether the bytes that this port receives count; otherwise the bytes that it sends."""
     shaped_source: bool = False
-    """The source has a line of its own to fill, which is not the one that is measured."""
+    """Whether the source has a shaped uplink that is not the measured link."""
 
 
 def transfers(links: Links, hosts: Sequence[str]) -> list[Transfer]:
-    """One transfer per shaped direction of a line, and per direction of a pair with a rate.
+    """Return one transfer per shaped direction of a line, and per direction of a shaped pair.
 
-    Raises `LabError` if a line cannot be filled, since all other hosts are slower.
+    Raises `LabError` if a line cannot be filled because all other hosts are slower.
     """
     found = []
     for host in hosts:
@@ -162,7 +163,7 @@ def _elsewhere(links: Links, transfer: Transfer, hosts: Sequence[str]) -> Transf
 
 
 def _down(links: Links, host: str, others: Sequence[str], rate: float) -> Transfer:
-    # From a host without a line, if there is one: it can fill several lines at the same time.
+    # A host without a shaped uplink is preferred, since it can fill several lines at a time.
     sources = list(reversed(others))
     sources.sort(key=lambda other: links.line(other).up is not None)
     for source in sources:
@@ -174,8 +175,11 @@ def _down(links: Links, host: str, others: Sequence[str], rate: float) -> Transf
 
 
 def batches(every: Sequence[Transfer], at_once: float) -> list[list[Transfer]]:
-    """Transfers that can run at the same time: no port and no sending line twice, and not more
-    than `at_once` bits per second in all (a single one may exceed it)."""
+    """Group transfers that can run at the same time.
+
+    Transfers of a group share no port and no sending line, and have at most `at_once` bits per
+    second together. A single transfer may exceed that.
+    """
     found: list[list[Transfer]] = []
     for transfer in every:
         for batch in found:
@@ -189,7 +193,7 @@ def batches(every: Sequence[Transfer], at_once: float) -> list[list[Transfer]]:
 
 
 def _touch(one: Transfer, other: Transfer) -> bool:
-    """Two transfers would be seen together at one port, or share a sending line."""
+    """Return whether two transfers are counted at the same port, or share a sending line."""
     if one.source == other.source and (one.shaped_source or other.shaped_source):
         return True
     ways = [{(t.source, True), (t.target, False)} for t in (one, other)]
@@ -203,9 +207,10 @@ def measure(
     at_once: float = AT_ONCE,
     delay: float = 0.0,
 ) -> list[Measured]:
-    """Measure links, each over `seconds` or longer; `delay` seconds of a packet on its way.
+    """Measure links, each for at least `seconds`. `delay`: seconds of a packet on its way.
 
-    As many at a time as `batches` says. Raises `LabError` if something cannot be measured.
+    Links of one group of `batches` are measured at the same time. Raises `LabError` if a link
+    cannot be measured.
     """
     found = {}
     for batch in batches(every, at_once):
@@ -217,7 +222,7 @@ def measure(
 def measure_all(
     network: Network, seconds: float, at_once: float = AT_ONCE, delay: float = 0.0
 ) -> list[Measured]:
-    """Measure every shaped link of `network`, as `measure` does; what is slow is tried again.
+    """Measure every shaped link of `network` (see `measure`); slow links are measured again.
 
     Raises `LabError` for a link that is off by more than `TOLERANCE`: nothing may be reported that
     was measured on it.
@@ -234,20 +239,20 @@ def measure_all(
 
 
 def verify_links(network: Network, seconds: float = 1.0) -> list[Measured]:
-    """Measure all shaped links of `network`, over `seconds` each at least.
+    """Measure all shaped links of `network`, each for at least `seconds`.
 
     Raises `LabError` if none is shaped, and for a link that is off by more than `TOLERANCE`:
     nothing may be reported that was measured on it.
     """
     if not network.links.shaped:
-        raise LabError("no link is shaped, there is nothing to measure")
+        raise LabError("no link is shaped, so there is nothing to measure")
     return measure_all(network, seconds)
 
 
 def _rates(
     network: Network, batch: Sequence[Transfer], seconds: float, delay: float
 ) -> list[float]:
-    """Bits per second of every transfer of a batch."""
+    """Return the measured bits per second of every transfer of a batch."""
     slowest = min(transfer.rate for transfer in batch)
     seconds = max(seconds, FRAMES * FRAME_BYTES * 8 / slowest)
     senders = []
@@ -263,21 +268,21 @@ def _rates(
         end, last = reading(network)
     finally:
         _end(senders)
-    # What is still in a slow link's queue would be counted, or waited for, in what follows.
+    # Data left in a slow link's queue would disturb the next measurement.
     time.sleep(max(0.0, drain_seconds(slowest) + delay - UNSEEN))
     found = []
     for transfer in batch:
         counted = last[transfer.port].since(first[transfer.port])
-        # What a host sends is what its port receives.
+        # The port at the switch receives what the host sends.
         size = counted.sent_bytes if transfer.receives else counted.received_bytes
         found.append(size * 8 / (end - begin))
     return found
 
 
 def reading(network: Network) -> tuple[float, dict[str, Counters]]:
-    """All counters and when they were read (`time.monotonic`), to a millisecond or so.
+    """Return the time (`time.monotonic`, to about a millisecond) and all counters at that time.
 
-    A busy machine may hold this process up between the two: then they are read again.
+    A busy machine may delay this process between the two readings; they are then repeated.
     """
     best: tuple[float, float, dict[str, Counters]] | None = None
     for _ in range(READINGS):
@@ -293,9 +298,9 @@ def reading(network: Network) -> tuple[float, dict[str, Counters]]:
 
 
 def round_trips(network: Network, hosts: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Seconds that a small packet takes there and back, median, for every two of `hosts`.
+    """Return the median round trip of a small packet in seconds, for every pair of `hosts`.
 
-    The links should be idle. Raises `LabError` if no answer comes.
+    The links should be idle. Raises `LabError` if a host does not answer.
     """
     pairs = list(itertools.combinations(hosts, 2))
     started = [_start(network, host, _ECHO, network.address(host)) for host in hosts]

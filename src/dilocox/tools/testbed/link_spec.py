@@ -1,8 +1,7 @@
-"""What links a lab has, as they are written on a command line; pure.
+"""The links of a lab, and how they are written on a command line. Pure.
 
-Every host has an access line with a rate up and a rate down; two hosts may have a rate between
-them that is lower than their lines'. Rates are bits per second, Ethernet headers counted; none is
-as fast as the machine.
+Every host has an access line with an up rate and a down rate. A pair of hosts may have a lower rate
+between them. Rates are bits per second, Ethernet headers included; None is unlimited.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from dilocox.tools.testbed.commands import LabError
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", re.IGNORECASE)
 SLOWEST = 50e3
-"""A slower link cannot be measured in a reasonable time: fewer than five packets a second."""
+"""Lowest rate in bits per second. A slower link carries fewer than five packets per second, and
+cannot be measured in a reasonable time."""
 FASTEST = 100e9
-"""What the kernel's shaper has numbers for."""
+"""Highest rate in bits per second that the kernel's shaper supports."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """An access line: what its host sends and receives at most."""
+    """An access line: the most that its host can send and receive, in bits per second."""
 
     up: float | None = None
     down: float | None = None
@@ -37,26 +37,26 @@ class Line:
 
 
 FREE = Line()
-"""A line that is not shaped."""
+"""An unlimited line."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """All lines by host, and rates between two hosts by their names in alphabetical order."""
+    """Access lines by host, and rates of pairs of hosts, by their names in alphabetical order."""
 
     lines: Mapping[str, Line] = field(default_factory=dict)
     pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def line(self, host: str) -> Line:
-        """The host's access line."""
+        """Return the host's access line."""
         return self.lines.get(host, FREE)
 
     def pair(self, one: str, other: str) -> float | None:
-        """The rate between two hosts, each way, if they have one of their own."""
+        """Return the rate of a pair of hosts, in each direction. None if the pair has none."""
         return self.pairs.get(pair_of(one, other))
 
     def partners(self, host: str) -> dict[str, float]:
-        """Hosts to which `host` has a rate of its own, with that rate."""
+        """Return the rate of every pair of `host`, by the other host."""
         found = {}
         for (one, other), rate in self.pairs.items():
             if host in (one, other):
@@ -64,18 +64,18 @@ class Links:
         return found
 
     def path(self, source: str, target: str) -> float | None:
-        """What `source` can send to `target`: the least of all that is on the way."""
+        """Return the rate from `source` to `target`: the lowest on the way. None: unlimited."""
         return least(self.line(source).up, self.line(target).down, self.pair(source, target))
 
     @property
     def shaped(self) -> bool:
-        """Anything has a rate."""
+        """Whether any link has a rate."""
         return bool(self.pairs) or any(line != FREE for line in self.lines.values())
 
     def changed(self, settings: Iterable[str], hosts: Sequence[str]) -> Links:
-        """These links after settings such as `paris=50mbit`, `paris-lyon=5mbit`, in order.
+        """Return the links after settings such as `paris=50mbit`, `paris-lyon=5mbit`, in order.
 
-        `hosts` are those that may be named. Raises `LabError`.
+        `hosts`: hosts that a setting may name. Raises `LabError` for a setting that is not valid.
         """
         lines, pairs = dict(self.lines), dict(self.pairs)
         for setting in settings:
@@ -90,11 +90,11 @@ class Links:
         return Links(lines, pairs)
 
     def with_all(self, line: Line, hosts: Iterable[str]) -> Links:
-        """These links with the same line for all of `hosts`."""
+        """Return the links with the line `line` for all of `hosts`."""
         return replace(self, lines={**self.lines, **dict.fromkeys(hosts, line)})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `from_json`."""
+        """Return plain values for `from_json`."""
         return {
             "lines": {host: [line.up, line.down] for host, line in self.lines.items()},
             "pairs": [[*names, rate] for names, rate in self.pairs.items()],
@@ -102,7 +102,7 @@ class Links:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Links:
-        """What `to_json` made."""
+        """Return the links from the values of `to_json`."""
         return cls(
             {host: Line(*rates) for host, rates in content["lines"].items()},
             {(one, other): rate for one, other, rate in content["pairs"]},
@@ -110,17 +110,20 @@ class Links:
 
 
 def pair_of(one: str, other: str) -> tuple[str, str]:
-    """Two hosts in alphabetical order."""
+    """Return the two hosts in alphabetical order."""
     return (one, other) if one < other else (other, one)
 
 
 def least(*rates: float | None) -> float | None:
-    """The lowest of some rates; none if none of them is limited."""
+    """Return the lowest of some rates; None stands for unlimited."""
     return min((rate for rate in rates if rate is not None), default=None)
 
 
 def parse_rate(text: str) -> float | None:
-    """Bits per second of `200mbit`, none of `none`. Raises `LabError`."""
+    """Return the bits per second of a text such as `200mbit`. `none` gives None: unlimited.
+
+    Raises `LabError` if the text is not a rate, or the rate is too low or too high.
+    """
     if text == "none":
         return None
     found = _RATE.fullmatch(text)
@@ -135,15 +138,18 @@ def parse_rate(text: str) -> float | None:
 
 
 def parse_line(text: str) -> Line:
-    """An access line: `20mbit` both ways, `20mbit/100mbit` up and down. Raises `LabError`."""
+    """Return the access line of `20mbit` (up and down) or `20mbit/100mbit` (up/down).
+
+    Raises `LabError` as `parse_rate`.
+    """
     up, slash, down = text.partition("/")
     return Line(parse_rate(up), parse_rate(down if slash else up))
 
 
 def parse_setting(text: str, hosts: Sequence[str]) -> tuple[list[str], str]:
-    """Hosts (one: its access line; two: between them) and value of `HOST=...`, `HOST-HOST=...`.
+    """Return hosts and value of `HOST=...` (an access line) or `HOST-HOST=...` (a pair).
 
-    Raises `LabError` for names that are no hosts, or that can be read in two ways.
+    Raises `LabError` for a name that is not a host, or is ambiguous.
     """
     name, equals, value = text.partition("=")
     if not equals:
@@ -163,5 +169,5 @@ def parse_setting(text: str, hosts: Sequence[str]) -> tuple[list[str], str]:
 
 
 def show_rate(rate: float | None) -> str:
-    """`200 Mbit/s`; `unshaped` for none."""
+    """Return a rate as text such as `200 Mbit/s`; `unshaped` for None."""
     return "unshaped" if rate is None else rate_text(rate, digits=4)

@@ -1,9 +1,9 @@
-"""A network of several hosts on one machine: namespaces, links of a given rate, counters.
+"""A network of several hosts on one machine: namespaces, shaped links, and interface counters.
 
-Every host is a network namespace with one interface, `eth0`, whose other end is a port of a bridge
-in a namespace of its own; nothing of it is visible in the machine's own network. The kernel may not
-bundle packets on these links (one segment per packet), so that interface counters show what a real
-wire would carry. TCP's congestion control is the machine's own, or what `congest` sets.
+Every host is a network namespace with one interface, `eth0`. Its other end is a port of a bridge,
+which has a namespace of its own, so nothing is visible in the machine's own network. The kernel
+may not bundle packets on these links (one segment per packet), so that interface counters show
+what a real wire would carry. TCP congestion control is the machine's, unless `congest` changes it.
 
 Linux only; needs root, `ip` and `tc` (iproute2).
 """
@@ -35,7 +35,7 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Counters:
-    """What an interface has counted: frames with their Ethernet headers."""
+    """Counters of an interface. Bytes include the Ethernet headers of frames."""
 
     sent_bytes: int
     received_bytes: int
@@ -44,12 +44,12 @@ class Counters:
     dropped: int
 
     def since(self, earlier: Counters) -> Counters:
-        """What was counted after `earlier`."""
+        """Return the counts since `earlier`."""
         return Counters(*(getattr(self, f) - getattr(earlier, f) for f in vars(self)))
 
 
 def unsupported_reason() -> str | None:
-    """Why no network can be made here, in one line; none if it can."""
+    """Return in one line why no network can be made here. None if one can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -71,18 +71,17 @@ def unsupported_reason() -> str | None:
 
 
 class Network:
-    """Hosts that reach each other through one switch; a context manager.
+    """Hosts that are connected by one switch. A context manager.
 
-    `hosts` are short names. Leaving it, by whatever way, ends every process that still runs in
-    one of the hosts and removes everything that was made. Raises `LabError` with the failed
-    command.
+    `hosts` are short names. Leaving the context kills all processes that still run in a host, and
+    removes everything that was made. Raises `LabError` with the command that failed.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.layout = Layout(os.getpid(), check_hosts(hosts))
         self.links = Links()
         self.group: Path | None = None
-        """Control group that commands started by `start` run in, if any."""
+        """Control group of the commands that `start` starts. None: the caller's group."""
 
     @property
     def hosts(self) -> list[str]:
@@ -128,7 +127,7 @@ class Network:
                 ip("-n", where, "link", "set", device, "up")
 
     def close(self) -> None:
-        """End what runs in the hosts and remove them. May be called again."""
+        """Kill all processes in the hosts, and remove the hosts. May be called again."""
         for name in [*map(self.namespace, self.hosts), self.layout.switch]:
             cleanup.remove_namespace(name)
 
@@ -141,11 +140,11 @@ class Network:
         return self.layout.address(host)
 
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
-        """`arguments` as a command line that runs on `host`."""
+        """Return a command line that runs the command `arguments` on `host`."""
         return ["ip", "netns", "exec", self.namespace(host), *arguments]
 
     def run(self, host: str, arguments: Sequence[str]) -> str:
-        """Run a short command on `host`; what it prints."""
+        """Run a short command on `host`, and return its output. Raises `LabError` if it fails."""
         return call(self.command(host, arguments))
 
     def start(
@@ -155,7 +154,10 @@ class Network:
         cores: Collection[int] | None = None,
         **options: Any,
     ) -> subprocess.Popen[str]:
-        """Start a command on `host`, on these CPU cores only; `options` as of `Popen`."""
+        """Start a command on `host`. `cores`: CPU cores that it may use; None: all of them.
+
+        `options` are passed to `Popen`.
+        """
         pin = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
         command = [*pin, *self.command(host, arguments)]
         if self.group is not None:
@@ -165,14 +167,15 @@ class Network:
         )
 
     def enter(self, host: str) -> None:
-        """Move this process to `host`, with all it starts from now on. It must have one thread."""
+        """Move this process, and all that it starts from now on, to `host`. It must have only one
+        thread."""
         enter_namespace(self.namespace(host))
 
     def shape(self, links: Links | Mapping[str, float]) -> None:
-        """Give the hosts these links, and no others.
+        """Shape the links of the hosts.
 
-        A mapping gives single hosts lines of so many bits per second each way; the others keep
-        what they have. Without a call links are as fast as the machine.
+        `links`: all links; or a mapping from hosts to bits per second, the same up and down. Hosts
+        that are not in the mapping keep their lines. Before the first call links are not limited.
         """
         if not isinstance(links, Links):
             lines = {host: Line(rate, rate) for host, rate in links.items()}
@@ -181,8 +184,9 @@ class Network:
         self.links = links
 
     def congest(self, control: str) -> None:
-        """All TCP between the hosts goes by this congestion control from now on, such as `cubic`,
-        whatever the machine's own is, and whatever programs ask for.
+        """Use the congestion control `control`, such as `cubic`, for all TCP between the hosts.
+
+        It overrides the machine's own setting and the requests of programs.
 
         Raises `LabError` if the kernel does not have it.
         """
@@ -195,12 +199,12 @@ class Network:
             )
 
     def counters(self, host: str) -> Counters:
-        """What the host's interface has counted so far."""
+        """Return the counters of the host's interface."""
         return self.all_counters()[host]
 
     def all_counters(self) -> dict[str, Counters]:
-        """What the interfaces of all hosts have counted so far, at one moment."""
-        # Read at the switch, in one go: what a port receives is what its host sends.
+        """Return the interface counters of all hosts, read at the same moment."""
+        # They are read at the switch in one read: its port receives what the host sends.
         with inside(self.layout.switch):
             lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
         rows = {name.strip(): rest.split() for name, _, rest in (ln.partition(":") for ln in lines)}
@@ -211,7 +215,8 @@ class Network:
         return found
 
     def retransmitted(self, host: str) -> int:
-        """TCP segments that the host has retransmitted so far (RFC 4022, `tcpRetransSegs`)."""
+        """Return the number of TCP segments that the host has retransmitted so far (RFC 4022,
+        `tcpRetransSegs`)."""
         with inside(self.namespace(host)):
             lines = Path("/proc/thread-self/net/snmp").read_text(encoding="ascii").splitlines()
         names, values = (line.split() for line in lines if line.startswith("Tcp:"))
@@ -219,7 +224,7 @@ class Network:
 
 
 def _no_ipv6(namespace: str) -> None:
-    """Neighbour discovery and the like would add frames that nobody asked for."""
+    """Disable IPv6, whose neighbour discovery would add frames to the counters."""
     quiet = (
         "for scope in all default; do "
         "echo 1 >/proc/sys/net/ipv6/conf/$scope/disable_ipv6 || true; done"
@@ -235,7 +240,10 @@ def enter_namespace(name: str) -> None:
 
 @contextlib.contextmanager
 def inside(name: str) -> Iterator[None]:
-    """This thread is in the network namespace `name` for a moment. Raises `LabError`."""
+    """Move this thread to the network namespace `name` for the duration of the context.
+
+    Raises `LabError` if the namespace cannot be entered.
+    """
     with open("/proc/thread-self/ns/net", "rb") as own:
         enter_namespace(name)
         try:

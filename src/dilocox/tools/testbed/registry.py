@@ -1,4 +1,4 @@
-"""The labs that are going on: one small file each, so that other commands find and change them."""
+"""Registry of running labs: one file per lab, by which other commands find and change it."""
 
 from __future__ import annotations
 
@@ -19,39 +19,40 @@ from dilocox.tools.testbed.relay_limits import check_relayed
 from dilocox.tools.testbed.shaping import apply
 
 FOLDER = Path("/run/dilocox-lab")
-"""Owner's only; goes with the machine's next start, like the namespaces."""
+"""Folder of the registry, accessible to its owner only. It vanishes at a reboot, like namespaces.
+"""
 
 
 @dataclass
 class Entry:
-    """What is known about a lab that is going on."""
+    """The registry's entry of a running lab."""
 
     owner: int
     born: int
-    """When its process started, in the kernel's ticks: process numbers are used again."""
+    """Start time of the owner's process, in kernel ticks, because process ids are reused."""
     hosts: list[str]
     sites: list[str]
-    """Those of the hosts whose links may be changed."""
+    """Hosts whose links may be changed."""
     relayed: bool = False
-    """A relay delays packets, which cannot carry any rate."""
+    """Whether a relay delays packets. The relay limits the rates (`relay_limits`)."""
     links: Links = field(default_factory=Links)
     changes: list[tuple[float, str]] = field(default_factory=list)
-    """When (seconds since 1970) links were changed while the lab went on, and to what."""
+    """(Unix time in seconds, new setting) of each change of the links."""
 
     @property
     def layout(self) -> Layout:
-        """Names and addresses of its parts."""
+        """Names and addresses of the lab's parts."""
         return Layout(self.owner, tuple(self.hosts))
 
 
 def enter(hosts: list[str], sites: list[str]) -> None:
-    """This process has a lab from now on. Raises `LabError` if it has one already."""
+    """Register a lab of this process. Raises `LabError` if the process has one already."""
     own = os.getpid()
     FOLDER.mkdir(mode=0o700, exist_ok=True)
     part = FOLDER / f".{own}.part"
     part.write_text(_to_text(Entry(own, _born(own), hosts, sites)), encoding="utf-8")
     try:
-        # Others see the whole entry or none.
+        # The link is atomic: other processes see the whole entry or none.
         os.link(part, _file(own))
     except FileExistsError:
         raise LabError(f"process {own} has a lab already; leave it first") from None
@@ -60,33 +61,33 @@ def enter(hosts: list[str], sites: list[str]) -> None:
 
 
 def forget(owner: int) -> None:
-    """Process `owner` has no lab any more."""
+    """Remove the entry of process `owner`, if there is one."""
     _file(owner).unlink(missing_ok=True)
 
 
 def owners() -> list[int]:
-    """Process numbers with an entry, of living and dead processes."""
+    """Return the process ids that have an entry, of running and ended processes."""
     if not FOLDER.is_dir():
         return []
     return sorted(int(file.stem) for file in FOLDER.glob("*.json") if file.stem.isdigit())
 
 
 def is_alive(owner: int) -> bool:
-    """The process that made something under this number is still there."""
+    """Return whether the process that made a lab under the process id `owner` is still running."""
     with contextlib.suppress(LabError, FileNotFoundError):
         return _born(owner) == read(owner).born
     return Path("/proc", str(owner)).exists()
 
 
 def read(owner: int) -> Entry:
-    """The entry of process `owner`. Raises `LabError` if there is none."""
+    """Return the entry of process `owner`. Raises `LabError` if there is none."""
     with _opened(owner, "r", fcntl.LOCK_SH) as file:
         return _from_text(file.read())
 
 
 @contextlib.contextmanager
 def changing(owner: int) -> Iterator[Entry]:
-    """The entry of process `owner`, alone; what was changed in it is written at the end.
+    """Yield the entry of process `owner` under an exclusive lock, and write it back at the end.
 
     Raises `LabError` if there is none.
     """
@@ -95,17 +96,17 @@ def changing(owner: int) -> Iterator[Entry]:
         entry = _from_text(before)
         yield entry
         file.seek(0)
-        # In one go, with spaces over what was longer: a process that is killed leaves valid JSON.
+        # One write, padded with spaces to the old length: a killed process leaves valid JSON.
         file.write(_to_text(entry).ljust(len(before)))
 
 
 def change_links(owner: int, change: Callable[[Links], Links], what: str) -> Entry:
-    """Give the lab of process `owner` what `change` makes of its links; its entry after that.
+    """Change the links of the lab of process `owner`, and return the new entry.
 
-    The change is noted as `what`. Raises `LabError`, and what `change` raises, with everything as
-    before, also for links that are faster than the relay of a delay. If the kernel refuses a part,
-    or the caller is interrupted, some links may have changed: that is noted too, and the lab's own
-    next check finds those that have.
+    `change` returns the new links; `what` describes the change in the entry. Raises the errors of
+    `change`, and `LabError` for links that are too fast for a relay; nothing has changed then. If
+    the kernel refuses a part, or the caller is interrupted, some links may have changed. The entry
+    then notes a failed change, and the lab's next check measures the links again.
     """
     with changing(owner) as entry:
         links = change(entry.links)
@@ -139,7 +140,8 @@ def _file(owner: int) -> Path:
 
 
 def _born(owner: int) -> int:
-    """Field 22 of the process's `stat`, behind its name, which may hold anything."""
+    """Return the start time of a process: field 22 of its `stat`, counted after its name, which may
+    hold any character."""
     text = Path("/proc", str(owner), "stat").read_text(encoding="utf-8", errors="replace")
     return int(text.rpartition(")")[2].split()[19])
 

@@ -1,9 +1,8 @@
-"""A process that holds every packet of a lab for a while: delay where the kernel has no `netem`.
+"""Relay process that delays every packet of a lab, for kernels without `netem`.
 
-python -m dilocox.tools.testbed.relay SECONDS DEVICE...: makes a TAP device per name in the
-network namespace it runs in, says `ready`, and gives back each frame that the kernel hands to one
-of them after so many seconds, on the same device. It runs until it is killed; its devices go with
-it.
+`python -m dilocox.tools.testbed.relay SECONDS DEVICE...` creates a TAP device per name in its
+network namespace, and prints `ready`. It returns each frame that the kernel sends to one of the
+devices after SECONDS, on the same device. It runs until it is killed; its devices vanish then.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from collections import deque
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
 _LARGEST = 2048
-"""Bytes: more than any frame of the lab has."""
+"""Bytes of a read buffer; larger than any frame of the lab."""
 _TOGETHER = 64
-"""Frames that are read before others' turn comes."""
+"""Most frames that are read from one device before the next device's turn."""
 
 
 def open_tap(name: str) -> int:
-    """A TAP device of this name; its file descriptor, which does not block."""
+    """Create the TAP device `name`, and return its non-blocking file descriptor."""
     handle = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(handle, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return handle
 
 
 def relay(handles: list[int], seconds: float) -> None:
-    """Hold frames for `seconds`, for ever."""
+    """Delay all frames of the devices `handles` by `seconds`. Never returns."""
     held: deque[tuple[float, int, bytes]] = deque()
     read, write, now = os.read, os.write, time.monotonic
     while True:
@@ -45,13 +44,13 @@ def relay(handles: list[int], seconds: float) -> None:
                     held.append((now() + seconds, handle, frame))
         while held and held[0][0] <= now():
             _, handle, frame = held.popleft()
-            # A queue that is full loses packets, as a router's does.
+            # A full queue drops packets, as a router does.
             with contextlib.suppress(BlockingIOError):
                 write(handle, frame)
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the relay (see the module docstring)."""
     seconds, names = float(sys.argv[1]), sys.argv[2:]
     handles = [open_tap(name) for name in names]
     print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""What a person reads of a lab and of a run in it; and the same as plain values."""
+"""Describes a lab and a run in it, as lines of text and as plain values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dilocox.tools.testbed.testbed import Checked, Lab
 from dilocox.utils.formatting import number, size
 
 LITTLE = 0.9
-"""Share of its quota that a site must get in the check before a run."""
+"""Least share of its CPU quota that a site must get in the check before a run."""
 
 
 def describe_lab(lab: Lab, checked: Checked) -> list[str]:
-    """Quotas, links and round trips, as they were measured."""
+    """Return lines about quotas, links and round trips, as they were measured."""
     cores = len(os.sched_getaffinity(0))
     got = ", ".join(f"{site} {share:.2f}" for site, share in checked.cores.items())
     lines = [
@@ -35,7 +35,7 @@ def describe_lab(lab: Lab, checked: Checked) -> list[str]:
 
 
 def link_lines(checked: Checked) -> list[str]:
-    """Every shaped link with the rate that was measured."""
+    """Return one line per shaped link, with its requested and its measured rate."""
     if not checked.links:
         return ["links             not shaped"]
     lines = ["link                            asked for      measured"]
@@ -55,7 +55,7 @@ def _how_delayed(lab: Lab) -> str:
 
 
 def round_trip(checked: Checked) -> str:
-    """`0.05 ms`, and its range over the pairs of sites where there are several."""
+    """Return the round trip as text, such as `0.05 ms`, with its range over pairs of sites."""
     every = list(checked.round_trips.values())
     if not every:
         return "none, there is one site"
@@ -66,7 +66,7 @@ def round_trip(checked: Checked) -> str:
 
 
 def describe_run(result: RunResult, checked: Checked) -> list[str]:
-    """Speed and bytes of a run, as a table."""
+    """Return the lines of a table about speed and bytes of a run."""
     window = result.window
     lines = [
         f"speed             {number(result.tokens_per_second)} tokens/s over rounds "
@@ -95,7 +95,10 @@ def describe_run(result: RunResult, checked: Checked) -> list[str]:
 
 
 def plain(lab: Lab, checked: Checked, result: RunResult, changes: Sequence[str]) -> dict[str, Any]:
-    """Everything that is printed, in bits, bytes and seconds."""
+    """Return everything that is printed as plain values, in bits, bytes and seconds.
+
+    `changes`: texts about links that were changed during the run.
+    """
     return {
         "run": result.name,
         "method": result.method,

@@ -1,4 +1,4 @@
-"""What a run in a lab came to, from its records and what the interfaces counted; pure."""
+"""Computes the results of a run in a lab from its metrics and the interface counters. Pure."""
 
 from __future__ import annotations
 
@@ -13,46 +13,48 @@ from dilocox.tools.testbed.netns import Counters
 
 Record = dict[str, Any]
 Sample = tuple[float, Mapping[str, Counters]]
-"""When (seconds since 1970) and what every host's interface had counted by then."""
+"""Unix time in seconds, and the interface counters of every host at that time."""
 WARM_UP = 2
-"""Rounds that are not measured: groups are formed in them, and caches fill up."""
+"""Rounds at the start that are not measured: groups are formed and caches fill in them."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The rounds that are measured, and the time they took by the clock on the wall."""
+    """The rounds that are measured, and their wall-clock time."""
 
     first: int
     last: int
-    """Both counted from 0."""
+    """`first` and `last` count from 0."""
     begin: float
     end: float
-    """Seconds since 1970: the report of the last round before, and that of the last one."""
+    """Unix times in seconds: of the report of the round before `first`, and of the report of
+    `last`."""
 
     @property
     def rounds(self) -> int:
-        """How many there are."""
+        """Number of measured rounds."""
         return self.last - self.first + 1
 
     @property
     def seconds(self) -> float:
-        """How long they took."""
+        """Wall-clock duration of the measured rounds."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class SiteResult:
-    """One site's part of a run."""
+    """Results of one site."""
 
     tokens_per_second: float
-    """In the measured rounds, by the clock on the wall."""
+    """Tokens per second in the measured rounds, by wall-clock time."""
     wait_share: float
-    """Of that time, training stood still for the network."""
+    """Share of the measured time in which training stood still for the network."""
     payload_bytes: int
-    """Handed to the network in the whole run, the flush at its end included."""
+    """Payload bytes sent in the whole run, the flush at its end included."""
     wire_sent_bytes: int
     wire_received_bytes: int
-    """What its interface counted in the whole run: payloads, protocol, control traffic."""
+    """Bytes that the site's interface counted in the whole run: payloads, protocol overhead and
+    control traffic."""
     payload_per_round: float
     wire_per_round: float
     """Bytes sent per measured round."""
@@ -67,30 +69,31 @@ class RunResult:
     window: Window
     sites: dict[str, SiteResult]
     control_bytes: int
-    """What the coordinator's interface counted, both ways."""
+    """Bytes that the coordinator's interface counted, in both directions together."""
     control_per_round: float
-    """Bytes that a site sends to the coordinator per measured round, mean over the sites; they
-    are part of its `wire_per_round`."""
+    """Bytes that a site sends to the coordinator per measured round, mean over the sites. They
+    are part of `SiteResult.wire_per_round`."""
     exchange_wire_bytes: int
-    """What the sites sent each other, by their interfaces: without what went to the coordinator."""
+    """Bytes that the sites sent to each other, by their interfaces. Traffic to the coordinator is
+    not included."""
     summary: Record
     records: list[Record] = field(repr=False)
-    """All of `metrics.jsonl`."""
+    """All records of `metrics.jsonl`."""
     folder: Path
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sites together, in the measured rounds."""
+        """Tokens per second of all sites together, in the measured rounds."""
         return sum(site.tokens_per_second for site in self.sites.values())
 
     @property
     def payload_bytes(self) -> int:
-        """Of all sites together, in the whole run."""
+        """Payload bytes of all sites together, in the whole run."""
         return sum(site.payload_bytes for site in self.sites.values())
 
     @property
     def overhead(self) -> float:
-        """What the wire carried between sites beyond the payloads, as a share of them."""
+        """Bytes on the wire between sites beyond the payloads, as a share of the payloads."""
         return self.exchange_wire_bytes / self.payload_bytes - 1 if self.payload_bytes else 0.0
 
 
@@ -105,9 +108,10 @@ def result_of(
     folder: Path,
     warm_up: int = WARM_UP,
 ) -> RunResult:
-    """A run of `sites` from its records and from counters from before its start to its end.
+    """Return the results of a run.
 
-    Raises `LabError` if a site was not there in every round.
+    `records`: of its `metrics.jsonl`. `samples`: interface counters from before its start to its
+    end. `hub`: host of the coordinator. Raises `LabError` if a site missed a round.
     """
     rounds = rounds_by_site(records, sites)
     window = window_of(rounds, warm_up)
@@ -128,8 +132,8 @@ def result_of(
             payload_per_round=sum(r["payload_bytes"] for r in measured) / window.rounds,
             wire_per_round=sent / window.rounds,
         )
-    # What the hub receives is what the sites send to it; a site by itself sends nothing else, and
-    # the hub may hear others meanwhile.
+    # The hub receives what the sites send to it. A single site sends to the hub only, and the hub
+    # may receive from other runs meanwhile, so the site's own counter is taken.
     host, field = (sites[0], "sent_bytes") if len(sites) == 1 else (hub, "received_bytes")
     control = counted[host]
     heard = between(samples, host, field, window)
@@ -148,7 +152,7 @@ def result_of(
 
 
 def rounds_by_site(records: Sequence[Record], sites: Sequence[str]) -> dict[str, list[Record]]:
-    """Every site's records of its rounds, in order. Raises `LabError` if one is missing."""
+    """Return each site's round records in order. Raises `LabError` if a site missed a round."""
     found: dict[str, list[Record]] = {site: [] for site in sites}
     for record in records:
         if record["kind"] == "round" and record.get("site"):
@@ -158,18 +162,21 @@ def rounds_by_site(records: Sequence[Record], sites: Sequence[str]) -> dict[str,
         rows.sort(key=lambda r: int(r["round"]))
         if [r["round"] for r in rows] != list(range(most)) or not most:
             raise LabError(
-                f"{site}: took part in {len(rows)} of {most} rounds; a run that a site left or "
-                "came late to is not measured"
+                f"{site}: took part in {len(rows)} of {most} rounds; a run is measured only if "
+                "every site takes part in every round"
             )
     return found
 
 
 def window_of(rounds: Mapping[str, Sequence[Record]], warm_up: int) -> Window:
-    """All rounds but the first `warm_up`, fewer if the run has no more, and without a last one that
-    is cut to the steps that were left: in that nothing hides, once per run. Raises `LabError`."""
+    """Return the measured rounds: all except the first `warm_up`, but at least one.
+
+    A last round that was cut to the remaining steps is left out: its exchange is not hidden, which
+    happens only once per run. Raises `LabError` if the run has fewer than two rounds.
+    """
     count = min(len(rows) for rows in rounds.values())
     if count < 2:
-        raise LabError("the run has one round only, in which groups are formed; train two or more")
+        raise LabError("the run has only one round, in which groups are formed; train two or more")
     first = min(max(warm_up, 1), count - 1)
     if first < count - 1 and _is_cut(next(iter(rounds.values()))[:count]):
         count -= 1
@@ -178,14 +185,14 @@ def window_of(rounds: Mapping[str, Sequence[Record]], warm_up: int) -> Window:
 
 
 def _is_cut(rows: Sequence[Record]) -> bool:
-    """The last of three rounds or more has fewer of the typical site's inner steps than the one
-    before it."""
+    """Return whether the last of at least three rounds has fewer inner steps of the typical site
+    than the round before it."""
     earlier, before, last = (row["step"] for row in rows[-3:])
     return bool(last - before < before - earlier)
 
 
 def between(samples: Sequence[Sample], host: str, what: str, window: Window) -> float:
-    """How much a field of `Counters` grew in a window; between samples it is taken as even."""
+    """Return the growth of a field of `Counters` in a window, linearly interpolated."""
     first, last = (_until(samples, host, what, end) for end in (window.begin, window.end))
     return last - first
 

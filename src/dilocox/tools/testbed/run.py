@@ -1,4 +1,4 @@
-"""Trains runs in a lab: the coordinator on a host of its own, every site on its own.
+"""Trains runs in a lab. The coordinator and every site have a host each.
 
 with Lab(list(config.sites), "20mbit") as lab:
     result = run(lab, config)
@@ -40,7 +40,7 @@ from dilocox.utils import chrome_trace, processes
 EVERY = 0.25
 """Seconds between two readings of the interfaces' counters."""
 LINK_PORTS = 29500
-"""First port of a site that is behind an address of its own outside of the lab."""
+"""First port in the lab of a site whose run file gives an address to advertise."""
 OnRecord = Callable[[Record], None]
 
 
@@ -53,13 +53,22 @@ def run(
     warm_up: int = WARM_UP,
     on_record: OnRecord | None = None,
 ) -> RunResult:
-    """Train `config` to its end at the lab's sites, which are its own.
+    """Train `config` to its end in the lab. The lab must have the run's sites.
 
-    Links, round trips and quotas are measured before (see `Lab.verify`), and the links again at
-    the end if they were changed meanwhile. `on_record` gets every record of the run as it is
-    written; `trace` makes `trace.json` in the run's folder. This process must not have computed
-    with torch on several threads. Raises `LabError` if anything is not as it should be, and
-    `DilocoxError` for a run that cannot be started.
+    Links, round trips and quotas are measured before (`Lab.verify`), and again at the end if links
+    were changed meanwhile. This process must not have computed with torch on several threads.
+
+    Args:
+        lab: The lab.
+        config: The run.
+        overwrite: Whether an existing run folder may be replaced.
+        trace: Whether to write `trace.json` to the run's folder.
+        warm_up: Rounds at the start that are not measured.
+        on_record: Called with every record of the run's metrics as it is written.
+
+    Raises:
+        LabError: Links or quotas are not as requested, or a process has failed.
+        DilocoxError: The run cannot be started.
     """
     config = in_lab(lab, config)
     check(config)
@@ -73,7 +82,7 @@ def run(
 def run_alone(
     lab: Lab, config: RunConfig, *, overwrite: bool = False, warm_up: int = WARM_UP
 ) -> dict[str, RunResult]:
-    """Train the lab's sites each by itself, at the same time: what they do with no exchange.
+    """Train each site of the lab by itself, all at the same time: their speed without exchanges.
 
     Folders are those of `config` with the site's name after a hyphen. Raises as `run`.
     """
@@ -92,9 +101,9 @@ def run_alone(
 
 
 def in_lab(lab: Lab, config: RunConfig) -> RunConfig:
-    """`config` as it runs in `lab`: with the lab's addresses, and one thread per whole core.
+    """Return `config` for the lab: with the lab's addresses, and one thread per whole core.
 
-    Raises `LabError` if it names other sites than the lab has.
+    Raises `LabError` if the run and the lab have different sites.
     """
     if list(config.sites) != lab.sites:
         raise LabError(
@@ -105,18 +114,18 @@ def in_lab(lab: Lab, config: RunConfig) -> RunConfig:
     raw["network"].update(host=lab.address(HUB), port=0)
     for key in ("advertise", "interface"):
         raw["network"].pop(key, None)
-    # More threads than cores spend the quota on waiting for each other.
+    # More threads than cores would waste the quota by waiting for each other.
     raw["site"]["threads"] = config.site.threads or max(1, int(lab.quota / config.site.ranks))
     for site in raw["sites"].values():
         site.pop("interface", None)
         if site.pop("advertise", None) is not None and "ports" not in site:
-            # The run chooses ports, so it does here.
+            # The run chooses its ports, so it does in the lab.
             site["ports"] = f"{LINK_PORTS}-{LINK_PORTS + config.site.exchanging_ranks - 1}"
     return resolve_run(raw)
 
 
 def of_sites(config: RunConfig, names: Sequence[str]) -> RunConfig:
-    """The run of `config` with some of its sites, in the order given."""
+    """Return the run of `config` with the sites `names` only, in this order."""
     raw = config.model_dump(mode="json", exclude_none=True)
     raw["sites"] = {name: raw["sites"][name] for name in names}
     raw["outer"]["min_sites"] = min(config.outer.min_sites, len(names))
@@ -124,7 +133,7 @@ def of_sites(config: RunConfig, names: Sequence[str]) -> RunConfig:
 
 
 def alone(config: RunConfig, site: str) -> RunConfig:
-    """The run of `config` with one site only, in a folder of its own."""
+    """Return the run of `config` with one site only, and a run folder of its own."""
     raw = of_sites(config, [site]).model_dump(mode="json", exclude_none=True)
     raw["run"]["folder"] = f"{config.folder}-{site}"
     raw["run"]["name"] = f"{config.run.name}-{site}"
@@ -132,7 +141,7 @@ def alone(config: RunConfig, site: str) -> RunConfig:
 
 
 def check(config: RunConfig, display: Display | None = None) -> None:
-    """Refuse what cannot run, before anything starts; prepares token files that are not there."""
+    """Refuse a run that cannot work, before anything starts. Prepares missing token files."""
     stay_forkable(config.site.device)
     check_tokenizer(config)
     files = have_files(config, display)
@@ -146,7 +155,7 @@ class _Child:
 
 
 class Run:
-    """A run that is going on: its coordinator and its sites."""
+    """A started run in a lab: the processes of its coordinator and its sites."""
 
     def __init__(
         self, lab: Lab, config: RunConfig, *, overwrite: bool = False, trace: bool = False
@@ -171,7 +180,7 @@ class Run:
             raise
 
     def _fork(self, host: str, target: Callable[..., int], *arguments: Any) -> None:
-        # A coordinator clears `logs` when it starts, names with a dot it leaves alone.
+        # A coordinator clears `logs` when it starts, but keeps names that begin with a dot.
         log = self.folder / ".lab" / f"{host}.log"
         log.parent.mkdir(exist_ok=True)
         process = self._lab.fork(host, _logged, target, log, arguments, name=host)
@@ -186,7 +195,7 @@ class Run:
 
     @property
     def sentinels(self) -> list[int]:
-        """Handles of processes that have not ended."""
+        """Sentinels of the processes that are still running."""
         every = [child.process for child in self._children.values()]
         return [process.sentinel for process in every if process.is_alive()]
 
@@ -204,11 +213,11 @@ class Run:
             )
 
     def sample(self) -> None:
-        """Read the interfaces' counters."""
+        """Read the counters of all interfaces, and add them to `samples`."""
         self.samples.append((time.time(), self._lab.counters()))
 
     def new_records(self) -> list[Record]:
-        """Whole lines of `metrics.jsonl` that were written since the last call."""
+        """Return the records of `metrics.jsonl` that were written since the last call."""
         path = self.folder / "metrics.jsonl"
         if not path.exists():
             return []
@@ -222,7 +231,7 @@ class Run:
         return found
 
     def result(self, warm_up: int = WARM_UP) -> RunResult:
-        """What the run came to, after its end. Raises `LabError`."""
+        """Return the results of the run after its end. Raises `LabError` if it did not finish."""
         self.new_records()
         summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
         if summary["phase"] != "finished":
@@ -242,7 +251,7 @@ class Run:
         )
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill the processes that are still running."""
         processes.end([child.process for child in self._children.values()], grace=0.0)
 
 
@@ -252,8 +261,11 @@ def finish(
     on_record: OnRecord | None = None,
     limit: float | None = None,
 ) -> None:
-    """Follow runs to their ends. Raises `LabError` if a process fails, or if they have not ended
-    after `limit` seconds; the runs are ended then."""
+    """Wait for runs to end, and read their counters and records meanwhile.
+
+    Raises `LabError` if a process fails, or if the runs have not ended after `limit` seconds
+    (None: no limit). All processes are killed then.
+    """
     due = 0.0
     last = math.inf if limit is None else time.monotonic() + limit
     try:
@@ -282,14 +294,15 @@ def finish(
 
 
 def _claim(config: RunConfig, overwrite: bool) -> None:
-    """Make the run's folder. The coordinator's address is not one of this machine's own."""
+    """Make the run's folder. The check needs an address of this machine's own network, which the
+    coordinator's in the lab is not."""
     network = config.network.model_copy(update={"host": "127.0.0.1"})
     preflight.claim_folder(config.model_copy(update={"network": network}), False, overwrite)
     chrome_trace.discard(config.folder)
 
 
 def _logged(target: Callable[..., int], log: Path, arguments: tuple[Any, ...]) -> None:
-    """In a child: `target`'s output goes to `log`, its result is the exit code."""
+    """Run `target` in a child process: its output goes to `log`, its result is the exit code."""
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     for handle in (1, 2):
         os.dup2(stream, handle)

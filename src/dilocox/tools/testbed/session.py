@@ -1,4 +1,4 @@
-"""One `dilocox lab`: makes the lab, trains in it, and prints what was measured."""
+"""One call of `dilocox lab`: makes a lab, trains in it, and prints the measurements."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from dilocox.utils.formatting import number
 
 
 class Session:
-    """What is trained. Its folder is the run's with `-lab` behind, its token files are the run's.
+    """A training run in a lab. Its folder is the run's with the suffix `-lab`.
 
-    `sites`: so many instead of the run's. Raises `DilocoxError` for what cannot be trained.
+    It uses the run's token files. `sites`: number of sites in place of the run's; None: the run's
+    own. Raises `DilocoxError` for a run that cannot be trained.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Session:
         delay: float,
         json_file: Path | None,
     ) -> None:
-        """Make the lab, train, print, and write all figures to `json_file` too.
+        """Make the lab, train, print the figures, and write them to `json_file` if it is given.
 
-        Raises `LabError` for a lab that is not what it should be: no figure is printed then.
+        Raises `LabError` if the lab's links or quotas are not as requested. Then no figure of the
+        run is printed.
         """
         self._check_places(json_file)
         display = self._display
@@ -87,7 +89,7 @@ class Session:
         display.line(f"all of it         {result.folder}")
 
     def _check_places(self, json_file: Path | None) -> None:
-        """Refuse, before anything is measured, what could not be written when all is done."""
+        """Refuse places that cannot be written at the end, before anything is measured."""
         runs = [self._config]
         if self._alone:
             runs += [alone(self._config, site) for site in self._config.sites]
@@ -97,14 +99,15 @@ class Session:
             raise LabError(f"--json {json_file}: no folder {json_file.parent}; make it first")
 
     def _train_alone(self, lab: Lab) -> float:
-        """Tokens/s of all sites together with no exchange."""
+        """Return the tokens per second of all sites together without exchanges."""
         self._display.step("training every site by itself")
         found = run_alone(lab, self._config, overwrite=self._overwrite, warm_up=self._warm_up)
         self._display.step_done()
         return sum(result.tokens_per_second for result in found.values())
 
     def _train(self, lab: Lab, before: int) -> tuple[RunResult, list[str]]:
-        """The run, and how links were changed after the first `before` changes."""
+        """Train, and return the result and texts about changes of links, without the first
+        `before` changes."""
         begin = time.time()
         self._display.start()
         try:

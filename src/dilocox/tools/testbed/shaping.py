@@ -1,12 +1,12 @@
-"""From rates to `tc` commands: a host's access line, and rates between two hosts.
+"""Turns link rates into `tc` commands: for access lines of hosts, and between pairs of hosts.
 
-A line is a `tbf` on the host's interface for what it sends and one on its port of the switch for
-what it receives. A host with rates to single others has an `htb` instead of the first: a class for
-every other host, picked by `u32` from the address, below one class for the line. A class may
-borrow up to its own rate from the line, and is promised an equal share of it.
+An access line is a `tbf` on the host's interface for the host's uplink, and a `tbf` on its port of
+the switch for the downlink. A host with rates to single other hosts has an `htb` for its uplink:
+one class for the line, and below it a class for every other host, which `u32` selects by the
+address. A class is promised an equal share of the line, and may borrow up to its own rate.
 
-Every bucket holds 10 ms (two frames at least), every queue 100 ms (32 frames at least), as those
-of access lines do.
+Like those of real access lines, every bucket holds 10 ms of traffic (at least two frames), and
+every queue 100 ms (at least 32 frames).
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from dilocox.tools.testbed.link_spec import Links
 
 MTU = 1500
 FRAME_BYTES = MTU + 14
-"""Largest frame as interface, `tbf` and `htb` count it: with its Ethernet header."""
+"""Bytes of the largest frame, with its Ethernet header, as the interface, `tbf` and `htb` count."""
 SEGMENT_BYTES = MTU - 52
-"""TCP payload of such a frame: IPv4 and TCP headers with time stamps take 52 bytes."""
+"""TCP payload of the largest frame: IPv4 and TCP headers with time stamps take 52 bytes."""
 _UNLIMITED = 40e9
-"""Stands for a line without a rate above classes that have one: no machine moves so much."""
+"""Bits per second of an unlimited line whose classes have rates. It is above what any machine
+reaches."""
 _FIRST_CLASS = 16
 
 
 def apply(layout: Layout, before: Links, after: Links) -> None:
-    """Shape all hosts as `after` says; they were shaped as `before` said.
+    """Change the shaping of all hosts from `before` to `after`.
 
-    What stays the same is not touched, and a rate that only changes loses no packet. Raises
-    `LabError`.
+    Links that stay the same are not touched, and a change of a rate loses no packets. Raises
+    `LabError` if `tc` fails.
     """
     at_switch: list[str] = []
     for host in layout.hosts:
@@ -42,7 +43,7 @@ def apply(layout: Layout, before: Links, after: Links) -> None:
 
 
 def _sends(layout: Layout, host: str, before: Links, after: Links) -> Iterator[str]:
-    """Commands for what a host sends."""
+    """Yield the `tc` commands for a host's uplink and its rates to other hosts."""
     old, new = before.partners(host), after.partners(host)
     line = after.line(host).up
     if old == new and before.line(host).up == line:
@@ -87,7 +88,7 @@ def _class(parent: str, name: str, rate: float, ceiling: float) -> str:
 
 
 def _line(device: str, before: float | None, after: float | None) -> Iterator[str]:
-    """Commands for one direction of an access line."""
+    """Yield the `tc` commands for one direction of an access line."""
     if before == after:
         return
     if after is None:
@@ -98,7 +99,7 @@ def _line(device: str, before: float | None, after: float | None) -> Iterator[st
 
 
 def drain_seconds(rate: float) -> float:
-    """How long a full queue of a line or pair of so many bits per second takes to empty."""
+    """Return the seconds in which a full queue empties. `rate`: bits per second of the link."""
     return _queue(rate) * 8 / rate
 
 

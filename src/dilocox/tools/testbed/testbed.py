@@ -1,4 +1,4 @@
-"""A lab: sites on hosts of their own, with shaped links and hard CPU quotas, on one machine.
+"""A lab: several sites on one machine, each with shaped links and a hard CPU quota.
 
 with Lab(["paris", "lyon"], "20mbit") as lab:
     lab.verify()
@@ -32,14 +32,15 @@ from dilocox.tools.testbed.relay_limits import FASTEST
 from dilocox.utils import processes
 
 HUB = "_coordinator"
-"""The coordinator's host: neither its links nor its processor time are limited, and like the sites
-it goes before everything else on the machine. No site can be called so."""
+"""Name of the coordinator's host. Its links and processor time are not limited, and like the sites
+it takes precedence over all else on the machine. It is not a valid name of a site."""
 MOST = 0.9
-"""Share of the machine's cores that all sites together may have: the rest is for the coordinator,
-for the kernel's part of the network, and for whoever watches."""
+"""Share of the machine's cores that all sites together may have. The rest is for the coordinator,
+the kernel's network code, and other programs."""
 ROUND_TRIP_SLACK = 0.003
-"""Seconds above twice the delay that a round trip may take, beside the tolerance of all links."""
+"""Seconds by which a round trip may exceed twice the delay, in addition to the links' tolerance."""
 SPIN_SECONDS = 0.5
+"""Seconds for which the CPU quotas are measured."""
 _SPIN = """\
 import sys, time
 begin, seconds = float(sys.argv[1]), float(sys.argv[2])
@@ -54,33 +55,35 @@ print((time.process_time() - first) / seconds)
 
 @dataclass(frozen=True)
 class Checked:
-    """What a lab's parts were measured to be, before anything is measured in it."""
+    """Measured properties of a lab, before a run is measured in it."""
 
     links: list[Measured]
-    """Every shaped direction of a line or pair."""
+    """One entry per shaped direction of a line or pair."""
     round_trips: dict[tuple[str, str], float]
-    """Seconds there and back of a small packet, between every two sites, links idle."""
+    """Round trip of a small packet in seconds, for every pair of sites, with idle links."""
     cores: dict[str, float]
-    """CPU cores that a busy loop gets at each site, at all of them at the same time."""
+    """CPU cores that a busy loop gets at each site, with all sites busy at the same time."""
 
     @property
     def round_trip(self) -> float:
-        """Seconds: the median over all pairs of sites; 0 for a single site."""
+        """Median round trip over all pairs of sites, in seconds; 0 for a single site."""
         every = sorted(self.round_trips.values())
         return every[len(every) // 2] if every else 0.0
 
 
 class Lab:
-    """Sites, and a host for the coordinator, for as long as the context lasts.
+    """Hosts for sites and for the coordinator. A context manager.
 
-    `link` is every site's access line (`20mbit`, `20mbit/100mbit` up and down, `none`), `links` are
-    settings that differ from it (`paris=5mbit`, `paris-lyon=1mbit`). `quota` is CPU cores per site,
-    an equal share of `MOST` of the machine if it is left out; `quotas` are those of sites that have
-    others, which makes them unequally fast. `delay` seconds are added to every
-    packet on its way.
+    Args:
+        sites: Names of the sites.
+        link: Access line of every site: `20mbit`, `20mbit/100mbit` (up/down) or `none`.
+        links: Settings of single links: `paris=5mbit`, `paris-lyon=1mbit`.
+        quota: CPU cores per site. None: an equal share of `MOST` of the machine.
+        quotas: CPU cores of single sites that have another quota.
+        delay: Seconds that every packet is delayed.
 
-    Whatever way the context is left, all processes, namespaces, links and control groups go; a
-    guard process sees to it if this one is killed. Raises `LabError` if a lab cannot be made here.
+    Leaving the context removes all processes, namespaces, links and control groups; a watchdog
+    process does so if this process is killed. Raises `LabError` if a lab cannot be made here.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class Lab:
             cores = self.quotas.get(host)
             name = f"{self.network.layout.stem}at-{host}"
             self._groups[host] = cgroups.make(hierarchy, name, cores)
-        # What measures, and what stands for the network, must not wait for a processor.
+        # Measuring processes and the relay must not wait for a processor.
         self.network.group = self._groups[HUB]
         self.network.__enter__()
         if self.delay is not None:
@@ -142,7 +145,7 @@ class Lab:
         self._change(lambda _: self._first, "")
 
     def close(self) -> None:
-        """End what runs in the lab and remove it. May be called again."""
+        """Kill all processes in the lab, and remove the lab. May be called again."""
         if self.delay is not None:
             self.delay.close()
         cleanup.remove_of(os.getpid())
@@ -155,17 +158,17 @@ class Lab:
 
     @property
     def links(self) -> Links:
-        """The links as they are now, also after another process has changed them."""
+        """The current links, including changes by other processes."""
         self.network.links = registry.read(os.getpid()).links
         return self.network.links
 
     @property
     def changes(self) -> list[tuple[float, str]]:
-        """When links were changed (seconds since 1970) since the lab began, and to what."""
+        """(Unix time in seconds, new setting) of each change of links since the lab began."""
         return registry.read(os.getpid()).changes
 
     def shape(self, link: str = "none", links: Sequence[str] = ()) -> None:
-        """Give all sites new links, as the constructor does; `lab.shape()` takes all limits off."""
+        """Set all links as the constructor does. `lab.shape()` removes all limits."""
         asked, text = _links(self.sites, link, links), " ".join([f"every site {link}", *links])
         self._change(lambda _: asked, text)
 
@@ -177,16 +180,16 @@ class Lab:
         registry.change_links(os.getpid(), change, what)
 
     def verify(self, seconds: float = 1.0) -> Checked:
-        """Measure all links, over `seconds` each at least, the round trips and the quotas.
+        """Measure all links, each for at least `seconds`, the round trips and the quotas.
 
-        What was measured is kept until links change. The lab must be idle. Raises `LabError` for a
-        link that is off by more than `link_measurement.TOLERANCE`, and for a round trip that is not
-        twice the delay: nothing may be reported that was measured on it.
+        The result is cached until links change. The lab must be idle. Raises `LabError` if a link
+        is off by more than `link_measurement.TOLERANCE`, or a round trip is not twice the delay:
+        measurements on such a lab must not be reported.
         """
         while True:
             entry = registry.read(os.getpid())
             self.network.links = entry.links
-            # Also what was changed and set back: it is shaped anew.
+            # A link that was changed and changed back counts as changed: it was shaped anew.
             changes = len(entry.changes)
             if self._checked is not None and self._checked[0] == changes:
                 return self._checked[1]
@@ -196,7 +199,7 @@ class Lab:
             except LabError:
                 if len(self.changes) == changes:
                     raise
-                # Links were changed while they were measured: they are measured as they are now.
+                # Links were changed during the measurement, so they are measured again.
                 continue
             self._checked = changes, checked
 
@@ -212,9 +215,9 @@ class Lab:
         for (one, other), seconds in found.items():
             if not _is_delayed(seconds, self.delay.seconds):
                 raise LabError(
-                    f"{one} to {other}: a round trip takes {seconds * 1e3:.1f} ms, it must be "
-                    f"{self.delay.seconds * 2e3:g} with the delay that was asked for; is the "
-                    "machine busy?"
+                    f"{one} to {other}: a round trip takes {seconds * 1e3:.1f} ms, but must take "
+                    f"{self.delay.seconds * 2e3:g} ms with the requested delay; is the machine "
+                    "busy?"
                 )
         return found
 
@@ -228,7 +231,7 @@ class Lab:
 
     @property
     def quota(self) -> float:
-        """CPU cores of the site that has least."""
+        """CPU cores of the site with the smallest quota."""
         return min(self.quotas.values())
 
     # --- hosts -----------------------------------------------------------------------------
@@ -238,13 +241,13 @@ class Lab:
         return self.network.address(host)
 
     def counters(self) -> dict[str, Counters]:
-        """What the interfaces of all sites and of `HUB` have counted so far, at one moment."""
+        """Return the interface counters of all sites and of `HUB`, read at the same moment."""
         return self.network.all_counters()
 
     def start(self, host: str, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a command at a site, under its quota, or at `HUB`; `options` as of `Popen`.
+        """Start a command at a site, under its quota, or at `HUB`. `options` go to `Popen`.
 
-        It ends with the lab at the latest.
+        The command is killed at the latest when the lab ends.
         """
         command = cgroups.entered(self._groups[host], self.network.command(host, arguments))
         options.setdefault("stdin", subprocess.DEVNULL)
@@ -255,18 +258,18 @@ class Lab:
     ) -> BaseProcess:
         """Run a function at a site, under its quota, or at `HUB`, in a child of this process.
 
-        It dies with this process, which must not have computed with torch (see
-        `dilocox.utils.processes`): a fork saves the seconds that importing torch takes.
+        The child dies with this process. A fork saves the seconds of importing torch, but this
+        process must not have computed with torch before (see `dilocox.utils.processes`).
         """
         return processes.start(_enter_and_call, self, host, target, arguments, name=name)
 
     def enter(self, host: str) -> None:
-        """Move this process, of one thread, to a host and below its quota, for good."""
+        """Move this process to a host and its quota for good. It must have only one thread."""
         cgroups.enter(self._groups[host])
         self.network.enter(host)
 
     def cpu_shares(self, seconds: float = SPIN_SECONDS) -> dict[str, float]:
-        """CPU cores that busy loops get at every site, at all of them at the same time."""
+        """Return the CPU cores that busy loops get at each site, all sites at the same time."""
         begin = time.time() + 0.3 + 0.02 * len(self.sites) + 0.04 / self.quota
         python = [sys.executable, "-I", "-c", _SPIN, str(begin), str(seconds)]
         pipe = subprocess.PIPE
@@ -282,7 +285,7 @@ class Lab:
 
 
 def unsupported_reason() -> str | None:
-    """Why no lab can be made here, in one line; none if it can."""
+    """Return in one line why no lab can be made here. None if one can."""
     return netns.unsupported_reason() or cgroups.unsupported_reason(cgroups.find())
 
 
@@ -298,7 +301,10 @@ def _links(sites: Sequence[str], link: str, links: Sequence[str]) -> Links:
 
 
 def _quota(sites: int, asked: float | None) -> float:
-    """CPU cores per site. Raises `LabError` if they are more than `MOST` of the machine."""
+    """Return the CPU cores per site. `asked`: requested cores; None: as many as possible.
+
+    Raises `LabError` if they are more than `MOST` of the machine, or too few to measure.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     most = MOST * cores / sites
     if asked is None:
@@ -306,7 +312,7 @@ def _quota(sites: int, asked: float | None) -> float:
     if asked > most * 1.0001:
         raise LabError(
             f"quota {asked:g} cores: {sites} sites may have {most:.3g} each, {MOST:.0%} of the "
-            f"machine's {cores} cores in all"
+            f"machine's {cores} cores in total"
         )
     if asked < cgroups.LEAST:
         raise LabError(
@@ -319,7 +325,7 @@ def _quota(sites: int, asked: float | None) -> float:
 def _quotas(
     sites: Sequence[str], asked: float | None, own: Mapping[str, float]
 ) -> dict[str, float]:
-    """CPU cores by site, `asked` at those without their `own`. Raises `LabError`."""
+    """Return the CPU cores by site: its `own`, otherwise `asked`. Raises `LabError` as `_quota`."""
     usual = 0.0 if all(site in own for site in sites) else _quota(len(sites), asked)
     found = {site: own.get(site, usual) for site in sites}
     for cores in found.values():
@@ -329,5 +335,5 @@ def _quotas(
 
 
 def _is_delayed(round_trip: float, delay: float) -> bool:
-    """A round trip (seconds) is twice the delay, within what is let pass."""
+    """Return whether a round trip is twice the delay, within the tolerance. Both in seconds."""
     return 0 <= round_trip - 2 * delay <= 2 * delay * link_measurement.TOLERANCE + ROUND_TRIP_SLACK

@@ -1,7 +1,7 @@
-"""A process that takes away what a lab made when the lab's own process ends, by whatever way.
+"""Watchdog process that removes a lab when the lab's own process ends, even if it was killed.
 
-python -m dilocox.tools.testbed.watchdog OWNER: waits for process OWNER to end and removes all that
-it made. A lab that ends well removes everything itself; then there is nothing left to do here.
+`python -m dilocox.tools.testbed.watchdog OWNER` waits for process OWNER to end, and removes
+everything that it has made. A lab that ends normally removes everything itself before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dilocox.tools.testbed import cleanup
 
 
 def watch_over_this_process() -> subprocess.Popen[bytes]:
-    """Start a guard for the process that calls this; what a terminal sends does not reach it."""
+    """Start a watchdog for the calling process. Signals of the terminal do not reach it."""
     return subprocess.Popen(  # noqa: S603 - this package's own module
         [sys.executable, "-m", "dilocox.tools.testbed.watchdog", str(os.getpid())],
         stdin=subprocess.DEVNULL,
@@ -27,7 +27,7 @@ def watch_over_this_process() -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the watchdog (see the module docstring)."""
     owner = int(sys.argv[1])
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(owner)
