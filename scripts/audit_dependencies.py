@@ -1,9 +1,10 @@
-"""Ask indexes of advisories about every package of requirements-hashed.txt.
+"""Look up security advisories for every package of requirements-hashed.txt.
 
     make audit-dependencies
 
-`pip-audit` does the asking: first PyPI's own index, then OSV. It calls packages fine that it could
-not ask about; here they are no success. Exit codes: 0 nothing known, 1 advisories, 2 not asked.
+`pip-audit` does the look-ups: first in PyPI's own index, then in OSV. It reports packages that it
+could not look up as fine; this script does not. Exit codes: 0 no advisories, 1 advisories, 2 some
+packages were not looked up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SERVICES = {"pypi": "https://pypi.org", "osv": "https://api.osv.dev"}
 
 
 def main() -> None:
-    """Ask one index after the other until one answers about every package."""
+    """Ask the indexes in turn until one has answered for every package."""
     for service in SERVICES:
         code, lines = judge(ask(service))
         print(*(f"audit: {service}: {line}" for line in lines), sep="\n")
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def ask(service: str) -> dict[str, Any] | None:
-    """What `pip-audit` says, beside this interpreter; None where it has no answer."""
+    """Run this interpreter's `pip-audit`, and return its report. None if it gives no report."""
     command = [
         sys.executable, "-m", "pip_audit", "--require-hashes", "--disable-pip", "--requirement",
         LOCK, "--vulnerability-service", service, "--format", "json", "--progress-spinner", "off",
@@ -46,7 +47,10 @@ def ask(service: str) -> dict[str, Any] | None:
 
 
 def judge(found: dict[str, Any] | None) -> tuple[int, list[str]]:
-    """Exit code and lines for what `pip-audit` has said: `{"dependencies": [...]}`."""
+    """Return the exit code and the lines to print for a report of `pip-audit`.
+
+    `found`: the report, `{"dependencies": [...]}`; None: there is none.
+    """
     packages = [] if found is None else found["dependencies"]
     bad = [
         f"{each['name']} {each['version']}: {vulnerability['id']}, fixed in "

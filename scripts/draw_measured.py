@@ -22,11 +22,11 @@ from benchmarks.wan import plot as wan_plot  # noqa: E402
 from benchmarks.wan.grid import RATIO  # noqa: E402
 
 SITES = 2
-"""Of the picture of speed, where all methods and peers were measured."""
+"""Number of sites in the picture of speed: all methods and peers were measured at it."""
 
 
 def pictures() -> dict[Path, str]:
-    """Each file with what it should hold."""
+    """Return the expected content of each file."""
     points = quality_report.points(_rows("quality-cpu"))
     lead = [point for point in points if point.cell == LEAD]
     slow = [row for row in _rows("wan-cpu") if (row["sites"], row["ratio"]) == (SITES, RATIO)]
@@ -45,7 +45,7 @@ def _rows(name: str) -> list[dict[str, object]]:
 
 
 def main() -> int:
-    """Write or check. Exit code 1 if something is out of date."""
+    """Write the files, or check them. Returns exit code 1 if a file is out of date."""
     if "--check" not in sys.argv[1:]:
         for path, text in pictures().items():
             path.write_text(text, encoding="utf-8")

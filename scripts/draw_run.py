@@ -1,9 +1,9 @@
-"""Draw what a finished run printed on a terminal, from its records, as an SVG picture.
+"""Draw the terminal output of a finished run as an SVG picture, from the run's records.
 
     python scripts/draw_run.py runs/quickstart docs/quickstart.svg
 
-Nothing is invented: the lines come from the run's own metrics.jsonl and summary.json, through the
-code that prints them on a terminal.
+The lines are those of the real run: the code that prints on a terminal formats the run's own
+metrics.jsonl and summary.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dilocox.training.launch.console import Display
 
 
 def main() -> None:
-    """Read a run folder, write an SVG."""
+    """Read a run folder, and write an SVG."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("picture", type=Path)
@@ -36,7 +36,7 @@ def main() -> None:
     display.summary(json.loads((arguments.folder / "summary.json").read_text(encoding="utf-8")))
     arguments.picture.parent.mkdir(parents=True, exist_ok=True)
     picture = console.export_svg(title="dilocox", unique_id="dilocox")
-    # No fonts from elsewhere: a reader's own monospace font does.
+    # No web fonts: the reader's own monospace font is enough.
     picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
     picture = "\n".join(line.rstrip() for line in picture.splitlines() if line.strip())
     arguments.picture.write_text(picture + "\n", encoding="utf-8")

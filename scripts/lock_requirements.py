@@ -1,11 +1,11 @@
-"""Write requirements-hashed.txt: what dilocox needs, as tested, with the SHA-256 of every file.
+"""Write requirements-hashed.txt: the tested versions of all dependencies, with SHA-256 hashes.
 
     pip install uv
     python scripts/lock_requirements.py
 
-`uv` resolves pyproject.toml under constraints.txt for all platforms, from wheels alone, and takes
-the hashes from the package index. For a machine with a build of PyTorch from PyTorch's own index
-there is `make setup` instead: those builds have other hashes.
+`uv` resolves pyproject.toml under constraints.txt for all platforms, from wheels only, and takes
+the hashes from the package index. Machines that need a build from PyTorch's own index use
+`make setup` instead: those builds have other hashes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ OPTIONS = (
 
 
 def main() -> None:
-    """Resolve, and replace the file if that went well."""
+    """Resolve the dependencies, and replace the file if that succeeds."""
     uv = shutil.which("uv")
     if uv is None:
-        sys.exit("lock: uv is not here; install it (pip install uv) and run this again")
+        sys.exit("lock: uv is not installed; install it (pip install uv) and run this again")
     done = subprocess.run(
         [uv, "pip", "compile", *OPTIONS, "pyproject.toml"],
         cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         sys.exit(
-            "lock: pyproject.toml and constraints.txt do not go together; see uv's lines above"
+            "lock: pyproject.toml and constraints.txt contradict each other; see uv's lines above"
         )
     (ROOT / LOCK).write_text(HEADER + done.stdout, encoding="utf-8")
     packages = re.findall(r"^\S+==", done.stdout, re.MULTILINE)

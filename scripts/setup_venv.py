@@ -23,17 +23,17 @@ from torch_index import VARIABLE, ask_nvidia_smi, choose, with_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ("hatchling", "editables", "setuptools")
-"""What builds dilocox itself, and `SOURCES`."""
+"""Packages that build dilocox itself and `SOURCES`."""
 SOURCES = ("jsonpath-rw",)
-"""What has no wheel anywhere (for the tests alone: mlcroissant needs it)."""
+"""Packages without any wheel. Only tests need them: jsonpath-rw is needed by mlcroissant."""
 LOG = "setup.log"
-"""In the environment's folder: what pip says beside the lines of this script."""
+"""File in the environment's folder with the output of pip."""
 SHOWN = 15
-"""Lines of the log that a failure shows."""
+"""Last lines of the log that are shown if pip fails."""
 
 
 class Pip:
-    """pip of an environment. What pip prints goes to a log file."""
+    """pip of an environment. The output of pip goes to a log file."""
 
     def __init__(self, python: Path, log: Path, constraints: Path) -> None:
         self.constraints = constraints
@@ -41,14 +41,14 @@ class Pip:
         log.write_bytes(b"")
 
     def install(self, *words: str, constrained: bool = True) -> bool:
-        """Install; whether that went well."""
+        """Install packages, and return whether that succeeded."""
         command = [
             str(self._python),
             "-m",
             "pip",
             "install",
             "--quiet",
-            "--no-compile",  # what is imported is compiled then; everything takes half a minute
+            "--no-compile",  # compiling all modules takes half a minute; imports do it later
             "--disable-pip-version-check",
             *(["-c", str(self.constraints)] if constrained else []),
             *words,
@@ -58,7 +58,7 @@ class Pip:
         return done.returncode == 0
 
     def need(self, *words: str) -> None:
-        """Install, or end the setup with the end of the log."""
+        """Install packages. If that fails, print the end of the log and exit."""
         if not self.install(*words):
             lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
             told = "\n".join(lines[-SHOWN:])
@@ -84,7 +84,7 @@ def main() -> None:
         say(f"creating {arguments.folder} with Python {sys.version.split()[0]}")
         subprocess.run([sys.executable, "-m", "venv", str(arguments.folder)], check=True)
     pip = Pip(python, arguments.folder / LOG, ROOT / arguments.constraints)
-    # The system's packages come beside Python's: neither waits for the other.
+    # Packages of the system and of Python are installed in parallel.
     system = start_system_packages() if arguments.dev and os.environ.get("CI") else None
     with tempfile.TemporaryDirectory() as folder:
         install_torch(python, pip, Path(folder))
@@ -146,7 +146,7 @@ def install_itself(pip: Pip, extra: str) -> None:
 
 
 def reachable(url: str) -> bool:
-    """True if `url` answers within five seconds."""
+    """Return whether `url` answers within five seconds."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
@@ -172,7 +172,7 @@ def start_system_packages() -> tuple[subprocess.Popen[bytes], IO[bytes]] | None:
 
 
 def finish_system_packages(installing: subprocess.Popen[bytes], output: IO[bytes]) -> None:
-    """Wait for what `start_system_packages` began; exit with its output if it failed."""
+    """Wait for the process of `start_system_packages`, and exit with its output if it failed."""
     if installing.wait() != 0:
         output.seek(0)
         said = output.read().decode(errors="replace")
@@ -180,7 +180,7 @@ def finish_system_packages(installing: subprocess.Popen[bytes], output: IO[bytes
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     print(f"setup: {text}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Which build of PyTorch a machine can run, and where that build is. Standard library only.
+"""Chooses the build of PyTorch that a machine can run, and its index. Standard library only.
 
 PyTorch's builds per release, Linux x86-64 and aarch64 alike (PyTorch's release notes and its CUDA
 support matrix, issues 172663, 178665, 190355 and 190385 of pytorch/pytorch):
@@ -24,22 +24,29 @@ LAST_WITH_CU128 = "torch==2.11.0"
 
 @dataclass(frozen=True)
 class Choice:
-    """What to install, and why."""
+    """The PyTorch to install, and the reason."""
 
     index: str | None
     """URL of a package index; None for the default one."""
     requirement: str | None
-    """In place of the constraints' torch, where no build of that one fits."""
+    """Requirement that replaces the constraints' torch, if no build of that one fits. Otherwise
+    None."""
     why: str
 
 
 def choose(smi: str | None, capabilities: str, override: str | None, linux: bool) -> Choice:
-    """The build for what `nvidia-smi` prints.
+    """Return the build that fits the output of `nvidia-smi`.
 
-    `smi`: its plain output, None where there is no `nvidia-smi`. `capabilities`: output of
-    `nvidia-smi --query-gpu=compute_cap --format=csv,noheader`, may be empty. `override`: the value
-    of DILOCOX_TORCH_INDEX, a URL, a name such as "cu126" or "cpu", or "default". Raises
-    `ValueError` with the reason and the mend where no build fits.
+    Args:
+        smi: Output of `nvidia-smi`. None: there is no `nvidia-smi`.
+        capabilities: Output of `nvidia-smi --query-gpu=compute_cap --format=csv,noheader`. May be
+            empty.
+        override: Value of DILOCOX_TORCH_INDEX: a URL, a name such as "cu126" or "cpu", or
+            "default". May be None.
+        linux: Whether the machine runs Linux.
+
+    Raises:
+        ValueError: No build fits; the message gives the reason and the mend.
     """
     if override:
         return Choice(index_url(override), None, f"{VARIABLE}={override}")
@@ -73,25 +80,25 @@ def choose(smi: str | None, capabilities: str, override: str | None, linux: bool
 
 
 def index_url(name: str) -> str | None:
-    """The URL of an index that is given as URL or by its short name; None for "default"."""
+    """Return the URL of an index given by URL or short name. None for "default"."""
     if name == "default":
         return None
     return name if "://" in name else PYTORCH + name
 
 
 def driver_cuda(smi: str) -> tuple[int, int] | None:
-    """CUDA's newest version that the driver runs, from the head of `nvidia-smi`'s output."""
+    """Return the newest CUDA version that the driver runs, from the output of `nvidia-smi`."""
     found = re.search(r"CUDA (?:UMD )?Version:\s*(\d+)\.(\d+)", smi)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def with_torch(constraints: str, requirement: str) -> str:
-    """The text of a constraints file that asks for another torch."""
+    """Return the text of a constraints file with its torch replaced by `requirement`."""
     return re.sub(r"^torch[=<>!~].*$", requirement, constraints, flags=re.MULTILINE)
 
 
 def ask_nvidia_smi() -> tuple[str | None, str]:
-    """What `choose` needs of this machine."""
+    """Return (output of `nvidia-smi` or None, compute capabilities) of this machine."""
     return _output("nvidia-smi"), _output(
         "nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"
     ) or ""
