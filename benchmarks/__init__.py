@@ -1,4 +1,4 @@
-"""Measurements of dilocox; `python -m benchmarks.NAME --help` says what one measures.
+"""Benchmarks of dilocox; `python -m benchmarks.NAME --help` explains what a benchmark measures.
 
-A package with this file is found before packages of the same name that others install.
+This file makes Python find this package before installed packages of the same name.
 """

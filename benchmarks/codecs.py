@@ -1,17 +1,17 @@
-"""What a codec costs: bits per parameter really sent, and the speed of encoding and decoding.
+"""Measures the cost of codecs: bits sent per parameter, and the speed of encoding and decoding.
 
-One core, one thread. For every size there is a buffer with one matrix of normal values, 1,024
-columns wide; a copy of the smallest stays in the processor's cache, which no codec can follow.
-Every measurement of a codec stands between two plain copies of the same buffer in the same
-process: its ratio is its own time over the mean time of these two. Time is CPU time of the
-process, so that other work on the machine counts for little. Codecs write, as the copy does, into
-memory that is there already; `lowrank` alone makes its results anew. Medians over the repetitions;
-the JSON file has their 95 % intervals, too.
+It uses one core and one thread. For every size there is a buffer with one matrix of normal values,
+1,024 columns wide. A copy of the smallest buffer stays in the processor's cache, so no codec can
+be as fast. Every measurement of a codec lies between two plain copies of the same buffer in the
+same process, and its ratio is its time over the mean time of these copies. Times are CPU times of
+the process, so that other work on the machine hardly counts. Codecs write to existing memory, as
+the copy does; only `lowrank` allocates its results. Figures are medians over repetitions; the JSON
+file also has their 95 % intervals.
 
-Bits per parameter are those of the frames, headers included. `lowrank` has three messages: a
-factor, the basis (which only its owner sends) and the payload; all are counted, encoding is both
-projection and encoding, the owner's work (two sites' factors) is the column `owner`. `error` is
-the squared error of a single transfer without error feedback, as a share of the squared values.
+Bits per parameter are those of the frames, headers included. `lowrank` has three messages, which
+all count: a factor, the basis (only its owner sends it) and the payload. Its encoding time is that
+of projection and encoding; the column `owner` is the owner's work for two sites' factors. `error`
+is the squared error of one transfer without error feedback, as a share of the squared values.
 """
 
 from __future__ import annotations

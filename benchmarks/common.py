@@ -1,7 +1,7 @@
-"""What all benchmarks share: arguments, the machine, intervals, and how results are written.
+"""Shared code of all benchmarks: arguments, facts about the machine, intervals, result files.
 
 A benchmark is run as `python -m benchmarks.NAME [--quick] [--json FILE]`. Its JSON file holds
-`benchmark`, `command`, `machine`, `settings` (what was measured on) and `rows`, a list of flat
+`benchmark`, `command`, `machine`, `settings` (of the measurement) and `rows`, a list of flat
 objects.
 """
 

@@ -1,16 +1,17 @@
-"""What two dishonest sites of eight do to training, by attack and by rule of admission.
+"""Measures the damage that two dishonest sites of eight do, by attack and by admission rule.
 
 Eight sites train one tiny model on the source of Python's standard library, in one process, with
-the engine's own admission and outer code (see `attacks_sites`). The last two do what the row says;
-the columns are settings of `[admission]`. A figure is the held-out loss at the end over that of the
-run in which all are honest and the rule is `mean`: 1.000 is unharmed, `ruined` is not finite or
-above that of a model that knows nothing. `counted` says which share of the dishonest sites'
-contributions still counted, `honest out` which share of the honest ones' did not.
+the engine's own admission and outer code (see `attacks_sites`). The last two sites attack as the
+row says; the columns are settings of `[admission]`. A figure is the held-out loss at the end over
+the loss of the run with honest sites and the rule `mean`. 1.000 means no damage; `ruined` means a
+loss that is not finite or above that of an untrained model. `counted` is the share of the dishonest
+sites' contributions that counted, `honest out` the share of honest contributions that did not.
 
-The last rows are real runs: a coordinator and four sites as processes, of which one is altered
-(`attacks_process`), with `aggregation = "clip"` and the gate, and with the mean alone.
+The last rows are real runs of a coordinator and four sites as processes. One site is altered
+(`attacks_process`). Each run is made with `aggregation = "clip"` and the gate, and with the mean
+only.
 
-`--json FILE` is written after every cell, and a run that is started again goes on from there.
+`--json FILE` is written after every cell; a benchmark that is started again continues from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tiny language model of the attacks benchmark: all sites' copies in one batched computation.
+"""Tiny language model of the attacks benchmark: one batched computation for all sites' copies.
 
-A decoder of two layers on bytes. Every parameter has the site as its first dimension, so that one
-matrix product serves all sites; nothing of one site enters another's.
+It is a decoder of two layers on bytes. The first dimension of every parameter is the site, so that
+one matrix product serves all sites. The sites' computations do not mix.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a dishonest member says to the coordinator and to the others, for real runs of four sites.
+"""Attacks by messages: a dishonest site lies to the coordinator and to other sites, in real runs.
 
-Each move alters the processes of one site, by replacing a method of the engine before the sites'
-processes are forked; the method asks in which process it runs. Nothing of this is in dilocox.
+Each attack replaces a method of the engine before the sites' processes are forked. The new method
+attacks only in the processes of the dishonest site. None of this code is part of dilocox.
 """
 
 from __future__ import annotations

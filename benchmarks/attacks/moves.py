@@ -1,7 +1,7 @@
-"""What dishonest sites do in the attacks benchmark, each at the place where it can be done.
+"""Attacks of dishonest sites in the attacks benchmark, each at the place where it acts.
 
-Some train on bad text (`labels`), some alter what they contribute while they know what all honest
-sites contribute (`values`), some alter the bytes (`payload`), some the statements about them.
+Some attacks train on bad text (`labels`). Others change the contribution, knowing those of all
+honest sites (`values`), the bytes of the payload (`payload`), or the statements about payloads.
 """
 
 from __future__ import annotations

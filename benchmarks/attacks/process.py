@@ -1,6 +1,6 @@
-"""Real runs of the attacks benchmark: a coordinator and four sites, one of them altered.
+"""Real runs of the attacks benchmark, with a coordinator and four sites, one of them dishonest.
 
-What is altered is the process of the site `rome`, by a subclass that exists here only.
+A subclass that exists in this module only alters the process of the site `rome`.
 """
 
 from __future__ import annotations

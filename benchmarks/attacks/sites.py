@@ -1,9 +1,9 @@
 """Eight sites in one process with the engine's own admission and outer code; two may be dishonest.
 
-Training is batched over the sites. From a boundary on everything is what a site runs: fragment
+Training is batched over the sites. From a boundary on, the code is that of a real site: fragment
 state, codec, frames, `Weighing`, `judge`, landing; only the network is missing. All sites see the
-same payloads, so that one opinion stands for all voters' (a slope is that of the first site, which
-is honest, as the most are).
+same payloads, so one opinion stands for the opinions of all voters. A slope is that of the first
+site, which is honest, like most sites.
 """
 
 from __future__ import annotations

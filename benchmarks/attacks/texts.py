@@ -1,6 +1,6 @@
-"""Text of a dishonest site, for real runs of four sites: poisoned, or with a backdoor.
+"""Attacks by text, for real runs of four sites: poisoned text, or text with a backdoor.
 
-The site trains honestly on token files of its own. Nothing in what the site sends is malformed.
+The dishonest site trains honestly on its own token files. Everything that it sends is well-formed.
 """
 
 from __future__ import annotations

@@ -1,31 +1,33 @@
-"""What faults cost a run: a seeded schedule of kills, cuts and full disks against three real sites.
+"""Measures the cost of faults: a seeded schedule of kills, cuts and full disks at three sites.
 
-Three sites of two stages train together between network namespaces, started as their users would
-(`dilocox coordinator`, `dilocox join`), on lines of 20 Mbit/s. First the run is made undisturbed,
-then again with faults, one after the other: each is struck when all sites contribute, and the
-next when they do again. The kinds come in an order that the seed decides:
+Three sites of two stages train together between network namespaces, on links of 20 Mbit/s. They
+are started as users start them (`dilocox coordinator`, `dilocox join`). The run is made first
+without faults, then with faults, one after another. A fault is injected when all sites
+contribute; the next one when all contribute again. The seed decides the order of the kinds:
 
 - `rank-kill`, `rank-stop`: SIGKILL or SIGSTOP of one rank of a site;
-- `site-kill`: all processes of a site die, and its join line is typed again;
+- `site-kill`: all processes of a site are killed, and its join command is run again;
 - `joiner-kill`: the same, and the site is killed again while it fetches its state;
-- `link-cut`: a site's line is gone for twice the heartbeat; `link-slow`: a tenth of it for 10 s;
-- `coordinator-kill`: SIGKILL, and the same command a second later;
-- `disk-full`: a site's disk is full while a checkpoint falls due;
-- `rogue`: a stranger tries to join with a token of its own, and sends noise to the coordinator.
+- `link-cut`: a site's link is cut for twice the heartbeat interval;
+- `link-slow`: a site's link has a tenth of its rate for 10 s;
+- `coordinator-kill`: SIGKILL of the coordinator, and the same command a second later;
+- `disk-full`: a site's disk is full while a checkpoint is due;
+- `rogue`: an unknown site tries to join with a false token, and sends noise to the coordinator.
 
-Per fault: `stall_seconds`, the longest time without a round of any site that was not struck (of
-all sites where the coordinator was), less the usual time of a round; `recovery_seconds`, until
-every site has contributed to a round that began after the fault. For all runs together (row `run`):
-hangs, divergence (the coordinator compares all anchors every round), rounds, rounds of a site that
-were begun and thrown away, sequences trained on twice or accounted for nowhere, and held-out loss
-over that of the undisturbed run.
+Figures per fault: `stall_seconds` is the longest time without a round at any site without the
+fault (at any site, if the coordinator had the fault), less the usual time of a round.
+`recovery_seconds` is the time until every site has contributed to a round that began after the
+fault. Figures for all runs together (row `run`): hangs, divergence (the coordinator compares all
+anchors every round), rounds, rounds of a site that were begun and discarded, sequences trained on
+twice or not accounted for, and held-out loss over that of the run without faults.
 
-A full run is a soak of 9 parts, each a run of its own with 12 faults under a seed of its own: more
-than 100 faults and an hour. With --json every part is kept when it is done, in NAME-parts.json;
-started again, the benchmark goes on with the parts that are missing. --quick is one shorter part.
+A full run has 9 parts. Each part is a separate run with 12 faults and its own seed: more than 100
+faults in total, and more than an hour. With --json every finished part is saved to
+NAME-parts.json; started again, the benchmark continues with the missing parts. --quick is one
+shorter part.
 
-Needs root and iproute2: else one line says so, exit code 3. It exits with 1 if a run hung,
-diverged, or trained on a sequence twice.
+Needs root and iproute2; without them it prints one line and exits with code 3. It exits with 1 if
+a run hung, diverged, or trained on a sequence twice.
 """
 
 from __future__ import annotations

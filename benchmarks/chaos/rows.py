@@ -1,4 +1,4 @@
-"""What is made of the records of runs that were struck: stalls, recoveries, rows of the results."""
+"""Computes result rows from the records of runs with faults: stalls and recoveries."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A run of several sites in network namespaces whose processes and links can be struck.
+"""A run of several sites in network namespaces, with methods to inject faults.
 
-`dilocox coordinator` runs on `hub`, `dilocox join` at every site, as their users would start them.
-One site's run folder is a small file system of its own, so that its disk can be filled.
+`dilocox coordinator` runs on `hub`, and `dilocox join` at every site, as users start them. One
+site's run folder is a small separate file system, so that its disk can be filled.
 """
 
 from __future__ import annotations
