@@ -1,12 +1,12 @@
-"""What it costs to go on with other sites, stages or shards.
+"""Measures the cost of continuing a run with other sites, stages or shards.
 
-A run of two sites of two stages is trained to its end. From its checkpoint at the middle
-(`dilocox handover`) others go on to the same number of inner steps: with the same sites and
-stages, so that only what a handover leaves behind differs (residuals, inner moments, what had not
-landed yet); with other stages and shards; with one site and with three. Reported are held-out loss
-at the end, its ratio to that of the run that was left alone, and the sequences trained on in all:
-more sites train on more text in as many steps. Real processes on this machine, no shaped link:
-nothing is timed.
+A run of two sites of two stages is trained to its end. Other runs start from its checkpoint at the
+middle (`dilocox handover`), and continue to the same number of inner steps. One has the same sites
+and stages, so only the state that a handover drops differs (residuals, inner moments, exchanges in
+flight). Others have other stages and shards, one site, or three sites. Reported are the held-out
+loss at the end, its ratio to the loss of the uninterrupted run, and the total number of sequences:
+more sites train on more text in the same steps. All runs are real processes on this machine,
+without shaped links; nothing is timed.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Tokens/s over links with a round trip of 30 and 100 ms, against sites without a network.
+"""Measures tokens/s over links with round trips of 30 and 100 ms, against sites without a network.
 
-Two sites in a lab (`dilocox.tools.testbed`) whose packets are held back on every way between them,
-by `netem` or by a relay in user space; round trips are measured before anything is reported. At
-each round trip, each in a run of its own:
+Two sites train in a lab (`dilocox.tools.testbed`) that delays all packets between them, by `netem`
+or by a relay in user space. Round trips are measured before anything is reported. At each round
+trip there is one run of each kind:
 
-- no exchange: every site by itself, at the same time, as `wan.py` has it;
-- `dilocox` as shipped, whose controller measures link and latency; the first half is not counted;
-- `diloco`, whose sites stand still for one dense exchange a round;
-- `allreduce`, an exchange per step.
+- no exchange: each site by itself, both at the same time, as in `wan.py`;
+- `dilocox` with its defaults; its controller measures link and latency, and the first half of the
+  run does not count;
+- `diloco`: sites stand still for one dense exchange per round;
+- `allreduce`: one exchange per step.
 
-`share_of_no_network` is tokens/s over those without exchange at the same round trip. Some five
-minutes on two idle cores, two with --quick (100 ms only). Needs what `dilocox lab` needs, else one
-line says so, exit code 3.
+`share_of_no_network` is tokens/s over tokens/s without exchange at the same round trip. It takes
+about five minutes on two idle cores, and two minutes with --quick (100 ms only). It needs the same
+as `dilocox lab`; otherwise it prints one line and exits with code 3.
 """
 
 from __future__ import annotations

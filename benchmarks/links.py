@@ -1,10 +1,11 @@
-"""What links between two ranks cost on this machine's loopback: speed and processor time.
+"""Measures speed and processor time of links between two ranks, over this machine's loopback.
 
-Two processes move a tensor of 256 MiB again and again, from one to the other (`one`) or both ways
-at once (`both`): over the links of dilocox (TLS 1.3, both ends certified), and for comparison over
-Gloo, which encrypts nothing. The two take turns, so that a busy machine slows both. Medians over
-turns: `gbit_per_s` is of one direction, `cpu_s_per_gb` the processor time of both ends together per
-GB that arrived. A full run takes some two minutes on two cores, --quick twenty seconds.
+Two processes send a tensor of 256 MiB repeatedly, in one direction (`one`) or in both at once
+(`both`). They use the links of dilocox (TLS 1.3, both ends certified) and, for comparison, Gloo,
+which does not encrypt. The two take turns, so that a busy machine slows both. Figures are medians
+over turns: `gbit_per_s` is the rate of one direction, `cpu_s_per_gb` the processor time of both
+ends together per GB received. A full run takes about two minutes on two cores, --quick twenty
+seconds.
 """
 
 from __future__ import annotations

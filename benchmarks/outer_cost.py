@@ -1,27 +1,26 @@
-"""What the outer path computes, as a share of training, at the controller's own choices.
+"""Measures the processor time of exchanges as a share of training, with the controller's plans.
 
 Two sites of one rank and one thread each train on this machine with a timeline (`--trace`), once
-per declared link; how long a step takes, and what exchanges compute, is measured, and the
-controller chooses codec, H, F and delay for it. From the timelines, per round and site after the
-plans have settled, the processor time (not the time on the clock: a busy machine changes it less)
-of
+per declared link. The sites measure the time of a step and of exchange work, and the controller
+chooses codec, H, F and delay accordingly. The figures come from the timelines, per round and site,
+after the plan has settled. They are processor times, which a busy machine changes less than
+wall-clock times:
 
 - `encode` and `decode` (with averaging the payloads of all sites),
-- `boundaries`: pseudo-gradients, landings, outer step, overlap rule, in training's own thread,
-- `transfer`: handing payloads to the network and taking them from it,
+- `boundaries`: pseudo-gradients, landings, outer step and overlap rule, in the training thread,
+- `transfer`: sending and receiving payloads,
 - `rest`: votes, frames, digests of the anchor, reports, plans,
 
-and their sum (`outer_ms`) as a `share` of that of the inner steps. `counted_ms` is what the sites
-told the controller of it, who holds it below `control.work` of a round on the clock.
-`tokens_per_parameter` is what
-the steps of a round have of tokens, per site: the outer path costs the same per parameter whatever
-a step computes, so that a larger batch makes the share smaller in proportion.
+and their sum (`outer_ms`), also as a `share` of the inner steps' processor time. `counted_ms` is
+the part that sites reported to the controller, which keeps it below `control.work` of a round's
+wall-clock time. `tokens_per_parameter` is the tokens of a round per site and parameter. Exchange
+work costs the same per parameter for any batch, so a larger batch lowers the share in proportion.
 
 `state_bytes` are the bytes per parameter of anchor, momentum, reference and residual, between
 exchanges (`outer.device` says whether they are in the host's memory or beside the model); the inner
 state of AdamW takes 16 beside it.
 
-A quarter of an hour on two cores, five minutes with --quick.
+It takes a quarter of an hour on two cores, five minutes with --quick.
 """
 
 from __future__ import annotations

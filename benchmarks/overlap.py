@@ -1,22 +1,22 @@
-"""How much of the exchange between two sites is hidden behind computation, per overlap rule.
+"""Measures the share of exchanges that computation hides at two sites, per overlap rule.
 
 Two real sites of one stage each train together: `dilocox coordinator` and two `dilocox join`, each
 in a network namespace of its own. The links between the sites are shaped by `tc tbf` both ways and
 measured before anything else; if a link is off by more than 5 %, nothing is
-reported. Each site has one CPU core by affinity, and all of its threads share that core, the ones
-that encode and send included: hiding costs what it costs. (A hard CPU quota per site is not set.)
+reported. Each site has one CPU core by affinity. All of its threads share that core, including the
+threads that encode and send, so that hiding has its real cost. There is no hard CPU quota.
 
-First each site trains alone, at the same time as the other (two runs of one site): that is what
-the sites do with no exchange between them, and how long a round of pure computing takes. The link
-is then made such that one round's payloads take 0.6 of that time, so that without overlap the
-exchange would cost about three eighths of every round. Then the same two sites train together
-once per overlap rule; only `outer.overlap` and `outer.delay` differ.
+First each site trains alone, both at the same time (two runs of one site). This gives the speed
+without exchanges, and the time of a round of pure computation. The link is then shaped so that one
+round's payloads take 0.6 of that time. Without overlap the exchange would thus cost about three
+eighths of every round. Then the two sites train together once per overlap rule; only
+`outer.overlap` and `outer.delay` differ.
 
-Per rule, over all measured rounds and both sites: seconds per round that exchanges were under way,
-seconds that training stood still for them (data that had not come, or leave to go on), hidden share
-= 1 - waited / exchange, tokens/s by the clock on the wall, and these against the sites alone.
+Figures per rule are over all measured rounds and both sites: seconds per round with an exchange in
+flight, seconds in which training waited for data or for its lease, the hidden share
+(1 - waited / exchange), tokens/s by wall-clock time, and their ratio to the sites alone.
 
-Needs root, iproute2 and two cores: else one line says so, exit code 3.
+Needs root, iproute2 and two cores; without them it prints one line and exits with code 3.
 """
 
 from __future__ import annotations

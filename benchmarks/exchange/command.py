@@ -1,22 +1,22 @@
-"""How much of a shaped link the exchange uses, between two, four and eight sites.
+"""Measures the share of a shaped link that exchanges use, between two, four and eight sites.
 
 The engine's own exchange (coordinator, votes, groups, codecs, payloads) runs between network
-namespaces without a model: every site hands in numbers, and between exchanges nothing is computed
-(see exchange_engine.py). Links are shaped by `tc` and measured first; if one is off by more than
-5 %, nothing is reported.
+namespaces without a model. Every site contributes random numbers, and computes nothing between
+exchanges (exchange_engine.py). `tc` shapes the links, which are measured first; if a link is off by
+more than 5 %, nothing is reported.
 
-Per case, medians over rounds: `efficiency`, the payload bits that the busiest line carried over
-what it could carry while payloads travelled, and `whole`, the same over all of the exchange, from
-handing in to the average, votes and codecs included. What the shaper lets through at once after a
-pause (10 ms) counts as capacity. Headers of Ethernet, IP and TCP take 4.4 %. `payloads` is what a
-site sends, in payloads: D - 1 with `gather`, 2(D - 1)/D with `reduce`. With several fragments they
-are handed in together, as on a link that is fully used. Stages share a site's line: `first_stage`
-is the share of the exchange after which the first of them has its averages at all sites, 100 %
-where none goes before another.
+Figures are medians over rounds. `efficiency` is the payload bits on the busiest link over its
+capacity while payloads travelled. `whole` is the same over the whole exchange, from the boundary to
+the average, votes and codecs included. The burst that the shaper lets through after a pause (10 ms)
+counts as capacity. Headers of Ethernet, IP and TCP take 4.4 %. `payloads` is the number of payloads
+that a site sends: D - 1 with `gather`, 2(D - 1)/D with `reduce`. Several fragments are contributed
+together, as on a fully used link. Stages share a site's link: `first_stage` is the share of the
+exchange after which the first stage has its averages at all sites; it is 100 % if the stages end
+together.
 
 All cases take some ten minutes, --quick four.
 
-Needs root and iproute2: else one line says so, exit code 3.
+Needs root and iproute2; without them it prints one line and exits with code 3.
 """
 
 from __future__ import annotations

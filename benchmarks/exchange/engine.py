@@ -1,7 +1,7 @@
-"""The engine's exchange without a model: a real coordinator, real ranks, numbers to send.
+"""The engine's exchange without a model: a real coordinator and real ranks that send numbers.
 
-Every site is a host of a network; its ranks are processes that enrol, form groups, vote and swap
-payloads exactly as in training, but between exchanges they compute nothing. All sites hand in a
+Every site is a host of a network. Its ranks are processes that enrol, form groups, vote and swap
+payloads exactly as in training, but they compute nothing between exchanges. All sites contribute a
 round's fragments at the same moment.
 """
 

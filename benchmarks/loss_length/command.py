@@ -1,23 +1,23 @@
-"""What a plan costs in runs of different length: four sites of a small model, simulated.
+"""Simulates the loss that plans cost in runs of different length, at four sites of a small model.
 
-What local steps cost shrinks as runs grow, what a sparse codec withholds less so: the controller's
-loss table has both lengths that are simulated here. Runs of the engine long enough to see that take
-half an hour and more each (quality.py --regime long); this takes a minute or two. It is no engine:
-four copies of a transformer of 0.06M parameters over bytes step side by side in one process, one
-batched computation for all of them, and exchange through the engine's own codecs, with residuals as
-docs/algorithm.md has them, in one fragment, by the overlap rule `keep`. Batches are of 4 sequences
-of 48 bytes per site and step; the text is Python's standard library, a contiguous quarter for each
-site, or all of it for each (--iid).
+The cost of local steps shrinks in longer runs; that of a sparse codec shrinks less. The
+controller's loss table therefore has both lengths that are simulated here. Real runs of the engine
+that are long enough take half an hour or more each (quality.py --regime long); a simulation takes a
+minute or two. It is not the engine: four copies of a byte-level transformer of 0.06M parameters
+train in one process, in one batched computation. They exchange through the engine's own codecs,
+with residuals as in docs/algorithm.md, in one fragment, by the overlap rule `keep`. A batch has 4
+sequences of 48 bytes per site and step. The text is Python's standard library: a contiguous quarter
+per site, or all of it at each site (--iid).
 
-A row is one plan at one length and one inner rate: of four in the shortest runs, in longer ones of
-the best before and half of it, unless --rates says others. Outer rates, beta and lambda (`gamma`,
-`mu`, `beta`, `view`) are those of the controller's table, unless --gamma and so on say others.
-`gap` is its held-out loss over that of synchronous training of the same length and seed at its best
-rate, less one. `reduction` is what synchronous training sends over what the plan sends to three
-others (`gather`), without the flush.
+A row is one plan at one length and one inner learning rate. The shortest runs try four rates;
+longer ones try the best rate of the shorter ones and half of it; --rates sets others. Outer rates,
+beta and lambda (`gamma`, `mu`, `beta`, `view`) are those of the controller's table, unless --gamma
+and the other options set them. `gap` is the held-out loss over that of synchronous training of the
+same length and seed at its best rate, less one. `reduction` is the bytes that synchronous training
+sends over the bytes that the plan sends to three other sites (`gather`), without the flush.
 
-Rows are written as they are made; started again with the same --json the benchmark goes on. All of
-it takes about an hour on two cores; --quick makes the shortest length of four plans.
+Rows are written as they are made; started again with the same --json, the benchmark continues. A
+full run takes about an hour on two cores; --quick makes the shortest length of four plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A small transformer in several copies side by side, and its text: what loss_length.py trains.
+"""The model and the text of loss_length.py: several copies of a small transformer.
 
-One batched computation serves all copies; their parameters are rows of one flat tensor, laid out as
-the engine lays out a fragment.
+One batched computation serves all copies. The parameters of the copies are rows of one flat tensor,
+with the engine's layout of a fragment.
 """
 
 from __future__ import annotations

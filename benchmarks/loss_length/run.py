@@ -1,6 +1,6 @@
-"""One simulated run of loss_length.py: copies step side by side and exchange what they learned.
+"""One simulated run of loss_length.py: all copies train together and exchange pseudo-gradients.
 
-The inner optimizer is AdamW, written for all copies at once. Codec, outer step and landing are the
+The inner optimizer is AdamW, applied to all copies at once. Codec, outer step and landing are the
 engine's own.
 """
 
