@@ -2,9 +2,9 @@
 
 The whole Hugging Face model, bf16 autocast around each forward pass, gradients summed over
 micro-batches, `clip_grad_norm_`, fused AdamW with no weight decay on vectors, warm-up and cosine.
-Losses stay on the device until somebody asks, as a careful loop keeps them. Batches lie in memory
-beforehand, so reading costs this loop nothing. What trains a model on several machines may wrap it
-(`wrap`), or hook into its optimizer.
+Losses stay on the device until the caller reads them, as in a careful loop. Batches are in memory
+before the start, so reading them costs this loop nothing. Code that trains on several machines can
+wrap the model (`wrap`), or hook into the optimizer.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""The planner's predictions against what was measured on shaped links.
+"""Compares the planner's predictions with measurements on shaped links.
 
-The planner is given the run file, the link and the time of a step without exchange, nothing else.
+The planner gets only the run file, the link, and the time of a step without exchange.
 
 - `benchmarks/results/overlap-cpu.json` (two sites on one core each, a link of 4.5 Mbit/s): tokens/s
   by overlap rule. The planner's two constants of an exchange (`exchange_ms`, `exchange_cpu_ms` of
-  its table) were set by these same rows: of the times it is a fit, of payloads and of what hides
-  behind what a check.
-- `benchmarks/results/wan-cpu.json` (`wan.py`; another file: `--wan FILE`): every method of the
-  engine at every link and number of sites. Nothing was fitted to these.
+  its table) were fitted to these rows. So the times are a fit; payloads and overlap are a check.
+- `benchmarks/results/wan-cpu.json` (`wan.py`; another file with `--wan FILE`): every method of the
+  engine at every link and number of sites. Nothing was fitted to these rows.
 
-Printed: predicted over measured, the median error and the worst, of each set by itself.
+It prints predicted over measured speed, and the median and largest error of each file.
 """
 
 from __future__ import annotations

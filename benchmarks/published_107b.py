@@ -1,4 +1,4 @@
-"""What the published speeds of the 107B run say about it, and what today's plan would be.
+"""Explains the published speeds of the 107B run with the planner, and plans the run with dilocox.
 
 DiLoCoX (arXiv 2506.21263) trained Qwen1.5-110B cut to 78 layers on 160 A800-40G at two sites with
 1 Gbps between them: 10.4 tokens/s synchronously, 3,728 with DiLoCoX, 1,168 without compression and
@@ -6,16 +6,16 @@ DiLoCoX (arXiv 2506.21263) trained Qwen1.5-110B cut to 78 layers on 160 A800-40G
 
 1. `assumptions`: the synchronous speed fixes the tokens per step for each way of sending gradients
    (bytes per value, one link per site or one per node). DiLoCoX's speed then fixes the time of a
-   step, and the pipeline's bubbles the share of the GPUs' peak that this takes. Shares above 1
-   cannot be; 0.2 to 0.6 is what training reaches.
-2. `published`: with the assumptions that agree best, the planner's prediction for each published
-   figure, with codecs on the GPU, and as this engine has them, on one processor core per rank.
-   Batch and utilisation are fitted to two of the figures, the others are predictions.
-   `missing_seconds` is what the published speed asks for and the model does not explain, per round.
-3. `today`: what the planner says of `examples/qwen1.5-107b.toml`, and of the published batch with
-   today's method; both against the compute limit.
+   step, and with the pipeline bubbles the share of the GPUs' peak that the step needs. Shares above
+   1 are impossible; training reaches 0.2 to 0.6.
+2. `published`: the planner's prediction for each published figure, under the assumptions that agree
+   best; with codecs on the GPU, and with codecs on one processor core per rank, as in this engine.
+   Batch and utilisation are fitted to two of the figures; the others are predictions.
+   `missing_seconds` is the time per round in the published speed that the model does not explain.
+3. `today`: the planner's prediction for `examples/qwen1.5-107b.toml`, and for the published batch
+   with today's method; both against the compute limit.
 
-No measurement: nothing here runs on a GPU. Takes a minute.
+Nothing is measured, and nothing runs on a GPU. It takes a minute.
 """
 
 from __future__ import annotations

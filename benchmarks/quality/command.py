@@ -1,30 +1,29 @@
 """Held-out loss of every method against the bytes it sends, side by side in one engine.
 
-Every row is a real run of `dilocox.train`: sites as processes of this machine, one rank each with
-one thread, the same text, tokens, model, batch and seeds (a qwen3 of 0.67M parameters over bytes,
-128 tokens per sequence, 32 sequences per step). The text is Python's standard library and, where
-they are at hand, parts of WikiText-2 (--wikitext). Non-IID, each site trains on a contiguous part
-of it. A seed decides initial weights, order of the text and what is held out.
+Every row is a real run of `dilocox.train` with its sites as processes of this machine, one rank
+each with one thread. All rows have the same text, tokens, model, batch and seeds (a qwen3 of 0.67M
+parameters over bytes, 128 tokens per sequence, 32 sequences per step). The text is Python's
+standard library and, with --wikitext, parts of WikiText-2. Non-IID means that each site trains on a
+contiguous part of it. A seed decides initial weights, order of the text and the held-out text.
 
-The held-out loss is that of the anchor on 1,024 sequences spread over all of the text: a standard
-error of 0.35 to 0.55 % of the loss, and of 0.25 % at most for the difference of two rows of a seed,
-which are measured on the same sequences. `gap` is the
-loss over that of synchronous training (`allreduce`) with the same inner optimizer, text and seed,
-less one. Reductions count bytes that sites handed to the network, against fp32 vectors exchanged in
-the same way (per transfer) and against what synchronous training sends (in all; what is flushed at
-the end of training is in it).
+The held-out loss is that of the anchor on 1,024 sequences spread over all of the text. Its standard
+error is 0.35 to 0.55 % of the loss, and at most 0.25 % for the difference of two rows of a seed,
+which use the same sequences. `gap` is the loss over that of synchronous training (`allreduce`) with
+the same inner optimizer, text and seed, less one. Reductions count the payload bytes that sites
+sent. The one per transfer is against fp32 vectors exchanged in the same way. The one in all is
+against the bytes of synchronous training, and includes the flush at the end of training.
 
 Regimes: `paper`, 640 steps, 32 rounds of the paper's method; `long`, 3,300 steps, 20 tokens per
-parameter. Rounds of published methods are scaled to these runs (H in the rows, the published one
-beside it). The links of dilocox's rows are declared, one per target reduction R: synchronous
-training would need R times the declared step time on 90 % of it.
+parameter. Rounds of published methods are scaled to these runs (rows have H and the published H).
+The links of dilocox's rows are declared, one per target reduction R: on 90 % of the link,
+synchronous training would need R times the declared step time.
 
-Learning rates are tuned, by the same rule for every method, in short and in long runs: --tune makes
+Learning rates are tuned by the same rule for every method, in short and in long runs: --tune makes
 the trials, and results/quality-tuning.json holds them. The row called "published" has the published
-outer lr and momentum and the best inner learning rate for these.
+outer learning rate and momentum, with the best inner learning rate for them.
 
 A full run (no options) takes hours. Every row is written when it is done; started again, the
-benchmark goes on with the rows that are missing. --quick trains seven rows of the first
+benchmark continues with the missing rows. --quick trains seven rows of the first
 regime, 320 steps each, so that it ends within 12 minutes on two idle cores (seen: 9.7 minutes, and
 13.5 on slower ones).
 """

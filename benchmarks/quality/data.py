@@ -1,9 +1,9 @@
-"""The text of the quality benchmark: one corpus, in contiguous parts of it, as token files.
+"""Text of the quality benchmark: token files of one corpus and of contiguous parts of it.
 
-The corpus is the source of Python's standard library, in order of path, and after it the parts of
-WikiText-2 that are at hand. It is cut into documents of about `DOCUMENT` characters, so that what
-is held out is spread over all of it, and the documents into four contiguous parts of equal size.
-Non-IID, a site trains on its own parts alone; IID, all sites share the token files of the whole.
+The corpus is the source of Python's standard library, in order of path, followed by the available
+parts of WikiText-2. It is cut into documents of about `DOCUMENT` characters, so that the held-out
+text is spread over the whole corpus. The documents form four contiguous parts of equal size. In
+non-IID runs a site trains on its own parts only; in IID runs all sites share the whole corpus.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of the quality benchmark in a Markdown document, between marks that say what they hold.
+"""Writes tables of the quality benchmark into a Markdown document, between marks that name them.
 
 <!-- quality: begin REGIME SITES iid|non-iid core|muon|ablations --> ... <!-- quality: end -->
 """

@@ -1,15 +1,14 @@
-"""The grid of runs that the controller's loss table is made from, and how it is made.
+"""The grid of runs for the controller's loss table, and the computation of the table.
 
-Three kinds of runs, each with one seed: dense rounds of H steps without overlap (what local steps
-cost), the same landing late (what delay costs), and the same with a codec (what it costs). All have
-the outer rates, residual decay and kept progress that the table itself has for them. What a part
-costs is the rise of the loss over the run without it, so that the three add up, as the controller
-adds them.
+There are three kinds of runs, each with one seed. Dense rounds of H steps without overlap give the
+cost of local steps, the same rounds with late landings the cost of delay, and the same with a codec
+the cost of the codec. All use the outer rates, residual decay and kept progress of the table. The
+cost of a part is the rise of the loss over the run without it, so that the three costs add up, as
+the controller adds them.
 
-One seed moves a loss by one or two per cent, and the controller needs an order that makes sense:
-costs are made to rise with H and with delay, and to fall with density, by running maxima. Rounds of
-more steps than a short run has room for keep the values that the table had, raised to the last
-measured ones.
+One seed changes a loss by one or two per cent, but the controller needs a consistent order. Running
+maxima therefore make costs rise with H and with delay, and fall with density. Rounds that are too
+long for a short run keep their old values in the table, raised to the last measured value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows the quality benchmark trains: entries by regime, sites, kind of shards and seed."""
+"""The rows that the quality benchmark trains: entries by regime, sites, kind of text and seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of the rows of the quality benchmark: gaps, means over seeds, table and verdicts."""
+"""Evaluates the rows of the quality benchmark: gaps, means over seeds, table and verdicts."""
 
 from __future__ import annotations
 

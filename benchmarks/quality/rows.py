@@ -1,9 +1,8 @@
 """Entries of the quality benchmark: rivals, the paper's method, dilocox, dilocox with changes.
 
-An entry is a method and the keys of the run file that are set for it. What is not set is the
-method's own default, so `dilocox` is dilocox as it is shipped. Rounds of 100 and 500 inner steps,
-published for runs of thousands of steps, are scaled to runs of hundreds; the published length
-stands beside the one used.
+An entry is a method and the keys of the run file that are set for it. Other keys have the method's
+defaults, so `dilocox` is dilocox with its defaults. Rounds of 100 and 500 inner steps, published
+for runs of thousands of steps, are scaled to runs of hundreds of steps; an entry has both lengths.
 """
 
 from __future__ import annotations

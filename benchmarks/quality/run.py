@@ -1,4 +1,4 @@
-"""One row of the quality benchmark: a run file, a real run with all its sites, what came of it."""
+"""One row of the quality benchmark: its run file, a real run with all sites, and its result."""
 
 from __future__ import annotations
 

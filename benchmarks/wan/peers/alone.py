@@ -1,4 +1,4 @@
-"""No exchange at all: the loop that the peers train in, by itself."""
+"""Peer without exchanges: the training loop of all peers by itself."""
 
 from benchmarks.wan.peers.peer import job, make_loop, measure
 

@@ -1,13 +1,13 @@
-"""What all peers share: their job, the loop that they train in, and what they say at the end.
+"""Shared code of all peers: their job, their training loop, and their result.
 
 A peer is a module that is started once per site, `python -m benchmarks.wan.peers.ddp --job FILE`,
 with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment as `torchrun` sets them, and
 GLOO_SOCKET_IFNAME. It imports nothing of dilocox: the model is the whole Hugging Face model in
 `plain_loop.py`. When it is done it prints one line of JSON, an `Outcome`.
 
-Time is taken over whole cycles (of a synchronous peer: steps), by the clock on the wall, from the
-end of the last warm-up cycle to the end of the last one. Wire bytes are what the site's interface
-has counted meanwhile.
+The measured wall-clock time covers whole cycles (steps of a synchronous peer), from the end of the
+last warm-up cycle to the end of the last cycle. Wire bytes are those that the site's interface has
+counted in this time.
 """
 
 from __future__ import annotations

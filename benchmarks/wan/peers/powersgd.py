@@ -1,9 +1,9 @@
 """DistributedDataParallel with PyTorch's PowerSGD hook: low-rank gradients, with error feedback.
 
-The hook sends dense gradients in its first two steps; they are part of the warm-up. All gradients
-lie in one bucket: with several, the hook's callbacks start collectives of different buckets in an
-order of their own at every rank, and Gloo matches collectives by their order ("Received data size
-doesn't match expected size", torch 2.13).
+The hook sends dense gradients in its first two steps, which are part of the warm-up. All gradients
+lie in one bucket. With several buckets, the hook's callbacks start collectives in a different order
+at every rank, but Gloo matches collectives by their order ("Received data size doesn't match
+expected size", torch 2.13).
 """
 
 import torch.distributed as dist

@@ -1,8 +1,8 @@
-"""What torchft's two peers share: a manager per site, the model in fragments, the cycles.
+"""Shared code of torchft's two peers: a manager per site, the model in fragments, the cycles.
 
-Every site is a replica group of one worker. The Lighthouse is torchft's own binary at the
-coordinator's host (`torchft_lighthouse`); TORCHFT_LIGHTHOUSE says where. Pseudo-gradients are
-averaged in one bucket per fragment, in fp32: torchft quantises on GPUs only.
+Every site is a replica group of one worker. The Lighthouse, torchft's own binary
+`torchft_lighthouse`, runs on the coordinator's host; TORCHFT_LIGHTHOUSE has its address.
+Pseudo-gradients are averaged in one bucket per fragment, in fp32: torchft quantises on GPUs only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torchft's Streaming DiLoCo: fragment after fragment, beside `delay` steps of training."""
+"""torchft's Streaming DiLoCo: one fragment after another, during `delay` steps of training."""
 
 from benchmarks.wan.peers.peer import job
 from benchmarks.wan.peers.torchft_site import train
