@@ -1,25 +1,24 @@
-"""What a run's record costs: throughput with and without it, and bytes per round.
+"""Measures the cost of a run's record: throughput with and without it, and bytes per round.
 
-Two real sites of one rank each train together, in runs that differ in `[record]` alone: `off`, `on`
-(the default: signed statements, commitments, payloads and theta_0 in the store) and `states`
-(besides, the state of every round for audits, the dearest setting there is). Each is measured
-beside a run without a record that trains at the same time, both in a control group with a hard
-quota of half of 90 % of the machine: what the machine does, it does to both, and whatever a record
-computes is taken from training. `off` is a run without a record beside another one, which says how
-well two runs that do the same can be told apart.
+Two real sites of one rank each train together, in runs that differ in `[record]` only: `off`, `on`
+(the default: signed statements, commitments, payloads and theta_0 in the store) and `states` (also
+the state of every round for audits, the most expensive setting). Each run is measured together with
+a reference run without a record at the same time. Both have a control group with a hard quota of
+half of 90 % of the machine. The machine therefore affects both equally, and the record's work is
+taken from training. The pair `off` shows how much two equal runs differ.
 
-`ratio` is tokens/s by the clock on the wall over those of the run beside it, in the seconds in
-which both were in measured rounds; the median of the repetitions, with a 95 % bootstrap interval.
-On a machine that many share it moves by one or two per cent. `work` does not: it is the processor
-time of everything but the sites' training threads (exchanges, record, coordinator) in these
-seconds, as a share of all processor time of the run, less the same of the run beside it. What
-training threads copy for `states` is in `ratio` alone. From the records themselves: bytes of log,
-payloads and states per round, theta_0 besides.
+`ratio` is the wall-clock tokens/s over those of the reference run, in the seconds in which both
+were in measured rounds. It is the median of the repetitions, with a 95 % bootstrap interval. On a
+shared machine it varies by one or two per cent. `work` does not vary: it is the processor time of
+everything except the sites' training threads (exchanges, record, coordinator) in these seconds, as
+a share of the run's total processor time, less the same share of the reference run. Copies for
+`states` in the training threads are only in `ratio`. Bytes of log, payloads, states per round and
+theta_0 come from the records.
 
-The model is small (0.9M parameters) and rounds are short (10 inner steps), so that the record's
-share is larger than in any run worth the name. Every pair of runs is written when it is done;
-started again with the same --json the benchmark goes on. Some twenty minutes, six with --quick.
-Needs root and control groups: else one line says so, exit code 3.
+The model is small (0.9M parameters) and rounds are short (10 inner steps), so the record's share is
+larger than in any realistic run. Every pair of runs is written when it is done; started again with
+the same --json, the benchmark continues. It takes about twenty minutes, six with --quick. It needs
+root and control groups; otherwise it prints one line and exits with code 3.
 """
 
 from __future__ import annotations

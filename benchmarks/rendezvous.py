@@ -1,4 +1,4 @@
-"""Where processes of one machine tell each other where they are reached; tests use it, too."""
+"""Exchange of addresses between processes of one machine, for benchmarks and tests."""
 
 from __future__ import annotations
 

@@ -1,26 +1,26 @@
-"""What dilocox costs where there is no network: one site, one stage, against a plain loop.
+"""Measures the overhead of dilocox without a network: one site, one stage, against a plain loop.
 
 Two processes train the same model on the same batches in the same dtype with the same number of
-threads, by turns: while one computes, the other waits, and then the other way round (A B, B A,
-...). Each turn is a whole number of rounds.
+threads. They take turns: while one computes, the other waits (A B, B A, ...). Each turn is a whole
+number of rounds.
 
 - dilocox: a real run of one site, started by `dilocox.train` with its defaults (method `dilocox`,
   compressed exchange in its worker thread, outer steps, coordinator process over TLS, beats,
-  reports, metrics). The only thing added is where it waits: the `dataset` that the Python API
-  takes stops at the first batch of a turn until it is its turn. The clock of a turn runs from
-  there to the first batch of the next one, so it holds everything that happens in between:
-  reading batches, inner steps, boundaries, landings, the end of the round and its report.
-  Checkpoints are switched off, for the plain loop writes none.
+  reports, metrics). Only the waiting is added: the `dataset` for the Python API blocks at the
+  first batch of a turn until the turn begins. The time of a turn runs from there to the first
+  batch of the next turn. It includes everything in between: reading batches, inner steps,
+  boundaries, landings, the end of the round and its report. Checkpoints are switched off, because
+  the plain loop writes none.
 - plain: `plain_loop.py`, which imports nothing of dilocox; its batches lie in memory.
 
 Both are forked from one parent (the same libraries are loaded) and keep freed memory in the C
-library. What the waiting run still uses of the CPU (its beats) is measured and shown; above 1 %
-nothing is reported, where the plain loop computes on the CPU too. Beside a GPU the limit is a
-quarter of the cores: there the plain loop needs one core. The layers of both sides are compiled, or
-of neither, as the run file's `model.compile` says (`--compile`). The ratio is the median over pairs
-of neighbouring turns, so that a slow machine or a drifting clock hits both sides of a pair; its
-interval is a bootstrap over pairs. `cpu_ratio` is the same of CPU seconds, over all processes and
-threads of a side: it does not see waiting, but neither does it see what else the machine does.
+library. The CPU use of the waiting run (its beats) is measured and shown. If it is above 1 %,
+nothing is reported. With a GPU the limit is a quarter of the cores, since the plain loop needs only
+one core there. The layers of both sides are compiled or of neither, by the run file's
+`model.compile` (`--compile`). The ratio is the median over pairs of neighbouring turns, so that a
+slow machine or a drifting clock affects both sides of a pair; its interval is a bootstrap over
+pairs. `cpu_ratio` is the same ratio of CPU seconds, over all processes and threads of a side. It
+does not include waiting, but it is not affected by other work on the machine either.
 Peak memory is the high-water mark of the process that computes: resident memory on a CPU,
 `torch.cuda.max_memory_allocated` on a GPU. On a GPU a larger model is trained.
 """

@@ -1,4 +1,4 @@
-"""The run file of a training that takes seconds, for benchmarks of what happens around training."""
+"""Run file of a training that takes seconds, for benchmarks of everything around training."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 """Learning rates of the quality benchmark: the same trials for every method.
 
-Those of short runs are half the paper's regime, D=4, non-IID, with a seed that no quoted row has,
-and six of each. Every method is tried at the same four inner learning rates. One with an outer
-optimizer of its own has the published outer lr and momentum there, and then two other pairs at the
-best of the four; one without, and dilocox, which chooses them itself, is tried at two rates beside
-the best. Methods that differ in a dense codec only (diloco, opendiloco, intellect1) share trials.
+Trials for short runs take half the steps of the paper's regime, with D=4, non-IID, and a seed that
+no quoted row has. Each method has six trials. The first four are at the same four inner learning
+rates for every method. A method with an outer optimizer has the published outer learning rate and
+momentum in them, and two other pairs at the best of the four rates. A method without an outer
+optimizer, and dilocox, which chooses its outer rates itself, has two more inner rates near the
+best. Methods that differ only in a dense codec (diloco, opendiloco, intellect1) share trials.
 
-In long runs the inner rate begins at that of short ones and is doubled as long as that is better;
-where already twice is not, it is halved as long as that is; with the outer rates of short runs:
-two trials or more beside its own, by the same rule for everyone. They are whole
-runs of the first quoted seed, since each takes a quarter of an hour; what does best is its row.
+In long runs the inner rate starts at that of short runs, and is doubled as long as the loss falls.
+If doubling does not help, it is halved as long as the loss falls. Outer rates are those of short
+runs. Every method has at least two trials besides its own rate, by the same rule. Trials are whole
+runs of the first quoted seed, since each takes a quarter of an hour; the best one is the row.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""The scaling simulation against runs in a lab, at two and at four sites.
+"""Compares the scaling simulation with runs in a lab, at two and at four sites.
 
-The same runs are made in a lab (`dilocox.tools.testbed`: shaped links, hard CPU quotas) and played
-by the simulation that `scaling.py` uses, which is given the run file, the link, and the time of a
-step without exchange as measured before and after. One number was set by these runs: how much more
-processor time exchanges take on cores that train (`SHARED_WORK`), which plans follow from.
+The same runs are made in a lab (`dilocox.tools.testbed`: shaped links, hard CPU quotas) and in the
+simulation of `scaling.py`. The simulation gets the run file, the link, and the time of a step
+without exchange, measured before and after. One constant was fitted to these runs: the factor on
+processor time of exchanges on cores that train (`SHARED_WORK`), on which plans depend.
 
-- `waits`: every site waits for its exchange at each round's end, payloads in 8 bits to everyone;
+- `waits`: sites wait for the exchange at each round's end; 8-bit payloads go to all sites;
 - `waits, reduce`: the same, averaged in parts;
-- `hides`: `dilocox` with a plan of its own: 4 bits, four fragments, half a round of delay;
-- `chooses`: `dilocox` as shipped, whose controller measures the link.
+- `hides`: `dilocox` with a fixed plan: 4 bits, four fragments, a delay of half a round;
+- `chooses`: `dilocox` with its defaults; its controller measures the link.
 
-With more sites `gather` sends more over the same link, `reduce` hardly: that is what is compared.
-Printed: predicted over measured, the median error and the worst. Some six minutes on two idle
-cores, half of it with --quick. Needs what `dilocox lab` needs, else one line says so, exit code 3.
---again plays the runs of a results file anew, with the simulation as it is now, and measures
-nothing.
+With more sites, `gather` sends more over the same link, and `reduce` hardly more: the comparison
+tests this. It prints predicted over measured speed, and the median and largest error. It takes
+about six minutes on two idle cores, half of that with --quick. It needs the same as `dilocox lab`;
+otherwise it prints one line and exits with code 3. --again simulates the runs of a results file
+again, with the current simulation, and measures nothing.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""How far a run scales on paper: 2 to 64 sites, simulated with the planner's cost model.
+"""Simulates how a run scales to 2 to 64 sites, with the planner's cost model.
 
-A 7B model, eight H100 per site, 1 Gbit/s to each site. Sites are added in two ways: `weak` gives
-each the same batch, `strong` shares one batch of 1,024 sequences out. Payloads go to everyone
-(`gather`) or are averaged in parts (`reduce`). The outer state is in the hosts' memory, but for
-`state on GPUs`. In `uneven` every second site has GPUs of half the speed, and a quarter of the
-link; sites take steps by their speed, as dilocox does, and in `uneven, equal steps` all take the
-same number of them.
+The run has a 7B model, eight H100 per site, and 1 Gbit/s to each site. Sites are added in two ways:
+`weak` gives each site the same batch, `strong` divides one batch of 1,024 sequences. Payloads go to
+all sites (`gather`) or are averaged in parts (`reduce`). The outer state is in host memory, except
+in `state on GPUs`. In `uneven` every second site has GPUs of half the speed and a quarter of the
+link, and sites take steps by their speed, as dilocox does. In `uneven, equal steps` all sites take
+the same number of steps.
 
-Plans are made by the real controller, round by round, from what the simulated sites measure.
-`efficiency` is tokens/s over the sum of what the sites would do alone, `loss` the controller's own
-prediction over synchronous training. Nothing is measured here. Takes seconds.
+The real controller makes the plans, round by round, from the measurements of the simulated sites.
+`efficiency` is tokens/s over the sum of the sites' speeds alone. `loss` is the controller's
+prediction over synchronous training. Nothing is measured. It takes seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plot of the scaling simulation, as an SVG picture: speed, and what is given up for it."""
+"""Plots the scaling simulation as an SVG picture: speed, and the loss that it costs."""
 
 from __future__ import annotations
 

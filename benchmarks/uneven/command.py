@@ -1,20 +1,21 @@
-"""Sites of unequal speed: how much of their summed speed a run with all of them has.
+"""Measures a run of sites of unequal speed as a share of the sum of their speeds.
 
-Four real sites (coordinator, `dilocox join`, Gloo) in a lab on one machine, each on a host of its
-own and in a control group whose hard CPU quota stands for its speed: 1 : 0.8 : 0.5 : 0.25, together
-`dilocox.tools.testbed.MOST` of the machine at most. Links are shaped, links and quotas are measured
-before anything else.
+Four real sites (coordinator, `dilocox join`, Gloo) train in a lab on one machine. Each has a host,
+and a control group whose hard CPU quota sets its speed: 1 : 0.8 : 0.5 : 0.25, together at most
+`dilocox.tools.testbed.MOST` of the machine. Links are shaped; links and quotas are measured before
+anything else.
 
-First every site trains in a run of its own, all at the same time: the sum of their tokens/s is what
-there is. Then all train one model together, by `control.steps`: `by-speed` gives each site as many
-inner steps as fit its measured speed, `equal` the same number to all, so that they wait for the
-slowest. Rounds before the paces have settled are not measured. Time is the clock on the wall.
+First every site trains in a run of its own, all at the same time: the sum of their tokens/s is the
+reference. Then all sites train one model together, once per `control.steps`. `by-speed` gives each
+site as many inner steps as fit its measured speed; `equal` gives all sites the same number, so that
+they wait for the slowest. Rounds before the paces have settled are not measured. Times are
+wall-clock times.
 
-`waited`: share of the time that a site stood still for others. `work`: processor time of its
-exchanges' encoding, decoding and averaging, as a share of its quota. That is the same for all
-sites, so it weighs most on the slowest, and more than where a GPU computes.
+`waited` is the share of the time in which a site stood still for others. `work` is the processor
+time of encoding, decoding and averaging, as a share of the site's quota. This work is the same at
+all sites, so it costs the slowest site most, and more than at sites with GPUs.
 
-Needs root, iproute2, control groups: else one line says so, exit code 3.
+Needs root, iproute2 and control groups; without them it prints one line and exits with code 3.
 """
 
 from __future__ import annotations

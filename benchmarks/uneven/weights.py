@@ -1,15 +1,16 @@
-"""How contributions of unequal numbers of inner steps are weighed best: equal, tokens or FedNova.
+"""Compares weights for contributions of unequal numbers of inner steps: equal, tokens, FedNova.
 
 Four sites of speeds 1 : 0.8 : 0.5 : 0.25 train a small byte-level transformer together, in one
-process, with dilocox's own fragment states, averages, calendar and overlap rule (`keep`, 4
-fragments, delay a quarter of the round, no compression): 20, 16, 10 and 5 steps a round. Nothing
-is timed, so other load does not matter. The held-out loss is over equal parts of all sites' text.
+process, with dilocox's own fragment states, averages, schedule and overlap rule (`keep`, 4
+fragments, a delay of a quarter of the round, no compression). They take 20, 16, 10 and 5 steps per
+round. Nothing is timed, so other load does not matter. The held-out loss is over equal parts of all
+sites' text.
 
-`non-iid`: every site has one kind of text of its own (Python source of two kinds, tables, prose);
-`iid`: all sites draw from all four. Every rule is tuned over the same outer learning rates with
-the first seed, and its best is repeated with more seeds, which also say which kind of text the
-fastest site has. A reference: `equal steps` are rounds of 20 steps for
-every site, of which the slowest site makes a quarter as many in the same time.
+`non-iid`: every site has one kind of text (Python source of two kinds, tables, prose). `iid`: all
+sites draw from all four kinds. Every rule is tuned over the same outer learning rates with the
+first seed, and its best rate is repeated with more seeds. The seed also decides which kind of text
+the fastest site has. The reference `equal steps` has rounds of 20 steps at every site; in the same
+time the slowest site can make only a quarter as many such rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of the WAN benchmark in a Markdown document, between marks that say what they are of.
+"""Writes tables of the WAN benchmark into a Markdown document, between marks that name them.
 
 <!-- wan: begin SITES RATIO --> ... <!-- wan: end -->
 """

@@ -1,10 +1,9 @@
-"""What the WAN benchmark measures: one model, links by how slow they make synchronous training,
-methods and peers, and how long each is measured.
+"""The grid of the WAN benchmark: its model, links, methods and peers, and the length of each run.
 
-A link is named by its ratio: the time in which synchronous training's gradients cross it (fp32,
-2(D-1)/D of them per site, protocol headers included) over the time of an inner step. Everything
-else that takes time on the link is known from that, in inner steps: so runs are made as long as
-they need to be, on any machine.
+A link is named by its ratio: the time in which the gradients of synchronous training cross it
+(fp32, 2(D-1)/D of them per site, protocol headers included) over the time of an inner step. All
+other times on the link follow from it in units of inner steps, so that runs have the right length
+on any machine.
 """
 
 from __future__ import annotations

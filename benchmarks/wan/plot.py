@@ -1,8 +1,8 @@
-"""The plot of the WAN benchmark: share of the no-network speed against how slow the link is (SVG).
+"""Plots the WAN benchmark as SVG: share of the no-network speed against the slowness of the link.
 
-Plain text, no library: one panel per number of sites, both axes by their logarithm, a line per
-method, its interval where it was measured several times. Where there is one link only, a bar per
-method.
+The SVG is written as plain text, without a library. There is one panel per number of sites, with
+two logarithmic axes and a line per method, with intervals where a point was measured several times.
+With only one link, each method has a bar.
 """
 
 from __future__ import annotations

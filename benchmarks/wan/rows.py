@@ -1,4 +1,4 @@
-"""What is made of the WAN benchmark's measurements: rows with intervals, table, verdicts.
+"""Evaluates the measurements of the WAN benchmark: rows with intervals, table, verdicts.
 
 Shares are paired: a method's tokens/s over those of the same sites without exchange in the same
 block. A method of the engine is compared with the engine's own steps, a peer with the plain loop

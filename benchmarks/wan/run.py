@@ -1,5 +1,4 @@
-"""One measurement of the WAN benchmark: a run of the engine at the sites of a lab, with or without
-exchange."""
+"""One measurement of the WAN benchmark: a run of the engine in a lab, with or without exchange."""
 
 from __future__ import annotations
 
