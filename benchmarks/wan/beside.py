@@ -1,32 +1,32 @@
-"""What `dilocox` keeps of its speed on a slow link, with sites that have no network to wait for
-running beside it at the same time.
+"""Measures the speed of `dilocox` on a slow link against sites without a network at the same time.
 
-wan.py measures one after the other, and a machine whose speed changes by a fifth from minute to
-minute (a virtual one with neighbours) hides a share of 97 % in that. Here four hosts of one lab
-train at once, under quotas of a quarter of 90 % of the machine each: two sites in one run over
-their links, and two by themselves, with no codec and an outer step every 100 inner steps (every 12
-where these are eight times as long, which is some 0.3 % of their speed). What the machine does, it
-does to both. Which hosts are which changes from block to block.
+wan.py measures one run after another. On a machine whose speed changes by a fifth from minute to
+minute, such as a shared virtual one, a share of 97 % cannot be seen that way. Here four hosts of
+one lab train at the same time, each with a quota of a quarter of 90 % of the machine. Two sites
+train in one run over their links. The other two train by themselves, without a codec, and with an
+outer step every 100 inner steps (every 12 if these are eight times as long, which costs about 0.3 %
+of their speed). The machine thus affects both pairs equally. The roles of the hosts change from
+block to block.
 
-The link is wan.py's: 2 fp32 gradients of the model take 400 times as long on it as a step, or as
-many times as `--ratio` says. `share`
-is tokens/s of the two over those of the others, in the rounds of the others that lie in the second
-part of the run (until then the controller gets to know the link; a last round that is cut to the
-steps that are left, in which nothing hides, is not measured either); the median over blocks, with a
-bootstrap interval. `--work` sets `control.work`: the most that exchanges may take of the processor.
-On this machine whatever they take is taken from inner steps, for no core is idle; a smaller share
-makes rounds longer. So do small steps, since every exchange has a price of its own: `--batch` is
-the sequences that a site takes per step and `--width` the model's hidden size; runs have as many
-steps fewer as these are more. The loss of the plans is quality.py's business: they are in the rows.
+The link is that of wan.py: 2 fp32 gradients of the model take 400 times as long on it as a step, or
+as many times as `--ratio` says. `share` is the tokens/s of the first two sites over those of the
+others. It is measured in rounds of the others in the second part of the run, since the controller
+measures the link before. A last round that is cut to the remaining steps, in which nothing is
+hidden, does not count. Figures are medians over blocks, with bootstrap intervals.
 
-`--allreduce N` measures the speed-up as well: when the blocks are made, two of the same hosts take
-N steps of synchronous training over the same links, after one that is not measured. A step takes
-as many times longer than one without a network as the link's ratio says.
+`--work` sets `control.work`, the largest share of the processor that exchanges may take. On this
+machine no core is idle, so exchanges take their time from inner steps. A smaller share makes rounds
+longer, and so do small steps, because every exchange has a fixed cost. `--batch` is the sequences
+per step and site, `--width` the model's hidden size; runs have fewer steps in proportion. The rows
+have the plans; quality.py measures their loss.
 
-Every block is written when it is done; started again with the same --json, on the same machine, the
-benchmark goes on.
-Eight blocks take three quarters of an hour, --quick makes two of them. Needs what `dilocox lab`
-needs, else one line says so, exit code 3.
+`--allreduce N` also measures the speed-up: after the blocks, two of the same hosts take N steps of
+synchronous training over the same links, after one step that is not measured. Such a step takes
+longer than a step without a network by the link's ratio.
+
+Every block is written when it is done; started again with the same --json on the same machine, the
+benchmark continues. Eight blocks take three quarters of an hour; --quick makes two blocks. It needs
+the same as `dilocox lab`; otherwise it prints one line and exits with code 3.
 """
 
 from __future__ import annotations

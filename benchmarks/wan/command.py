@@ -1,41 +1,42 @@
-"""Tokens/s of every method and of its peers over slow links, against sites without a network.
+"""Measures tokens/s of methods and peers over slow links, against sites without a network.
 
-Sites are hosts of a lab (`dilocox.tools.testbed`): network namespaces joined through a bridge, each
-with a shaped up- and downlink and a hard CPU quota, together 90 % of the machine, in the runs
-without exchange too. Links, round trips and quotas are measured before anything else; nothing is
-reported if a link is off by more than 5 %. The coordinator (and torchft's Lighthouse) has a host of
-its own.
+Sites are hosts of a lab (`dilocox.tools.testbed`): network namespaces joined by a bridge, each with
+a shaped uplink and downlink and a hard CPU quota. All quotas together are 90 % of the machine, also
+in the runs without exchange. Links, round trips and quotas are measured before anything else;
+nothing is reported if a link is off by more than 5 %. The coordinator (and torchft's Lighthouse)
+has a host of its own.
 
-Links are made for the machine at hand: the time of a step is measured first, and a link's ratio is
-the time in which fp32 gradients cross it over that of a step: 400 (at which `allreduce` keeps a
-quarter per cent), 40 and 4,000. The ratio at which things were really measured is in the rows.
+Links are made for the speed of the machine. The time of a step is measured first. A link's ratio is
+the time in which fp32 gradients cross it over the time of a step: 400 (at which `allreduce` keeps a
+quarter per cent of the speed), 40 and 4,000. The rows have the real ratio of each measurement.
 
-- Methods of the engine: real runs. `dilocox` is as shipped, `dilocox-work-0.005` may spend half a
-  per cent of the processor on exchanges instead of three; what they cost until the controller has
-  measured the link is not counted (the first half of a run), nor a last round that is cut to the
-  steps that are left.
-- Peers: PyTorch DDP, DDP with the PowerSGD hook, torchft's DiLoCo and Streaming DiLoCo: one script
-  per peer, started once per site, same model, same tokens per step, same links, same quota.
-- No network, for the engine: every site in a run of its own, all at the same time, under the same
-  quotas, one outer step every 200 inner steps, no codec. For the peers: the plain loop that they
-  train in, by itself. So a share counts all that sending costs: waiting, CPU time of codecs and
-  protocols, control traffic.
+- Methods of the engine are real runs. `dilocox` has its defaults; `dilocox-work-0.005` may spend
+  half a per cent of the processor on exchanges instead of three. The first half of a run, in which
+  the controller measures the link, does not count, nor does a last round that is cut to the
+  remaining steps.
+- Peers are PyTorch DDP, DDP with the PowerSGD hook, torchft's DiLoCo and Streaming DiLoCo. Each is
+  a script that is started once per site, with the same model, tokens per step, links and quota.
+- No network, for the engine: each site in a run of its own, all at the same time, with the same
+  quotas, an outer step every 200 inner steps, and no codec. For the peers: their training loop by
+  itself. A share thus includes all costs of sending: waiting, CPU time of codecs and protocols, and
+  control traffic.
 
-Measurements are made in blocks of some minutes, every second one in reverse order, and shares are
-taken within blocks: no exchange and `dilocox` in each, the others spread over them. Figures are
-medians with bootstrap intervals. Bytes are per site and round: payloads as the engine counts them
-(of peers: as the collective's algorithm has it), wire bytes as the site's interface counts them,
-control traffic included. Efficiency is payload bits over what the link carries while payloads cross
-it. Loss is not compared here: quality.py does.
+Measurements are made in blocks of some minutes, every second one in reverse order. Shares are taken
+within blocks: each block has the runs without exchange and `dilocox`, and some of the others.
+Figures are medians with bootstrap intervals. Bytes are per site and round: payloads as the engine
+counts them (for peers: as the collective's algorithm defines them), wire bytes as the site's
+interface counts them, control traffic included. Efficiency is payload bits over the link's capacity
+while payloads cross it. Loss is not compared here, but in quality.py.
 
-A full run (no options) takes 2.5 hours where a step takes 60 ms. Every measurement is written when
-it is done; started again on the same machine, the benchmark goes on with what is missing.
---minutes N begins nothing that would last longer, so that a full run can be made in parts; --quick
-has nine and a half of them. --docs writes tables into documents that have marks for them
+A full run (no options) takes 2.5 hours with steps of 60 ms. Every measurement is written when it is
+done; started again on the same machine, the benchmark continues with the missing ones. --minutes N
+begins no measurement that would end after N minutes, so that a full run can be made in parts;
+--quick takes nine and a half minutes. --docs writes tables into documents that have marks for them
 (`wan_docs.py`), also when nothing is left to measure.
 
-Needs Linux, root, iproute2 and control groups, else one line says so, exit code 3; the peers of
-torchft need `pip install -c constraints.txt -e '.[peers]'` and are left out without it.
+Needs Linux, root, iproute2 and control groups; without them it prints one line and exits with code
+3. The peers of torchft need `pip install -c constraints.txt -e '.[peers]'`, and are left out
+without it.
 """
 
 from __future__ import annotations
