@@ -135,7 +135,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(RecordError, match=f"{name}: missing"):
         read_log(tmp_path)
     if name == ENTRIES:
-        with pytest.raises(RecordError, match="put it back"):
+        with pytest.raises(RecordError, match="put the file back"):
             LogWriter(tmp_path, NAME, KEY)
 
 
