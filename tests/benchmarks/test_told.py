@@ -1,4 +1,4 @@
-"""What README and docs/measured.md say of losses are the figures of the committed results."""
+"""What README, results.md and measured.md say of losses are the figures of committed results."""
 
 from __future__ import annotations
 
@@ -56,12 +56,26 @@ def spread(gaps: list[float]) -> str:
         ("diloco", "DiLoCo "), ("sparseloco", "SparseLoCo "), ("dilocox-paper", "DiLoCoX "),
     ],
 )  # fmt: skip
-def test_the_readme_has_the_losses_of_short_runs(
+def test_results_have_the_losses_of_short_runs(
     rows: list[dict[str, Any]], label: str, name: str
 ) -> None:
     gaps, reduction = of(rows, label)
     assert len(gaps) == 3
-    assert f"{name}{spread(gaps)} with {reduction}" in page("README.md")
+    assert f"{name}{spread(gaps)} with {reduction}" in page("docs/results.md")
+
+
+def test_the_readme_has_the_loss_of_a_short_and_of_a_long_run(rows: list[dict[str, Any]]) -> None:
+    text = page("README.md")
+    gaps, reduction = of(rows, "dilocox 1000x")
+    assert f"{spread(gaps)} with {reduction} fewer bytes" in text
+    told = []
+    for label in ("dilocox 1000x", "diloco"):
+        gaps, reduction = of(rows, label, ("long", 4, False))
+        mean, least, most = (
+            percent(value, 1, "") for value in (statistics.fmean(gaps), min(gaps), max(gaps))
+        )
+        told.append(f"{mean} % ({least}, {most}) at {reduction}")
+    assert f"{told[0]}; DiLoCo {told[1]}" in text
 
 
 @pytest.mark.parametrize(
@@ -109,7 +123,7 @@ def test_measured_has_the_losses_of_two_sites_with_the_same_text(
     assert f"with the same text at both {first}, {second} and {third} %" in page("docs/measured.md")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/measured.md"])
+@pytest.mark.parametrize("name", ["docs/results.md", "docs/measured.md"])
 def test_long_runs_are_told_as_they_came_out(rows: list[dict[str, Any]], name: str) -> None:
     """With the number of seeds where there is more than one."""
     text = page(name)

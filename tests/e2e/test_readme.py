@@ -31,11 +31,19 @@ JOIN = (
     "dilocox join HOST:29400 --site paris --run-file examples/two-sites.toml"
     " --token-file TOKEN_FILE"
 )
-PLAN = "dilocox plan examples/qwen1.5-107b.toml --gpu a800-40g:8x10 --link 1gbit"
+PLANS = {
+    "two-offices-0.6b": "--gpu l40s:1",
+    "two-offices-7b": "--gpu h100-80g:8",
+    "two-offices-32b": "--gpu h100-80g:8x4",
+    "qwen1.5-107b": "--gpu a800-40g:8x10",
+}
+"""Run files of docs/sizes.md, and what each site has there."""
+PAGES = ("README.md", "docs/measured.md", "docs/results.md", "docs/sizes.md")
 QUALITY = "python -m benchmarks.quality --regime paper --sites 4 --iid no --only core"
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
     "make setup": "the first thing that `make quickstart` does",
+    "dilocox plan": "below, with what it is asked",
     "dilocox audit": "tests/tools/audit",
     "dilocox handover": "tests/e2e/test_handover.py",
     "dilocox export --release": "tests/tools/release",
@@ -74,9 +82,8 @@ RUN_ELSEWHERE = {
 
 
 def commands() -> list[str]:
-    """Commands of the README and of what it measured: sh blocks, code spans that begin like one."""
-    pages = (ROOT / "README.md", ROOT / "docs" / "measured.md")
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    """Commands of README, results and sizes: sh blocks, code spans that begin like a command."""
+    text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     lines = [
         line.split("#")[0].strip()
         for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
@@ -84,7 +91,12 @@ def commands() -> list[str]:
     ]
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     spans = re.findall(r"`((?:python|make|dilocox) [^`]+)`", prose)
-    return [line for line in [*lines, *spans] if line]
+    return [line.removeprefix(".venv/bin/") for line in [*lines, *spans] if line]
+
+
+def plan_command(name: str) -> str:
+    """The command of docs/sizes.md for a run file."""
+    return f"dilocox plan examples/{name}.toml {PLANS[name]} --link 1gbit"
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +136,7 @@ def test_every_command_is_known_here() -> None:
         "dilocox coordinator examples/two-sites.toml",
         "dilocox verify runs/quickstart",
         "dilocox report runs/quickstart",
-        PLAN,
+        *map(plan_command, PLANS),
         JOIN,
         *RUN_ELSEWHERE,
     ]
@@ -189,19 +201,57 @@ def test_report(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "quickstart" in page
 
 
-def test_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "qwen1.5-107b" else pytest.param(name, marks=pytest.mark.slow)
+        for name in PLANS
+    ],
+)
+def test_plan(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What docs/sizes.md and the README say of a run file is what the planner prints."""
     from dilocox.cli.main import main
 
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as end:
-        main(PLAN.split()[1:])
+        main(plan_command(name).split()[1:])
     assert end.value.code == 0
     told = capsys.readouterr().out
     assert re.search(r"^allreduce +[\d,]+", told, re.MULTILINE), told
-    # The figures that the README has of it.
-    assert "fits: 35.1 GiB of the 36.9 GiB" in told
-    assert "a round of H = 5 inner steps" in told
-    assert re.search(r"predicted: 16\.8k tokens/s, 97\.\d% of the same sites", told), told
+    needs, does = table_rows("docs/sizes.md", name)
+    gpu, usable = re.findall(r"[\d.]+", needs[3])
+    assert f"fits: {gpu} GiB of the {usable} GiB" in told
+    assert f"beside the GPUs: {needs[4]} of a machine's memory" in told
+    assert f"record: {needs[5]} " in told
+    steps, codec, payload, tokens, kept, loss = (cell.strip("`") for cell in does[1:])
+    assert f"a round of H = {steps} inner steps" in told
+    assert f"codec {codec}\n" in told
+    assert f"{payload} out of and into each site" in told
+    assert f"predicted: {tokens}, {kept.replace(' ', '')} of the same sites" in told
+    assert f"predicted loss {loss.replace(' ', '')} " in told
+
+
+def test_readme_has_the_sizes_of_their_page() -> None:
+    """Rounded, but for the figures that are so near each other that rounding would hide it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in PLANS:
+        needs = table_rows("docs/sizes.md", name)[0]
+        gpu, usable = (float(figure) for figure in re.findall(r"[\d.]+", needs[3]))
+        near = f"{gpu} of {usable}" if usable - gpu < 5 else f"{gpu:.0f} of {usable:.0f}"
+        record = re.sub(r"^(\d{3})\.\d", r"\1", needs[5])
+        assert f"| {near} GiB | {float(needs[4].split()[0]):.0f} GiB | {record} |" in readme
+
+
+def table_rows(page: str, name: str) -> list[list[str]]:
+    """The cells of the rows of a page that begin with a run file's name."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if re.match(rf"\| \[?{re.escape(name)}[\] ]", line)
+    ]
 
 
 def test_two_real_sites(workshop: Workshop) -> None:
