@@ -15,12 +15,14 @@ VERSION_TESTS := tests/inner/test_site_model.py tests/inner/test_precision.py te
 
 # What looks dependencies up, in an environment of its own.
 AUDIT ?= .venv-audit
+# What builds the documentation.
+DOCS ?= .venv-docs
 
 # Packages whose tests start no processes and load no model.
 UNITS := tests/test_layout.py tests/test_skips.py tests/compression tests/config tests/coordinator/controller \
 	tests/coordinator/protocol tests/outer tests/record/log tests/utils
 
-.PHONY: check test-units lock audit-dependencies sbom quickstart test test-all test-waits test-computing test-versions lint style types setup setup-dev clean
+.PHONY: check docs test-units lock audit-dependencies sbom quickstart test test-all test-waits test-computing test-versions lint style types setup setup-dev clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/dilocox train examples/quickstart.toml --overwrite $(SET)
@@ -103,5 +105,15 @@ $(AUDIT)/.ready: scripts/audit-requirements.txt
 	$(AUDIT)/bin/pip install --quiet -r scripts/audit-requirements.txt
 	@touch $@
 
+# The documentation as a site, in build/site.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		"$$(sed -n 's/^docs = \["\(.*\)"\]/\1/p' pyproject.toml)"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(LOWEST) $(HIGHEST) $(AUDIT) runs
+	rm -rf $(VENV) $(LOWEST) $(HIGHEST) $(AUDIT) $(DOCS) runs build/site
