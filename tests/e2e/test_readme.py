@@ -1,4 +1,4 @@
-"""Every command of the README, as a stranger would type it (cut short by overrides)."""
+"""Every command of README and tutorial, as a stranger would type it (cut short by overrides)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.harness import PATIENT, Workshop
+
+if TYPE_CHECKING:
+    from tests.support.forked import ForkedRun
 
 pytestmark = pytest.mark.runs
 
@@ -38,10 +42,24 @@ PLANS = {
     "qwen1.5-107b": "--gpu a800-40g:8x10",
 }
 """Run files of docs/sizes.md, and what each site has there."""
-PAGES = ("README.md", "docs/measured.md", "docs/results.md", "docs/sizes.md")
+PAGES = ("README.md", "docs/measured.md", "docs/results.md", "docs/sizes.md", "docs/tutorial.md")
+TWO_MACHINES = (
+    "dilocox data prepare examples/two-machines.toml",
+    "ssh OTHER mkdir -p dilocox/runs/two-machines",
+    "scp -r runs/two-machines/data OTHER:dilocox/runs/two-machines/",
+    "dilocox coordinator examples/two-machines.toml",
+    "scp runs/two-machines/coordinator/tokens/lyon OTHER:dilocox/token",
+    "dilocox join HOST:29400 --site lyon --run-file examples/two-machines.toml --token-file token",
+    "dilocox join HOST:29400 --site paris --run-file examples/two-machines.toml"
+    " --token-file runs/two-machines/coordinator/tokens/paris",
+    "dilocox status runs/two-machines",
+    "dilocox verify runs/two-machines",
+)
+"""The tutorial's last part, in its order; `test_two_machines` runs them."""
 QUALITY = "python -m benchmarks.quality --regime paper --sites 4 --iid no --only core"
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
+    ". .venv/bin/activate": "a shell's own command",
     "make setup": "the first thing that `make quickstart` does",
     "dilocox plan": "below, with what it is asked",
     "dilocox audit": "tests/tools/audit",
@@ -138,6 +156,7 @@ def test_every_command_is_known_here() -> None:
         "dilocox report runs/quickstart",
         *map(plan_command, PLANS),
         JOIN,
+        *TWO_MACHINES,
         *RUN_ELSEWHERE,
     ]
     unknown = [line for line in commands() if line not in known]
@@ -284,3 +303,48 @@ def test_two_real_sites(workshop: Workshop) -> None:
     assert run.wait() == 0, run.output()
     assert run.summary()["val_loss_last"] < run.summary()["val_loss_first"]
     assert run.summary()["steps"] == 24
+
+
+@pytest.mark.slow
+def test_two_machines(workshop: Workshop) -> None:
+    """The commands of the tutorial's last part, in two run folders; scp and ssh are copies here."""
+    of = {"paris": workshop.root / "two-machines", "lyon": workshop.root / "other" / "two-machines"}
+    cut = (*CUT, "site.threads=1")
+    words = {
+        site: [
+            part
+            for item in (*cut, f"run.folder={folder}", "network.port=0")
+            for part in ("--set", item)
+        ]
+        for site, folder in of.items()
+    }
+
+    def dilocox(site: str, command: str) -> ForkedRun:
+        arguments = command.replace("runs/two-machines", str(of[site])).split()[1:]
+        if arguments[0] in ("data", "coordinator", "join"):
+            arguments += words[site]
+        arguments = [
+            str(ROOT / word) if word.startswith("examples/") else word for word in arguments
+        ]
+        return workshop.forge.command(workshop, "two-machines", *arguments)
+
+    prepare, _, _, begin, _, lyon, paris, status, verify = TWO_MACHINES
+    prepared = dilocox("paris", prepare)
+    assert prepared.wait() == 0, prepared.output()
+    shutil.copytree(of["paris"] / "data", of["lyon"] / "data")
+    run = dilocox("paris", begin)
+    run.until(lambda: run.printed().count("dilocox join") == 2)
+    address = re.findall(r"dilocox join (\S+)", run.printed())[0]
+    token = shutil.copy(of["paris"] / "coordinator" / "tokens" / "lyon", workshop.root / "token")
+    joins = [
+        dilocox("lyon", lyon.replace("HOST:29400", address).replace(" token", f" {token}")),
+        dilocox("paris", paris.replace("HOST:29400", address)),
+    ]
+    assert [joined.wait() for joined in joins] == [0, 0], joins[0].output() + joins[1].output()
+    assert run.wait() == 0, run.output()
+    for command in (status, verify):
+        asked = dilocox("paris", command)
+        assert asked.wait() == 0, asked.output()
+    assert "verified: all required claims PASS" in asked.output()
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in of.values()]
+    assert weights[0] == weights[1]
