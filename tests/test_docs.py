@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
+import dilocox
 from dilocox.cli.main import _parser
 from dilocox.config.run_config import NetworkSection, RunConfig
 from dilocox.config.site import SiteOverride
@@ -282,6 +283,33 @@ def test_run_file_reference_is_what_its_script_writes() -> None:
     assert written == tool("write_run_file_docs").document(), (
         "run python scripts/write_run_file_docs.py"
     )
+
+
+def test_references_of_commands_and_python_are_what_their_script_writes() -> None:
+    script = tool("write_reference_docs")
+    assert set(script.ORDER) == set(dilocox.__all__)
+    for path, text in script.documents().items():
+        assert path.read_text(encoding="utf-8") == text, (
+            "run python scripts/write_reference_docs.py"
+        )
+
+
+def test_the_reference_has_every_command_and_every_option() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    for name, options in words_of_commands(_parser()).items():
+        part = page.partition(f"\n## dilocox {name}\n")[2].partition("\n## ")[0]
+        assert part, name
+        for option in options - {"-h", "--help", "--debug"}:
+            assert re.search(rf"^\| `[^`]*{option}\b", part, re.MULTILINE), (name, option)
+
+
+def test_sections_of_docstrings_become_tables() -> None:
+    script = tool("write_reference_docs")
+    text = "One line.\n\nArgs:\n    a: first,\n        goes on.\n    b: second.\n\nReturns:\n    c."
+    assert script.prose(text) == [
+        "One line.", "", "| argument | meaning |", "|---|---|", "| `a` | first, goes on. |",
+        "| `b` | second. |", "", "**Returns**: c.",
+    ]  # fmt: skip
 
 
 def test_pictures_and_the_gpu_table_are_of_the_committed_results() -> None:
