@@ -52,8 +52,11 @@ def spread(gaps: list[float]) -> str:
 @pytest.mark.parametrize(
     ("label", "name"),
     [
-        ("dilocox 500x", ""), ("dilocox 1000x", ""), ("dilocox 2750x", ""), ("dilocox 4000x", ""),
-        ("diloco", "DiLoCo "), ("sparseloco", "SparseLoCo "), ("dilocox-paper", "DiLoCoX "),
+        ("dilocox 500x", "`dilocox`, link for 500x"),
+        ("dilocox 1000x", "`dilocox`, link for 1,000x"),
+        ("dilocox 2750x", "`dilocox`, link for 2,750x"),
+        ("dilocox 4000x", "`dilocox`, link for 4,000x"),
+        ("diloco", "DiLoCo"), ("sparseloco", "SparseLoCo"), ("dilocox-paper", "DiLoCoX"),
     ],
 )  # fmt: skip
 def test_results_have_the_losses_of_short_runs(
@@ -61,7 +64,12 @@ def test_results_have_the_losses_of_short_runs(
 ) -> None:
     gaps, reduction = of(rows, label)
     assert len(gaps) == 3
-    assert f"{name}{spread(gaps)} with {reduction}" in page("docs/results.md")
+    told = re.escape(f"| {name} | {spread(gaps)} with {reduction} | ")
+    steps = re.search(rf"^{told}(\d+)", page("docs/results.md"), re.MULTILINE)
+    assert steps is not None
+    taken = {each for row in rows if row["label"] == label and quality_report.cell(row) == LEAD
+             for each in re.findall(r"H=(\d+)", row["plans"])}  # fmt: skip
+    assert int(steps[1]) == max(map(int, taken))
 
 
 def test_the_readme_has_the_loss_of_a_short_and_of_a_long_run(rows: list[dict[str, Any]]) -> None:
