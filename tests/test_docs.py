@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 import dilocox
 from dilocox.cli.main import _parser
-from dilocox.config.run_config import NetworkSection, RunConfig
+from dilocox.config.run_config import NetworkSection, RunConfig, load_run
 from dilocox.config.site import SiteOverride
 from dilocox.coordinator.protocol.timeouts import Timeouts
 
@@ -317,6 +317,11 @@ def test_pictures_and_the_gpu_table_are_of_the_committed_results() -> None:
     assert [path.name for path in drawn] == ["measured.md", "loss.svg", "speed.svg"]
     for path, text in drawn.items():
         assert path.read_text(encoding="utf-8") == text, "run python scripts/draw_measured.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
+def test_examples_are_run_files_named_as_their_runs(path: Path) -> None:
+    assert load_run(path).run.name == path.stem
 
 
 def test_every_key_is_explained_once() -> None:
