@@ -10,7 +10,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,17 +41,20 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def linked_outside() -> set[str]:
-    """Repository paths outside of docs/ that some page links to, and `PAGES`."""
-    found = set(PAGES)
-    pages = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in PAGES)]
-    for page in pages:
-        at = page.relative_to(ROOT).as_posix()
-        for line, quoted in _lines(page.read_text(encoding="utf-8")):
+    """Repository paths outside of docs/ that some page of the site links to, and `PAGES`."""
+    found: set[str] = set()
+    inside = (path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    pages = [*inside, *PAGES]
+    while pages:
+        at = pages.pop()
+        found.add(at)
+        for line, quoted in _lines((ROOT / at).read_text(encoding="utf-8")):
             for match in () if quoted else LINK.finditer(line):
                 path = _target(match[2], at)[0]
-                if path is not None and not path.startswith("docs/") and path != "README.md":
+                if path is not None and path not in found and path != "README.md":
                     found.add(path)
-    return found
+                    pages += [path] if path.endswith(".md") else []
+    return {path for path in found if not path.startswith("docs/")}
 
 
 def relinked(markdown: str, src_uri: str) -> str:
@@ -95,11 +98,15 @@ def indented(markdown: str) -> str:
 
 def _target(link: str, at: str) -> tuple[str | None, str]:
     """(repository path, `#anchor`) of a relative link of the page at `at`; None if it is another
-    kind of link or leads nowhere."""
+    kind of link or leads nowhere. A folder stands for the nearest README.md at it or above."""
     name, mark, anchor = link.partition("#")
     if not name or re.match(r"[a-z]+:", link):
         return None, ""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(at), name))
+    if (ROOT / path).is_dir():
+        above = [path, *map(str, PurePosixPath(path).parents)]
+        path = next(p for p in (f"{each}/README.md" for each in above) if (ROOT / p).is_file())
+        path = posixpath.normpath(path)
     return (path if (ROOT / path).is_file() else None), mark + anchor
 
 
