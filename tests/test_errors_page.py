@@ -46,7 +46,8 @@ def printed() -> str:
 
 @pytest.mark.parametrize("message", quoted())
 def test_a_quoted_message_is_one_of_dilocox(message: str) -> None:
-    assert message in printed(), "the message was changed: change docs/errors.md, too"
+    found = message in printed()
+    assert found, "the message was changed: change docs/errors.md, too"
 
 
 def test_the_page_has_what_users_meet_and_nothing_twice() -> None:

@@ -242,12 +242,12 @@ def test_plan(
     needs, does = table_rows("docs/sizes.md", name)
     gpu, usable = re.findall(r"[\d.]+", needs[3])
     assert f"fits: {gpu} GiB of the {usable} GiB" in told
-    assert f"beside the GPUs: {needs[4]} of a machine's memory" in told
+    assert f"host memory: {needs[4]} per machine" in told
     assert f"record: {needs[5]} " in told
     steps, codec, payload, tokens, kept, loss = (cell.strip("`") for cell in does[1:])
     assert f"a round of H = {steps} inner steps" in told
     assert f"codec {codec}\n" in told
-    assert f"{payload} out of and into each site" in told
+    assert f"each site sends and receives {payload}, " in told
     assert f"predicted: {tokens}, {kept.replace(' ', '')} of the same sites" in told
     assert f"predicted loss {loss.replace(' ', '')} " in told
 
