@@ -114,7 +114,8 @@ def coordinator_kill(run: Run, _site: str, _draw: random.Random) -> None:
 def disk_full(run: Run, _site: str, _draw: random.Random) -> None:
     """A disk is full until a checkpoint could not be written."""
     filler, before = run.folder(SMALL_DISK) / "filler", run.said().count("was not written")
-    with filler.open("wb") as file, contextlib.suppress(OSError):
+    # The run itself may have filled the disk already: then the file cannot even be made.
+    with contextlib.suppress(OSError), filler.open("wb") as file:
         while True:
             file.write(bytes(1 << 20))
             file.flush()
