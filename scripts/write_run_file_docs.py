@@ -59,13 +59,14 @@ PLAIN = {
     "inner.schedule": "Learning rate after the warm-up. `cosine`: half a cosine. `wsd`: constant, "
     "with a linear decay at the end. `constant`: constant.",
     "inner.warmup_steps": "Inner steps of linear warm-up.",
-    "outer.method": "Method whose values the keys take that the run file leaves out: see "
+    "outer.method": "Set of defaults for the keys of `[outer]`, `[compression]` and `[control]`: see "
     "[methods](#methods).",
     "outer.overlap": "Parameters from which a site goes on at a landing. `none`: the site waits "
     "for the exchange at the boundary and goes on from the new anchor. `naive`: the new anchor, "
     "without the site's progress since the boundary, which is exchanged later. `keep`: the new "
-    "anchor plus the fraction `keep` of this progress. `eager`: the outer step that the site's own "
-    "contribution alone would make. See [the algorithm](algorithm.md#2-a-round).",
+    "anchor plus the fraction `keep` of this progress. `eager`: the new anchor after one more "
+    "outer step, which uses the site's own newest contribution alone. See "
+    "[the algorithm](algorithm.md#2-a-round).",
     "outer.exchange": "How payloads are exchanged. `gather`: every site receives every payload. "
     "`reduce`: every site averages a part of the values and sends its mean to all; each site "
     "receives 2(D-1)/D payloads, where D is the number of sites.",

@@ -14,7 +14,7 @@ Aggregation = Literal["mean", "clip", "median", "trimmed", "rfa"]
 BY_VALUE = ("median", "trimmed")
 """Aggregation rules that treat every value of a contribution by itself."""
 FEW = 5
-"""Robust aggregation rules need at least this many sites."""
+"""Number of sites from which `median`, `trimmed` and `rfa` protect; with fewer, a run warns."""
 
 
 class AdmissionSection(Section):
@@ -26,23 +26,28 @@ class AdmissionSection(Section):
     aggregation: Aggregation = "mean"
     """How contributions are averaged. `mean`: weighted mean. `clip`: the mean after each tensor is
     scaled down to the median of its norms over the sites; with codecs `topk`, `top1` and
-    `cocktail`, each whole contribution is scaled instead. `median`: the median of each value.
-    `trimmed`: the mean of each value, without the largest and the smallest quarter of the sites.
-    `rfa`: the geometric median. All rules but `mean` need `outer.exchange = "gather"`. `median` and
-    `trimmed` do not work with codecs `topk`, `top1` and `cocktail`. `median`, `trimmed` and `rfa`
-    need five sites or more."""
+    `cocktail`, each whole contribution is scaled instead. `median`: the median of each value over
+    the sites. `trimmed`: the mean of each value over the sites, without the largest and the
+    smallest quarter of the values. `rfa`: the geometric median of the contributions. All rules but
+    `mean` need `outer.exchange = "gather"`. `median` and `trimmed` do not work with codecs `topk`,
+    `top1` and `cocktail`. With fewer than five sites, `median`, `trimmed` and `rfa` give no
+    protection from a wrong contribution, and the run warns."""
     gate: bool = False
-    """Leave out a contribution that would make the held-out loss worse if it were applied alone. A
-    site of one rank applies the contribution to a second copy of the model and evaluates it. In a
-    site of several ranks, each rank projects its part on a gradient of the held-out loss. The
-    projection tells whether the direction is harmful, but not whether the step is too long. So a
-    site of several ranks needs an `aggregation` other than `mean`."""
+    """Leave out a contribution if it alone would increase the held-out loss by more than
+    `gate_tolerance`, and if its effect is clearly worse than the effect of the other contributions
+    or of earlier ones. If more than half of the contributions would be left out, all count. A site
+    of one rank applies each contribution to a second copy of the model and evaluates the copy. In a
+    site of several ranks, each rank computes the inner product of its part
+    of the contribution and a gradient of the held-out loss. The inner product tells whether the
+    direction is harmful, but not whether the step is too long. So a site of several ranks needs an
+    `aggregation` other than `mean`."""
     gate_tolerance: Annotated[float, Field(ge=0.0, le=1.0)] = 0.002
-    """Largest increase of the held-out loss that the gate allows, as a fraction of the loss."""
+    """Increase of the held-out loss that the gate always allows, as a fraction of the loss."""
     gate_sequences: Positive = 8
-    """Held-out sequences that the gate reads, rounded up to whole micro-batches of all stages and
-    shards. A site of one rank reads them for each contribution, a site of several ranks for one
-    gradient at each boundary."""
+    """Number of held-out sequences that the gate reads. A site of one rank evaluates them once for
+    each contribution, and once without. A site of several ranks computes one gradient over them at
+    each boundary. It rounds their number up, so that each shard of each replica reads a multiple of
+    `site.stages` micro-batches."""
     scores: bool = False
     """Compare every contribution with the others by norm and direction, and write the scores to
     `metrics.jsonl`. Scores are always written if `aggregation` is not `mean` or `gate` is true."""
@@ -81,7 +86,10 @@ def admission_problem(
     else:
         key = "admission.gate" if admission.gate else "admission.scores"
     if outer.exchanges_gradients:
-        return f"{key}: method {outer.method} exchanges gradients, which are not compared"
+        return (
+            f"{key}: method {outer.method} exchanges gradients, which are not compared: leave it "
+            "out, or choose another outer.method"
+        )
     if outer.exchange != "gather":
         return f'{key} needs whole contributions at every site: set outer.exchange = "gather"'
     if admission.aggregation in BY_VALUE and compression.kind in PICKED:

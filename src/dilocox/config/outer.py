@@ -129,10 +129,12 @@ class CompressionSection(Section):
 
     codec: str
     """Codec of the payloads. `none`, `fp16`, `bf16`: all values in fp32, fp16 or bf16. `int8`,
-    `int4`, `int2`: blocks of 128 values with one bf16 scale per block. `topk:K`: the K largest of
-    every 4,096 values, 2 bits each. `top1:B`: the largest of every B values, 2 bits each.
+    `int4`, `int2`: all values in codes of 8, 4 or 2 bits, with one bf16 scale per 128 values.
+    `topk:K`: the K values of largest magnitude out of every 4,096, as indices and 2-bit codes.
+    `top1:B`: the value of largest magnitude out of every B, as an index and a 2-bit code.
     `lowrank:R`: two factors of rank R per matrix, 4 bits per value (`lowrank:R:int8`: 8 bits).
-    `cocktail`: the largest fifth of a random tenth of the values, 4 bits each."""
+    `cocktail`: the fifth of largest magnitude out of a random tenth of the values, as indices and
+    4-bit codes."""
     error_feedback: bool
     residual_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """beta: fraction of the residual that enters the next contribution."""
@@ -215,10 +217,11 @@ class ControlSection(Section):
     """Fraction of the available time that exchanges are planned to fill."""
     work: Annotated[float, Field(gt=0.0, le=1.0)] = 0.03
     """With `adapt = "link"`: largest fraction of a round that training may lose to the exchanges of
-    a new plan, not counting the time that it waits. On CPUs, the loss is the time of encoding,
-    votes, decoding, boundaries, landings and digests; their CPU time counts twice if training gets
-    half a core. On GPUs, the loss is the time of boundaries and landings, during which the GPUs
-    stand still. A plan in force may take a quarter more."""
+    a new plan. Time in which training waits for other sites does not count. On CPUs, the lost time
+    is the CPU time of encoding, votes, decoding, boundaries, landings and digests, times the
+    seconds that the training thread needs for one second of CPU time: 1.0 if it has a core to
+    itself, 2.0 if it gets half a core. On GPUs, the lost time is the time of boundaries and
+    landings, during which the GPUs stand still. A plan in force may lose a quarter more."""
     window: Annotated[int, Field(ge=1, le=64)] = 5
     """With `adapt = "effective-rank"`: number of first rounds that use the run file's values, and
     number of rounds over which the rank is averaged later."""

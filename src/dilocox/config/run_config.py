@@ -73,8 +73,8 @@ class ModelSection(Section):
     """With `path`. `true`: start from the model's weights. `false`: use only its configuration."""
     handover: bool = False
     """`true`: `path` is a folder that `dilocox handover` wrote, and this run continues the run that
-    the folder comes from. It continues with that run's outer momentum, token ranges and inner
-    steps, which count towards this run's length. Sites, stages and shards may differ."""
+    the folder comes from. It takes over that run's outer momentum, token ranges and inner steps;
+    these inner steps count towards this run's length. Sites, stages and shards may differ."""
     architecture: dict[str, Any] | None = None
     """Inline architecture: `model_type` and the keys of that type's configuration."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
