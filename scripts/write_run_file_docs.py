@@ -59,8 +59,8 @@ PLAIN = {
     "inner.schedule": "Learning rate after the warm-up. `cosine`: half a cosine. `wsd`: constant, "
     "with a linear decay at the end. `constant`: constant.",
     "inner.warmup_steps": "Inner steps of linear warm-up.",
-    "outer.method": "Set of defaults for the keys of `[outer]`, `[compression]` and `[control]`: see "
-    "[methods](#methods).",
+    "outer.method": "Set of defaults for the keys of `[outer]`, `[compression]` and `[control]`: "
+    "see [methods](#methods).",
     "outer.overlap": "Parameters from which a site goes on at a landing. `none`: the site waits "
     "for the exchange at the boundary and goes on from the new anchor. `naive`: the new anchor, "
     "without the site's progress since the boundary, which is exchanged later. `keep`: the new "

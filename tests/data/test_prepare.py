@@ -180,7 +180,9 @@ def test_too_little_text(tmp_path: Path, content: str, change: dict[str, Any], r
 
 
 def test_corpus_too_small_for_the_vocabulary_or_a_sequence(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data.vocabulary_size 50000: the text gives \d+ tokens"):
+    with pytest.raises(
+        DataError, match=r"data.vocabulary_size 50000: the text yields only \d+ tokens"
+    ):
         prepare(section(corpus, vocabulary_size=50_000), tmp_path / "data", seed=0)
     with pytest.raises(DataError, match=r"validation split has .* sequence_length 2000 needs 2001"):
         prepare(section(corpus, sequence_length=2000), tmp_path / "data", seed=0)
@@ -345,7 +347,7 @@ def test_full_disk_is_said_at_once(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DataError, match=r"or more, 0\.0 GB are free; make room"):
+    with pytest.raises(DataError, match=r"or more, but only 0\.0 GB are free; make room"):
         prepare(section(corpus), tmp_path / "data", seed=0)
 
 

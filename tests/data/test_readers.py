@@ -180,7 +180,9 @@ def test_what_holds_no_text_is_called_what_it_is(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f'field "messages" is not text but {kind}; set data'):
             read(path, "jsonl", "messages")
     path.write_text('{"messages": [{"role": "user", "content": "hello"}]}')
-    with pytest.raises(DataError, match=r"a list; .*; chats are not read, write each as one text"):
+    with pytest.raises(
+        DataError, match=r"a list; .*; chats are not supported: write each chat as one text"
+    ):
         read(path, "jsonl", "messages")
 
 
@@ -207,7 +209,7 @@ def test_a_long_window_of_zstd_names_its_mend(tmp_path: Path) -> None:
     path = tmp_path / "a b.jsonl.zst"
     # The header of a frame that asks for a window of 256 MiB (RFC 8878, 3.1.1).
     path.write_bytes(b"\x28\xb5\x2f\xfd" + bytes([0, (28 - 10) << 3]) + b"\x01\x00\x00")
-    with pytest.raises(DataError, match=r"unpack it: zstd -d --long=31 'a b\.jsonl\.zst'"):
+    with pytest.raises(DataError, match=r"decompress it: zstd -d --long=31 'a b\.jsonl\.zst'"):
         read(path, "jsonl")
 
 

@@ -65,7 +65,7 @@ def test_open_does_not_read_the_tokens_and_verify_does(copy: TokenFiles) -> None
     bad[5] ^= 1
     path.write_bytes(bad)
     opened = TokenFiles.open(copy.folder)
-    with pytest.raises(DataError, match=r"train-00000\.bin: its digest is not the manifest's"):
+    with pytest.raises(DataError, match=r"train-00000\.bin: its digest differs from the manifest"):
         opened.verify()
 
 

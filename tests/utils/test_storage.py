@@ -88,7 +88,7 @@ def test_a_checkpoint_outlasts_failures_of_its_storage(
         writer.wait()
     assert not failed
     assert flaky == [0.5, 1.0]
-    assert "503 Slow Down; tried again in 0.5 s" in caplog.text
+    assert "503 Slow Down; trying again in 0.5 s" in caplog.text
     FlakyFileSystem.failures = 1
     found = load("flaky://runs/a", 3, "paris", 0, 0, digests[3], patience=60.0)
     assert torch.equal(found.tensors["w"], torch.ones(5))

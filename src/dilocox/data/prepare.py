@@ -409,8 +409,8 @@ def _check_disk(total: int | None, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < least:
         raise DataError(
-            f"{folder.parent}: token files need {least / 1e9:.1f} GB or more, {free / 1e9:.1f} GB "
-            "are free; make room or set data.folder"
+            f"{folder.parent}: token files need {least / 1e9:.1f} GB or more, but only "
+            f"{free / 1e9:.1f} GB are free; make room or set data.folder"
         )
 
 

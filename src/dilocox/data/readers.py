@@ -200,7 +200,7 @@ def _objects(stream: IO[str]) -> Iterator[object]:
     while not text.strip() and (text := stream.read(BLOCK)):
         pass
     if text.strip():
-        raise ValueError(f"{text.strip()[:16]!r} behind the array")
+        raise ValueError(f"{text.strip()[:16]!r} after the end of the array")
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, object]]:
@@ -241,7 +241,11 @@ def _texts(records: Iterator[tuple[str, object]], field: str) -> Iterator[str | 
             continue
         found, text = True, record[field]
         if text is not None and not isinstance(text, str):
-            chat = "; chats are not read, write each as one text" if isinstance(text, list) else ""
+            chat = (
+                "; chats are not supported: write each chat as one text"
+                if isinstance(text, list)
+                else ""
+            )
             kind = _kind_of(text)
             raise DataError(f'{where}: field "{field}" is not text but {kind}; {FIELD}{chat}')
         yield text
@@ -338,8 +342,8 @@ class _Zstd(io.RawIOBase):
             if "too much memory" not in str(error):
                 raise
             raise OSError(
-                "compressed by zstd --long with a window that is too long to be read here; unpack "
-                f"it: zstd -d --long=31 {shlex.quote(self._path.name)}"
+                "compressed by zstd --long with a window that is too long to be read here; "
+                f"decompress it: zstd -d --long=31 {shlex.quote(self._path.name)}"
             ) from None
         buffer[: len(data)] = data
         return len(data)

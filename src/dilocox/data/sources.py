@@ -173,7 +173,8 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
     if path.is_file():
         if path.suffix.lower() in PACKED:
             raise DataError(
-                f"data.source {source}: {path.suffix} is not unpacked; unpack it, or pack it as .gz"
+                f"data.source {source}: {path.suffix} files cannot be decompressed here; "
+                "decompress the file, or compress it as .gz"
             )
         named = _format_of(path.name, JSON) if data.format == "auto" else data.format
         return [_source_file(path, path.name, named or "text")], {}
@@ -197,7 +198,8 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
         known = " ".join(sorted(suffix for group in wanted.values() for suffix in group))
         others = f" (left out: {counted(left)})" if left else ""
         raise DataError(
-            f"data.source {source}: no file with text in this folder{others}; taken: {known}"
+            f"data.source {source}: no file with text in this folder{others}; "
+            f"endings that are read: {known}"
         )
     return files, left
 
@@ -245,7 +247,7 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
     if not files:
         raise DataError(
             f"data.source {source}: none of its {len(found)} files is UTF-8 text; convert them "
-            "(such as iconv -f LATIN1 -t UTF-8)"
+            "(for example with iconv -f LATIN1 -t UTF-8)"
         )
     stdlib = source == STDLIB
     version = f"{platform.python_implementation()} {platform.python_version()}"

@@ -159,7 +159,7 @@ class TokenFiles:
         for name, size, sha256 in recorded:
             if hash_file(self.folder / name) != sha256:
                 raise DataError(
-                    f"{self.folder / name}: its digest is not the manifest's; prepare the data "
+                    f"{self.folder / name}: its digest differs from the manifest; prepare the data "
                     "again"
                 )
             done += size

@@ -62,7 +62,7 @@ def train_tokenizer(documents: Iterable[list[str]], vocabulary_size: int, folder
     reached = tokenizer.get_vocab_size()
     if reached < vocabulary_size:
         raise DataError(
-            f"data.vocabulary_size {vocabulary_size}: the text gives {reached} tokens only; "
+            f"data.vocabulary_size {vocabulary_size}: the text yields only {reached} tokens; "
             "give more text or lower the vocabulary size"
         )
     folder.mkdir(parents=True)

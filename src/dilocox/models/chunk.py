@@ -113,9 +113,9 @@ class ModelChunk(nn.Module):
     def _logits_of(self, output: Any) -> Logits:
         """Returns a function from hidden states [b, l, d] to logits [b, l, V].
 
-        The hidden states may be those of any of the tokens in `output`, which the body returned.
-        The function runs the causal LM's own forward with a body that returns the given hidden
-        states. So it includes everything that the model type does beside its head, such as bias,
+        `output` is what the body has returned. The hidden states may be those of a part of its
+        tokens, so that the loss can be computed part by part. The function runs the causal LM's own
+        forward with a body that returns the given hidden states. So it includes everything that the model type does beside its head, such as bias,
         scale or soft cap.
         """
 

@@ -139,8 +139,9 @@ class PretrainedWeights:
     def _check_shape(self, full_name: str, shape: Sequence[int]) -> None:
         if list(shape) != list(self._shapes[full_name]):
             raise ModelError(
-                f"{self._folder}: {full_name} has the shape {list(shape)}, the configuration "
-                f"asks for {list(self._shapes[full_name])}; the two do not belong together"
+                f"{self._folder}: {full_name} has the shape {list(shape)}, but the configuration "
+                f"needs {list(self._shapes[full_name])}; the weights and the configuration "
+                "are not of the same model"
             )
 
     def _make(self, recipe: Recipe, full_name: str) -> torch.Tensor:

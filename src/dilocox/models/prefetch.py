@@ -1,7 +1,8 @@
 """Downloads and checks a model's weights before a site enrols.
 
-After its enrolment a site must send heartbeats soon, so weights from the hub are downloaded before.
-Weights that cannot be used are refused before anything has been changed.
+A site must send heartbeats soon after its enrolment, and a download from the hub may take longer.
+So the site downloads its weights first. Weights that cannot be used are refused before anything
+changes.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _UNPACKED: ContextVar[bool] = ContextVar("unpacked", default=False)
 
 @contextmanager
 def unpacked_rows() -> Iterator[None]:
-    """Within this context and thread, transformers takes every row for one sequence."""
+    """Within this context and thread, transformers treats every row as one sequence."""
     _install()
     before = _UNPACKED.set(True)
     try:

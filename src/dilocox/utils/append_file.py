@@ -52,7 +52,7 @@ class AppendFile:
         Raises `OSError` if the disk fails, and `ValueError` if the file was not opened as durable.
         """
         if self._unsynced is None:
-            raise ValueError("a file that was not opened as durable")
+            raise ValueError("sync() needs a file that was opened as durable")
         with self._syncing:
             with self._lock:
                 goal = self.length

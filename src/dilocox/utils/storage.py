@@ -73,7 +73,7 @@ def when_there_is_room(
             if deadline is None:
                 deadline = now + seconds
                 log.error(
-                    "%s: cannot be written (%s); tried again for %.0f s: free the disk",
+                    "%s: cannot be written (%s); trying again for up to %.0f s: free disk space",
                     what, error.strerror, seconds,
                 )  # fmt: skip
             if now >= deadline:
@@ -209,7 +209,7 @@ def retry(
             deadline = now + seconds if deadline is None else deadline
             if now + pause > deadline or is_local(opened(where)[0]):
                 raise
-            log.warning("%s: %s; tried again in %.1f s", where, reason(error), pause)
+            log.warning("%s: %s; trying again in %.1f s", where, reason(error), pause)
         sleep(pause)
     raise AssertionError("pauses never end")
 
