@@ -115,8 +115,8 @@ class ModelChunk(nn.Module):
 
         `output` is what the body has returned. The hidden states may be those of a part of its
         tokens, so that the loss can be computed part by part. The function runs the causal LM's own
-        forward with a body that returns the given hidden states. So it includes everything that the model type does beside its head, such as bias,
-        scale or soft cap.
+        forward with a body that returns the given hidden states. So it includes everything that the
+        model type does beside its head, such as bias, scale or soft cap.
         """
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
