@@ -184,9 +184,9 @@ class ControlSection(Section):
     fast sites wait for slow sites. `by-speed`: the typical site takes `inner_steps`, and every
     other site takes as many steps as it can in the same time. Speeds are measured unless
     `sites.NAME.speed` declares them. With measured speeds of three sites or more, the typical site
-    is the median; of the two middle sites of an even number, it is the faster. With two sites or
-    with declared speeds, it is the fastest site. The default is `by-speed` if speeds are declared
-    or if `adapt = "link"` uses measurements, else `equal`."""
+    is the median: with an even number of sites, the faster of the two middle sites. With two sites
+    or with declared speeds, it is the fastest site. The default is `by-speed` if speeds are
+    declared or if `adapt = "link"` uses measurements, else `equal`."""
     weights: Literal["equal", "tokens", "fednova"] = "tokens"
     """Weights of contributions that were made with unequal numbers of steps. `tokens`: proportional
     to the number of tokens. `equal`: proportional to the batch size alone. `fednova`: proportional

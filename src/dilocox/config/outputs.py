@@ -82,9 +82,10 @@ class RecordSection(Section):
     the oldest kept round. "auto": no limit below 1e9 parameters; for larger models 80 bytes per
     parameter, at least 500 GB."""
     states_every: Annotated[int, Field(ge=0)] = 0
-    """Interval in rounds. At the start of every such round, and of the flush, each site stores its
-    state, so that `dilocox audit` can repeat the round. 0: no states are stored. A site with text
-    of its own (`sites.NAME.data`) signs its state but does not store it."""
+    """N: each site stores its state at the start of every round whose number is a multiple of N,
+    and at the start of the flush, so that `dilocox audit` can repeat the round. 0: no states are
+    stored. A site with text of its own (`sites.NAME.data`) signs its state but does not store
+    it."""
     states_keep: Annotated[int, Field(ge=0)] = 0
     """Number of the newest rounds whose states are kept; the store may hold one more. States of
     earlier rounds are removed, and these rounds can no longer be audited. 0: all states are kept.

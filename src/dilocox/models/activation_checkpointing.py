@@ -47,7 +47,7 @@ def recompute(layer: nn.Module, checkpointing: Checkpointing) -> None:
 
 
 class SelectedBytes(TorchDispatchMode):
-    """Context that counts the bytes which "selective" would save of the operations run in it."""
+    """Context that counts the bytes of the outputs which "selective" would save in it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
