@@ -87,8 +87,8 @@ def why_not(
 
     Args:
         bound: Public key to which the name is bound; empty if it is bound to none.
-        key: Public key of the request.
-        proof: Signature of the request, made by `RecordKey.prove`.
+        key: Public key of the request; None: the request has no key.
+        proof: Signature of the request, made by `RecordKey.prove`; None: it has none.
         site: Name of the site that enrols.
         fingerprint: SHA-256 of the coordinator's certificate, hex.
         csr: Certificate signing request of the request, PEM.

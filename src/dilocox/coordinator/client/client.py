@@ -82,7 +82,7 @@ class CoordinatorClient:
         self._post("ready", m.ReadyRequest(rank=self.rank), m.Done)
 
     def building(self) -> m.BeatReply:
-        """Send a beat of a rank that still builds its model, so it cannot take part yet."""
+        """Send a beat that says that the rank still builds its model and cannot take part yet."""
         request = m.BeatRequest(rank=self.rank, tick=0, round=0, slot=0, building=True)
         limit = self.timeouts.heartbeat / 2
         return self._transport.call("POST", "beat", request, m.BeatReply, limit=limit)
@@ -328,7 +328,7 @@ class CoordinatorClient:
     def hand_in(self, statement: str | None = None) -> am.HandInReply:
         """Submit an auditor's signed verdict for the record. The reply says in whose name.
 
-        With None nothing is submitted, and only the reply is wanted.
+        If `statement` is None, nothing is submitted, and the reply says whose name it would be.
         """
         return self._post("verdict", am.HandInRequest(statement=statement), am.HandInReply)
 

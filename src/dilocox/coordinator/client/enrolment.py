@@ -1,4 +1,4 @@
-"""Enrolment of a site: it shows its join token and gets an identity. Calls by token."""
+"""Enrolment of a site by its join token, and other calls for which the token suffices."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def enrol(
         The identity for all ranks of the site, and the coordinator's reply.
 
     Raises:
-        JoinError: The site may not join. `RetryLaterError`: perhaps later.
+        JoinError: The site may not join. Its subclass `RetryLaterError`: a later try may succeed.
     """
     parsed = JoinToken.parse(token)
     key, csr = new_request(site)
@@ -111,7 +111,7 @@ def look(url: str, token: str, timeouts: Timeouts) -> m.Status:
     """Return the run's status, by the join token of one of its sites, without joining.
 
     The server's certificate is checked against the token before the token is sent. Raises
-    `JoinError` if the token is not valid.
+    `JoinError` if the token is not valid or the call is refused.
     """
     request = m.LookRequest(token=str(JoinToken.parse(token)))
     return _asked(url, token, timeouts, "look", request, m.Status)
@@ -121,7 +121,7 @@ def hand_in(url: str, token: str, timeouts: Timeouts, statement: str | None) -> 
     """Submit an auditor's signed verdict for the record, by the join token of a site of the run.
 
     If `statement` is None, nothing is submitted. The reply says in whose name the verdict is.
-    Raises `JoinError` if the token is not valid.
+    Raises `JoinError` if the token is not valid or the call is refused.
     """
     request = am.TokenHandInRequest(token=str(JoinToken.parse(token)), statement=statement)
     return _asked(url, token, timeouts, "verdict_by_token", request, am.HandInReply)

@@ -150,7 +150,7 @@ class RankControl:
             self.touch()
 
     def _runs_out(self, slots: int) -> bool:
-        """Return whether `slots` more slots take less time than the interval of two beats."""
+        """Return whether `slots` more slots take less time than the interval between two beats."""
         each = self._slot_seconds
         return each is not None and slots * each < self._every
 

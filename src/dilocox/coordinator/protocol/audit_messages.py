@@ -27,7 +27,7 @@ class TokenHandInRequest(HandInRequest):
 
 
 class HandInReply(Message):
-    """Confirms that the verdict is in the log, or only answers in whose name it would be there."""
+    """Says in whose name the verdict is in the log; without a statement, in whose it would be."""
 
     run: str
     """Id of the run in its record."""

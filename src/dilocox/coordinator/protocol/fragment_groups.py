@@ -27,7 +27,8 @@ def pieces_of(fragment: int, fragments: int, pieces: int) -> range:
 def fragment_counts(pieces: int) -> list[int]:
     """Return the numbers of fragments that a round may have, in descending order.
 
-    The first is `pieces` (every piece alone); each further one is half the one before, down to 1.
+    The first is `pieces` (every piece alone). Each further number is half of the number before,
+    rounded down; the last is 1.
     """
     found = [pieces]
     while found[-1] > 1:

@@ -86,7 +86,7 @@ class LookRequest(Message):
 
 
 class EnrolRequest(Message):
-    """`enrol`: asks for a site's client certificate, so it is sent without one; once per start."""
+    """`enrol`: asks for a client certificate. A site sends it without one, once per start."""
 
     site: SiteName
     token: Annotated[str, Field(max_length=200)]
@@ -218,7 +218,7 @@ class StandingRequest(Message):
 
 
 class RetireReply(Message):
-    """Says in one line for people how the site will leave."""
+    """One line for people: what a `RetireRequest` or `StandingRequest` means for the site."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""At the ends of which slots fragments reach their boundaries.
+"""The slots at whose ends fragments have their boundaries.
 
 A tick is the number of slots that have ended since the run began. A fragment has its boundary at
 the end of one slot of every round. The contribution taken there lands `delay` slots later, possibly

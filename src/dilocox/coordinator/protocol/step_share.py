@@ -1,4 +1,4 @@
-"""How many inner steps a site takes in a round, from its pace. Ranks and coordinator compute it.
+"""Inner steps of a site in a round, computed from its pace by ranks and coordinator alike.
 
 A site's *pace* is its speed in thousandths of the typical site's (`controller.pace`). While the
 typical site takes c inner steps, a site of pace p takes (c * p + carry) // 1000 steps. The
