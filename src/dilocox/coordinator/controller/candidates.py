@@ -54,8 +54,8 @@ class Candidate:
     hides: bool
     """Whether its exchanges end in time behind computation, so that training does not wait."""
     light: bool
-    """Whether its exchanges take little from training beside waits: on CPUs by their computation,
-    on GPUs by boundaries and landings."""
+    """Whether its exchanges take little training time, waits not counted: on CPUs by their
+    computation, on GPUs by boundaries and landings."""
 
     @property
     def fits(self) -> bool:
@@ -212,10 +212,11 @@ def candidate(
 
     `sizes` are those of the run's pieces, which travel as `fragments` fragments (None: one each).
 
-    A plan that is `in_force` may use all of the time and `SLACK` times the work, of which a new
-    plan has to leave a part free. So a plan that was only just possible is not dropped at once. Its
-    delay is that of a new plan while the round is long enough. The free time, and in long rounds
-    one slot more for every `APART`, is what sites may be apart without waiting for each other.
+    A new plan has to leave a part of the time free (`control.utilisation`). A plan that is
+    `in_force` may use all of the time, and `SLACK` times the work. So a plan that was only just
+    possible is not dropped at once. Its delay is that of a new plan while the round is long enough.
+    Sites may be apart by the free time, and in long rounds by one more slot per `APART` slots,
+    without waiting for each other.
     """
     outer, control = config.outer, config.control
     slot = outer.inner_steps // outer.slots

@@ -72,8 +72,8 @@ class Estimate:
     overheads: Mapping[int, int] = field(default_factory=dict, hash=False)
     """`overhead_us` by number of fragments, for the numbers that were used."""
     work_us: int = 0
-    """Microseconds that the exchanges of a round, of the whole model, take from training beside
-    waits; in the last measured round."""
+    """Microseconds of training time that all exchanges of the last measured round took, waits not
+    counted."""
     works: Mapping[str, int] = field(default_factory=dict, hash=False)
     """`work_us` by codec, for the codecs that were used."""
     lag_us: int = 0

@@ -37,7 +37,8 @@ WORTH = 0.003
 """A plan that still fits is replaced only if the predicted loss falls by this share."""
 FEWER_WORTH = 0.005
 """Fewer fragments than pieces are chosen only if the predicted loss falls by this share. Below it a
-measurement showed no gain: a denser codec in two fragments had the loss of the other in four."""
+measurement showed no gain: a denser codec in two fragments had the same loss as a sparser codec in
+four fragments."""
 NEAR = 5 / 4
 """If no plan hides, the least lossy of the plans that are at most this many times as slow as the
 fastest is chosen. If time does not depend on bytes, fewer bytes gain nothing."""

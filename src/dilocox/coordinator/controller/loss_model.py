@@ -174,7 +174,9 @@ def residual_decay(inner_steps: int, codec: str, steps: int) -> float:
 
 
 def residual_view(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW) -> float:
-    """Return the best lambda for a codec, `inner_steps` per round and `steps` in the run.
+    """Return the best lambda (`compression.residual_view`) for a codec and a plan.
+
+    `inner_steps` are those per round, `steps` those of the run.
 
     Longer rounds leave more in the residual: a share of it that helps in short rounds harms in long
     ones. Raises `ConfigError` if `codec` is not a codec.
@@ -183,7 +185,7 @@ def residual_view(inner_steps: int, codec: str, steps: int, optimizer: str = ADA
 
 
 def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> float:
-    """Return kappa of the overlap rule `keep` (docs/algorithm.md §2).
+    """Return kappa (`outer.keep`) of the overlap rule `keep` (docs/algorithm.md §2).
 
     It is less than 1 if long rounds land late; with top-k shorter rounds, too, because a landing
     then brings little compared with what the site itself has trained since (docs/notes/quality.md).
