@@ -383,7 +383,7 @@ class RunMetrics:
         return totals
 
     def _step_after(self, round_: int) -> int:
-        """Return the inner steps by the end of `round_`, which has a report; 0 for round -1."""
+        """Return the inner steps by the end of `round_`, from its reports; 0 before round 0."""
         if round_ < 0:
             return 0
         if round_ in self._rounds:

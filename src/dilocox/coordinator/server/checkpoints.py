@@ -1,4 +1,4 @@
-"""The coordinator's requests about checkpoints: written, damaged, and signed model states."""
+"""Requests of ranks about checkpoints: written, damaged, and signed model states."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Saves:
         if rank.site != state.founder:
             raise Refused(
                 "conflict",
-                f"{rank}: the others take nothing of its checkpoint; fetch the state from "
+                f"{rank}: no other site takes state from its checkpoint; fetch the state from "
                 f"{state.founder}",
             )
         if state.sites[rank.site].spoiled and len(self._whole_beside(rank.site)) > 1:

@@ -186,7 +186,7 @@ def _of_bytes(given: Evidence, settled: Mapping[str, RankOpinion]) -> dict[str, 
 def _equivocates(site: str, given: Evidence) -> bool:
     """Return whether at least half of a shard's ranks got another payload than the site voted with.
 
-    Fewer ranks that say so have been excluded before (`disputes`).
+    If fewer ranks say so, their sites have been excluded before (`disputes`).
     """
     own = given.digests.get(site, ())
     return any(

@@ -1,4 +1,4 @@
-"""The coordinator's requests by which sites leave and runs end."""
+"""Requests by which sites leave and runs end."""
 
 from __future__ import annotations
 

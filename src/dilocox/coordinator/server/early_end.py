@@ -33,7 +33,8 @@ def note(state: Facts, event: e.Reported) -> None:
 def _may_ask(state: Facts, event: e.Reported) -> bool:
     """Return whether the report's site may ask to end the run.
 
-    Only the first site of a plan with an evaluation may, or in round 0 for the first evaluation.
+    Only the first site of the round's plan may: with an "evaluation" if the plan evaluates, or with
+    a "first_evaluation" in round 0.
     """
     plan = state.plans.get(event.round)
     if plan is None or next(iter(plan.members), None) != event.site:

@@ -131,7 +131,7 @@ class Doubted(Event):
 @dataclass(frozen=True)
 class Renewed(Event):
     """An entering site fetches missing pieces again. Most sites never reported digests of the
-    versions that it got, and hold newer versions now, so those can no longer be checked."""
+    versions that it got. They hold newer versions now, so the old ones cannot be checked."""
 
     site: str
     incarnation: int
@@ -151,7 +151,9 @@ class Activated(Event):
 class Overtaken(Event):
     """The other sites go on without a site: it is too late, or lacks contributions that most hold.
 
-    The site ends its current round, then enters again from `donor`. It keeps its residual."""
+    The site ends its current round, then enters again from `donor`. It keeps its residual.
+    Messages for people say that the site is left behind.
+    """
 
     site: str
     incarnation: int
@@ -286,7 +288,7 @@ class Voted(OfRank):
 @dataclass(frozen=True)
 class Broke(OfRank):
     """A rank could not complete an attempt; `failed` names sites whose link broke. `excused` names
-    those that an earlier exchange holds up, so that they cannot have begun this one."""
+    other reported sites: an earlier exchange holds them up, so they cannot have begun this one."""
 
     key: str
     attempt: int

@@ -16,7 +16,7 @@ Member = tuple[str, int]
 MAX_BROKEN = 4
 """After this many broken attempts of one exchange, the site with the worst links is dropped."""
 MAX_EXCUSED = 32
-"""At most this many attempts of one exchange may be excused, so that no site is blamed."""
+"""Largest number of attempts of one exchange that may break without blame for any site."""
 UNREACHABLE = "unreachable"
 
 

@@ -88,13 +88,13 @@ class Ledger:
         self._open[site, incarnation] = left
 
     def give_back(self, site: str, incarnation: int) -> None:
-        """Return all ranges that a site has not committed to the pool."""
+        """Put all uncommitted ranges of a site back into the pool."""
         for entry in self._open.pop((site, incarnation), []):
             entry.state = "returned"
             self._put(entry.space, entry.start, entry.count)
 
     def give_back_range(self, space: str, start: int, count: int) -> None:
-        """Put numbers into the pool on which no site has trained."""
+        """Put `count` numbers from `start` on into the pool: no site has trained on them."""
         self._put(space, start, count)
 
     def note_committed(self, site: str, space: str, ranges: list[Range]) -> None:
@@ -124,10 +124,11 @@ class Ledger:
                         self.commit(site, incarnation, earlier)
 
     def reopen(self, round_: int, sites: Collection[str]) -> None:
-        """Reopen ranges for a resume from a checkpoint of `sites` in `round_`, the last round.
+        """Reopen ranges for a resume from a checkpoint of `sites` in `round_`.
 
-        Ranges committed since the checkpoint become issued again, because they are trained on
-        again. So do ranges that `sites` returned, in case these sites come back.
+        `round_` is the last round of this ledger. Its committed ranges become issued again, because
+        they are trained on again. So do ranges of this round that `sites` returned, in case these
+        sites come back.
         """
         for entry in self.entries:
             # Entries with incarnation 0 are those of the run before this one.

@@ -157,7 +157,7 @@ class RecordSink(Protocol):
         """Retry writes that have failed. Raises nothing."""
 
     def cover(self) -> None:
-        """Sign the log up to here, in the background: a round begins, or the run has ended."""
+        """Sign the log up to here, in the background: called when a round begins or a run ends."""
 
 
 class RecordHook:
@@ -197,7 +197,7 @@ class RecordHook:
         if (rank.site, rank.stage, rank.shard) not in state.voters(exchange):
             return False  # The rank comes too late, or only receives.
         if (rank.site, rank.stage, rank.shard) in self._barred.get(request.key, ()):
-            return False  # Not in any later attempt: it may have seen the others' payloads.
+            return False  # It voted without a commitment, and may have seen payloads since.
         key = ExchangeKey.parse(request.key)
         bound = names_payload(plan.exchange, plan.codec)
         return self._notary.committed(rank, key, request.commitment, bound=bound)

@@ -72,7 +72,7 @@ class Reports:
             if listener is not None:
                 listener(about)
         except Exception as error:
-            _log.error("coordinator: its metrics did not take a message or plan (%r)", error)
+            _log.error("coordinator: the metrics failed to take a message or plan (%r)", error)
 
     def again(self) -> None:
         """Hand on the latest reports again, which the previous process may only have logged."""

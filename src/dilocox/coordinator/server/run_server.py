@@ -176,7 +176,7 @@ async def _serve(
         try:
             coordinator.departures.stop(m.StopRequest(reason="interrupted at the coordinator"))
         except TrainingError as error:
-            _log.error("%s; the run stops then", error)
+            _log.error("%s; the stop is tried again until it is logged", error)
             if not quit_now.is_set():
                 loop.call_later(ROOM_PAUSE, stop)
 

@@ -190,7 +190,7 @@ class Coordinator:
         self.run.append(e.Stored(self.run.wall(), key, value, site))
 
     def expire(self) -> None:
-        """Declare sites lost whose ranks stopped beating, and pass over stragglers.
+        """Declare sites lost whose ranks stopped beating, and overtake stragglers.
 
         Call it every `timeouts.beat` seconds."""
         if self.state.over:

@@ -44,7 +44,7 @@ class SiteState:
     name: str
     incarnation: int = 0
     role: str = "absent"
-    """One of absent, enrolled, entering, active, finished and gone."""
+    """One of absent, enrolled, entering, active, finished and gone (it has left or is lost)."""
     reason: str = ""
     """Why the site is gone, or may not join; else empty."""
     donor: str | None = None

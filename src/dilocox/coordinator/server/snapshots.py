@@ -25,7 +25,10 @@ KEPT = 8
 
 @functools.cache
 def code() -> str:
-    """Return the SHA-256, hex, of the code that applies events: other code may differ in states."""
+    """Return the SHA-256 (hex) of the code that applies events.
+
+    Other code may give other states, so its snapshots are not used.
+    """
     total = hashlib.sha256()
     server, coordinator = Path(__file__).parent, Path(__file__).parents[1]
     rules = [*(coordinator / "protocol").glob("*.py"), coordinator / "controller" / "pace.py"]

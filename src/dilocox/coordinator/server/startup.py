@@ -37,9 +37,9 @@ def goes_on(state: CoordinatorState, site: str) -> bool:
 def starts(state: CoordinatorState, site: str) -> bool:
     """Return whether `site` may be one of the sites that start the run.
 
-    When the run resumes from a checkpoint, a site without its part enters after the start. Before,
-    it could fetch a state, but not the exchanges in flight that still land on it. Methods that
-    exchange gradients let no site enter later, so with them every site may start.
+    When the run resumes from a checkpoint, a site without its part enters after the start. Before
+    the start it could fetch a state, but not the exchanges in flight that still land on it. Methods
+    that exchange gradients let no site enter later, so with them every site may start.
     """
     anew = state.checkpoint is None or state.config.exchanges_gradients
     return anew or goes_on(state, site)

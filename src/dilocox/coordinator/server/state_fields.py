@@ -135,7 +135,7 @@ class Facts:
 
     @property
     def waits_for_sites(self) -> bool:
-        """Whether fewer than `outer.min_sites` sites train: exchanges and plans wait meanwhile."""
+        """Whether sites train, but fewer than `outer.min_sites`: no exchange or plan is decided."""
         return self.running and 0 < len(self.with_role("active")) < self.config.outer.min_sites
 
     @property

@@ -164,7 +164,7 @@ class StepClock:
     def _evidence(
         self, state: CoordinatorState, plan: RoundPlan, site: str
     ) -> tuple[float, list[Evidence]] | None:
-        """Return when a site arrived at its last exchange of a round, and the evidence before.
+        """Return when a site arrived at its last exchange of a round, and the evidence until then.
 
         None if the times are not known.
         """
@@ -257,7 +257,8 @@ def expected(evidence: Sequence[Evidence], step_us: int) -> float:
 def least_step(evidence: Sequence[Evidence], end: float) -> int:
     """Return the shortest step time, in microseconds, with which a site arrives as late as `end`.
 
-    0 if the evidence gives no bound, for example if a slow site took no step after it.
+    0 if the evidence gives no bound, for example if a slow site took no step after any of the known
+    moments.
     """
     if any(when >= end for when, steps in evidence if not steps):
         return 0

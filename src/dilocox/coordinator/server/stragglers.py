@@ -2,8 +2,8 @@
 
 A site may arrive at an exchange later than all others by the grace plus the time that a round takes
 it: sites can be this far apart if all take the same number of steps. The time of a site's round is
-its own claim, so the times of the others bound it. Sites are passed over only if at least as many
-sites wait as are missing, so a few early sites cannot exclude the rest.
+its own claim, so the times of the others bound it. Sites are overtaken (`events.Overtaken`) only if
+at least as many sites wait as are missing, so a few early sites cannot exclude the rest.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _allowed(state: CoordinatorState, site: str, round_: int, limits: Timeouts) 
     """Return how long, beyond the grace, the others wait for a site at an exchange of `round_`.
 
     The result is in seconds: the site's time per round for every round that it still has to train.
-    A site without measurements gets the median of the others. Its first round may take longer,
-    because code is compiled in it.
+    Without measurements of the site, the median of the others counts. In a site's first round, in
+    which code is compiled, the result is `limits.stall` plus `SLOWEST` median rounds of the others.
     """
     own = state.sites[site]
     active = state.with_role("active")

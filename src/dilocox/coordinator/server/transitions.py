@@ -29,7 +29,7 @@ def decide(
 
     After every event, call it until it returns None. `wait_for` is the number of sites that the
     run starts with. `time` only stamps the event. If `key` is given, only this exchange is checked,
-    and nothing after the exchanges.
+    and neither checkpoints nor an end of the run.
     """
     if state.over:
         return None
@@ -94,7 +94,7 @@ def _lands_for_entering(state: CoordinatorState, round_: int, least: int) -> boo
     """Return whether `round_` must be planned although too few sites are active.
 
     That is so if sites that enter with `round_` complete the number of `least` sites, and the last
-    exchanges land only in that round: before, the donors have no complete state to give.
+    exchanges land only in that round: until then the donors have no complete state to give.
     """
     before = state.plans.get(round_ - 1)
     entering = state.with_role("entering")
@@ -162,7 +162,8 @@ def _set_aside(
     """Return the event that excludes a site without contributions that most sites hold, or None.
 
     The site is overtaken and enters again, from a donor with which it has no dispute if there is
-    one. If no site can enter at this point of the run, the site is lost.
+    one. If the run is not in the phase "running", the method exchanges gradients or no donor is
+    left, the site is lost instead.
     """
     odd = odd_one(disputes(exchange, voters))
     if odd is None:

@@ -2,8 +2,8 @@
 
 When all other sites have voted, all payloads have arrived there. A missing site may still receive
 over a slow link. So it has `FACTOR` times as long as the others took, or as it usually takes, plus
-the time in which its own ranks notice a peer that hangs. Sites are passed over only if at least as
-many sites wait as are missing.
+the time in which its own ranks notice a peer that hangs. Sites are overtaken (`events.Overtaken`)
+only if at least as many sites wait as are missing.
 """
 
 from __future__ import annotations
