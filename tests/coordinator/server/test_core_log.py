@@ -330,7 +330,7 @@ def test_a_site_that_leaves_is_planned_for_no_more_and_goes_when_done(tmp_path: 
     with pytest.raises(Refused, match="not in the run file, which names: a, b, c"):
         driver.core.departures.retire(m.RetireRequest(site="x", reason="?"), operator)
     said = driver.core.departures.retire(retire, operator).text
-    assert said == "site a leaves before round 1, with all before that done"
+    assert said == "site a leaves before round 1, after finishing all earlier rounds"
     assert driver.core.departures.retire(retire, operator).text == said, "again is the same"
     # It takes part in what was planned, and in nothing after that.
     key = OUTER(0, 0, 0)

@@ -61,7 +61,7 @@ def test_a_ban_is_taken_back_with_a_new_token_alone(driver: Driver) -> None:
     change(driver, "b", "ban")
     with pytest.raises(Refused, match="b: is banned already"):
         change(driver, "b", "ban")
-    assert "with a new join token alone: coordinator/tokens/b" in change(driver, "b", "unban")
+    assert "only with its new join token: coordinator/tokens/b" in change(driver, "b", "unban")
     for go_on in (lambda: None, driver.reopen):
         go_on()
         with pytest.raises(Refused, match="token: not a token of this run, or no longer valid"):

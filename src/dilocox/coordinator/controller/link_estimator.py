@@ -177,8 +177,8 @@ def estimated(
 def _times(samples: Sequence[Sample]) -> tuple[int, int, int]:
     """Return step time, work and overhead of one round, in microseconds.
 
-    Step time and work are those of the slowest site. The overhead is that of the site which came
-    last to its exchanges, because this site did not wait for others.
+    Step time and work are each the largest of any site. The overhead is the smallest of any site:
+    that of the site which came last to its exchanges and did not wait for others.
     """
     return (
         max(sample.step_us for sample in samples),
@@ -241,7 +241,10 @@ def _overheads(
 
 
 def _overhead(known: int, measured: int) -> int:
-    """Return a power of two above `measured` with some room, or `known` while that is near."""
+    """Return a power of two above `measured` with some room, or `known` while that is near.
+
+    0 if `measured` is 0.
+    """
     if not measured:
         return 0
     if measured <= known <= 4 * measured and known.bit_count() == 1:

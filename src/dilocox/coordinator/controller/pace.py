@@ -25,8 +25,8 @@ per cent from round to round."""
 GRAIN = 10
 """Measured paces are rounded down to multiples of this."""
 SLOWER, FASTER = 20, 50
-"""The current pace is kept while the measured one is below it by less than SLOWER thousandths, or
-above it by less than FASTER thousandths."""
+"""The current pace is kept while the measured one is below it by at most SLOWER thousandths, or
+above it by at most FASTER thousandths."""
 ROUNDS = 3
 """Least number of rounds whose median is a site's step time, so that one disturbed round (by a
 checkpoint, for example) has no effect. A site with fewer rounds gets no pace above `FULL`."""

@@ -57,9 +57,10 @@ class Arrivals:
         return {site: moment - first for site, moment in sites.items()}
 
     def awaited(self, key: str, voters: Sequence[RankKey]) -> tuple[float, list[str]] | None:
-        """Return the sites for which the other `voters` wait, and since when; None if none waits.
+        """Return since when the other `voters` wait, and for which sites.
 
-        The moment is the latest arrival of a rank whose site is complete.
+        They wait since the latest arrival of a rank whose site is complete. None if no site is
+        missing, or if no complete site is there to wait.
         """
         times = self._times.get(key, {})
         absent = {site for site, _, shard in voters if (site, shard) not in times}

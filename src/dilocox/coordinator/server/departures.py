@@ -63,7 +63,8 @@ class Departures:
             event = e.Leaving(run.wall(), name, site.incarnation, state.next_round, request.reason)
             run.append(event)
         return m.RetireReply(
-            text=f"site {name} leaves before round {site.leave_round}, with all before that done"
+            text=f"site {name} leaves before round {site.leave_round}, after finishing all earlier "
+            "rounds"
         )
 
     def depart(self, request: m.DepartRequest) -> m.Done:

@@ -108,11 +108,11 @@ class Door:
                 connection, where = await loop.sock_accept(listener)
             except Exception as error:  # One failure must not stop the listener unnoticed.
                 reason = getattr(error, "strerror", None) or repr(error)
-                _log.warning("coordinator: a connection could not be taken (%s)", reason)
+                _log.warning("coordinator: a connection could not be accepted (%s)", reason)
                 await asyncio.sleep(_OUT_OF_FILES_PAUSE)
                 continue
             task = asyncio.create_task(self._let_in(connection))
-            say_if_it_dies(task, "the door")
+            say_if_it_dies(task, "a new connection")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(self._strangers.discard)

@@ -136,7 +136,7 @@ class CoordinatorServer:
             ) from None
         look = LOOKS * self.coordinator.timeouts.beat
         self._watch = asyncio.create_task(
-            repeat(self.coordinator.expire, look, "the look for dead ranks")
+            repeat(self.coordinator.expire, look, "the check for dead ranks")
         )
         self._changed("plan")
         return bound

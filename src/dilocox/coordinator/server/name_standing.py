@@ -60,7 +60,7 @@ class Standings:
         self._witness.standing(name, "unban")
         run.append(e.Unbanned(run.wall(), name))
         return (
-            f"site {name} may join again, with any key and with a new join token alone: "
+            f"site {name} may join again, with any key but only with its new join token: "
             f"coordinator/tokens/{name}"
         )
 
