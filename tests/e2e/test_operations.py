@@ -126,8 +126,8 @@ def test_sites_leave_when_their_round_is_done(workshop: Workshop, forge: Forge) 
     run.until_round(1)
     said = forge.command(workshop, "leaving", "leave", str(run.folder), "--site", "lyon")
     assert said.wait() == 0, said.output()
-    leaves = r"site lyon leaves before round (\d+), after finishing all earlier rounds\n"
-    told = re.fullmatch(leaves, said.printed())
+    told = re.fullmatch(r"site lyon leaves before round (\d+), "
+                        r"after finishing all earlier rounds\n", said.printed())  # fmt: skip
     assert told, said.printed()
     first_without = int(told[1])
     assert sites["lyon"].wait() == 0, sites["lyon"].output()

@@ -51,8 +51,9 @@ class GivenState(Facts):
     def _forget_shown(self, kept: int = 0) -> None:
         """Drop digests that no entering site needs; if no site enters, drop all.
 
-        Digests older than the first entry by more than `kept` rounds are dropped. So digests stay
-        as long as a site fetches, however long that takes.
+        A digest is dropped if its version landed more than `kept` rounds before the earliest
+        `from_round` of an entering site. So digests stay as long as a site fetches, however long
+        that takes.
         """
         entering = self.with_role("entering")
         if not entering:

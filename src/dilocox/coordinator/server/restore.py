@@ -25,10 +25,10 @@ def restored(config: RunConfig, events: EventLog) -> CoordinatorState:
 def start_of(
     config: RunConfig, events: EventLog, until: int, serves: Callable[[CoordinatorState], bool]
 ) -> tuple[int, CoordinatorState]:
-    """Return the state from which to replay, and the number of the last event in it.
+    """Return the number of an event, and the state after it from which to replay.
 
-    It is the newest snapshot up to event `until` for which `serves` is true. Without one, the
-    result is 0 and the state of a new run.
+    The state is that of the newest snapshot up to event `until` for which `serves` is true. Without
+    such a snapshot, the result is 0 and the state of a new run.
     """
     for number, data in events.snapshots(snapshots.code(), until):
         try:
