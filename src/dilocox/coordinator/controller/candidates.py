@@ -152,9 +152,10 @@ def of_length(
 def fragments_of(config: RunConfig, codec: str, menu: Menu) -> list[int]:
     """Return the numbers of fragments that rounds of `codec` may have, in descending order.
 
-    Every piece is a fragment of its own if the run file pins the number, if contributions are
-    judged (usual gains are known by fragment), or for low-rank codecs (each piece has a basis). A
-    fragment of several pieces holds at most `TOGETHER` values, by the sizes of `none` in `menu`.
+    Every piece is a fragment of its own in three cases: the run file pins the number, contributions
+    are judged, or the codec is a low-rank one. Usual gains are known by fragment, and each piece
+    has a low-rank basis. A fragment of several pieces holds at most `TOGETHER` values, by the sizes
+    of `none` in `menu`.
     """
     pieces = config.outer.fragments
     judged = config.admission.gate or config.admission.examines

@@ -151,9 +151,10 @@ def _of_what_was_withheld(before: RoundPlan | None, codec: str, decay: float) ->
 
     When a round switches from a sparse codec to a dense one, most of the residual is out of date,
     as in the flush. If a share beta of the residual stays from round to round, 1 - beta of it comes
-    from the last round, so 1 - beta is sent. (From 2.24, the loss of a small model at two sites
-    went to 2.82 with the whole residual, to 2.38 with this share.) A beta of 1, which only a run
-    file or a method sets, means that nothing may be lost: then `decay` is returned.
+    from the last round, so 1 - beta is sent. In a measurement, the loss of a small model at two
+    sites rose from 2.24 to 2.82 with the whole residual, to 2.38 with this share. A beta of 1,
+    which only a run file or a method sets, means that nothing may be lost: then `decay` is
+    returned.
     """
     if before is None or parse_spec(before.codec).kind not in SPARSE:
         return decay
