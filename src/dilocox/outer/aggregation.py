@@ -34,7 +34,8 @@ def aggregate(
             multiplied by w_i. They may be overwritten.
         weights: w_i of each contribution.
         shares: how much of each contribution counts, in 65,536ths. `clip` takes one number per
-            tensor, `rfa` one number; the other rules take none.
+            tensor, `rfa` one number; the other rules take none. If all shares of `rfa` are 0, the
+            contributions count by their weights alone.
         offsets: position at which each tensor begins in the buffer; used by `clip`.
 
     Raises `ExchangeError` if the numbers of contributions, weights or shares do not fit together.
@@ -65,7 +66,7 @@ def _clipped(
 def _weighted(
     decoded: Iterable[Tensor], weights: Sequence[float], shares: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Mean in which each contribution counts by its weight times its share."""
+    """Return the mean in which each contribution counts by its weight times its share."""
     if any(len(own) != 1 for own in shares) or len(shares) != len(weights):
         raise ExchangeError("the geometric median needs one share for each contribution")
     parts = [own[0] / WHOLE for own in shares]
@@ -76,7 +77,7 @@ def _weighted(
 
 
 def _by_value(aggregation: str, decoded: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Median of each value, or trimmed mean of each value.
+    """Return the median of each value, or the trimmed mean of each value.
 
     The trimmed mean leaves out the largest and the smallest quarter of the values. With three or
     more contributions it leaves out at least one value at each end; with fewer it leaves out none.

@@ -1,4 +1,7 @@
-"""Copy of a rank's part of the anchor at the beginning of a round. A replay may begin there."""
+"""Copy of a rank's part of the anchor at the beginning of a round.
+
+A replay of the run may begin from this copy.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ class AnchorCopy:
 def copy_anchor(outer: OuterLoop, round_: int) -> AnchorCopy | None:
     """Copy the anchor and the momentum as they are when `round_` begins.
 
-    Returns None at a rank that is entering the run, or that was overtaken: its anchor is not the
-    run's.
+    Returns None while a site enters the run, and after an exchange took place without the site:
+    the rank's anchor is then not the run's anchor.
     """
     if outer.behind or outer.awaiting:
         return None

@@ -23,9 +23,10 @@ class Probe(Protocol):
     def opinions(
         self, sent: Mapping[str, torch.Tensor], found: Mapping[str, RankOpinion], weights: Weights
     ) -> dict[str, RankOpinion]:
-        """Add to the opinions `found` how each contribution alone changes the held-out loss.
+        """Return opinions that also say how each contribution alone changes the held-out loss.
 
-        `sent`: decoded contribution by site, flat fp32; `weights`: w_i by site.
+        `sent`: decoded contribution by site, flat fp32. `found`: opinions so far, at least of the
+        sites in `sent`; the result has the sites in `sent`. `weights`: w_i by site.
         """
 
     def tensors(self, anchors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -38,7 +39,7 @@ class Probe(Protocol):
 
 @dataclass(frozen=True)
 class Contribution:
-    """All that a site brings to one exchange."""
+    """Input of one rank to one exchange: the contribution, and the settings of the exchange."""
 
     key: ExchangeKey
     length: int
@@ -100,9 +101,9 @@ class Outcome:
     missed: bool = False
     """True if the other sites began the exchange without this site."""
     link: tuple[tuple[float, float, int], ...] = ()
-    """(start, end, bytes) of receiving payloads of peers, in seconds of `time.time`: from the first
-    byte of the first payload to the last byte of the last. Time until the first peer begins is not
-    included."""
+    """(start, end, bytes) of each swap in which this rank received messages of peers. Start and end
+    are seconds of `time.time`, from the first byte received to the last byte. Time until the first
+    peer begins to send is not included."""
     work_seconds: float = 0.0
     """Processor time of encoding, decoding and averaging."""
     advance: Callable[[torch.Tensor], torch.Tensor] | None = None

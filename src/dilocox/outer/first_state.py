@@ -80,7 +80,7 @@ class FirstState:
         )
 
     def rounding(self, off: float) -> str:
-        """Message for a piece that differs by no more than two kinds of processors differ."""
+        """Return the message for a piece whose difference `off` is explained by rounding."""
         return (
             f"theta_0 of {self.donor} is {off:.1g} of its size off what run.seed gives here, no "
             "more than between two kinds of processors: it is taken"
@@ -88,7 +88,10 @@ class FirstState:
 
 
 def _apart(given: Tensor, own: Tensor) -> float:
-    """Norm of the difference over the norm of `own`; NaN if a value is NaN."""
+    """Return the norm of the difference over the norm of `own`; NaN if a value is NaN.
+
+    If `own` is all zero, the result is infinity for any difference, and 0 without a difference.
+    """
     here = own.detach().float().cpu()
     size = float(torch.linalg.vector_norm(here, dtype=torch.float64))
     off = float(torch.linalg.vector_norm(given.float() - here, dtype=torch.float64))

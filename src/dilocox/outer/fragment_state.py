@@ -2,7 +2,7 @@
 
 The reference of a piece is the point from which displacements are counted. At a boundary the
 reference is set to the live parameters x. When a landing makes x jump, the reference jumps by the
-same distance. Therefore, at any time and whatever jumps lie between,
+same distance. Therefore, at any time and however many jumps took place since the boundary,
 
     reference − x = −(sum of the inner optimizer's displacements since the last boundary) = δ.
 

@@ -56,8 +56,8 @@ class Counts:
     wait_seconds: float = 0.0
     """Seconds in which training stood still because an exchange had not ended."""
     waited_for: dict[str, float] = field(default_factory=dict)
-    """By site: the part of `wait_seconds` until this site, the last one, was ready for the
-    exchange. The rest of `wait_seconds` is due to the link."""
+    """By peer site: seconds of `wait_seconds` until this peer was ready for the exchange. Each wait
+    counts against the peer that was ready last. The rest of `wait_seconds` is due to the link."""
     exchange_seconds: float = 0.0
     exchanges: int = 0
     payload_bytes: int = 0

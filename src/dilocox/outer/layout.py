@@ -72,7 +72,9 @@ class Layout:
         Raises `ExchangeError` if `flat` has another length.
         """
         if flat.shape != (self.length,):
-            raise ExchangeError(f"layout of {self.length} values got {list(flat.shape)}")
+            raise ExchangeError(
+                f"a layout of {self.length} values does not fit a tensor {list(flat.shape)}"
+            )
         return {
             name: flat[offset : offset + math.prod(shape)].view(shape)
             for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)
@@ -215,17 +217,17 @@ def split_pieces(
 
 
 def _partition(weights: Sequence[int], parts: int) -> list[int]:
-    """Return the ends of `parts` non-empty runs of `weights`, balanced by weight.
+    """Return the ends of `parts` non-empty groups of consecutive `weights`, balanced by weight.
 
-    The sum of the squared run weights is the smallest possible. Whole numbers and a fixed order of
-    comparison give every rank the same result.
+    The sum of the squared group weights is the smallest possible. Whole numbers and a fixed order
+    of comparison give every rank the same result.
     """
     count = len(weights)
     before = [0]
     for weight in weights:
         before.append(before[-1] + weight)
-    # best[end]: lowest cost of weights[:end] in the runs so far. choice[end]: start of the last
-    # run.
+    # best[end]: lowest cost of weights[:end] in the groups so far. choice[end]: start of the
+    # last group.
     best: list[int | None] = [0] + [None] * count
     choices: list[list[int]] = []
     for part in range(1, parts + 1):

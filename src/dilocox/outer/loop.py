@@ -47,7 +47,7 @@ class OuterLoop:
     landings. A tick is a number of slots since the start of the run.
 
     Args:
-        states: outer state of each piece. A fragment of a plan is a run of pieces
+        states: outer state of each piece. A fragment of a plan has consecutive pieces
             (`dilocox.coordinator.protocol.fragment_groups`).
         live: local parameters, full name to fp32 tensor. Landings change them in place.
         me: name of this site.
@@ -119,7 +119,7 @@ class OuterLoop:
         return bool(self.begins(plan, slot)) or any(item.lands_at <= tick for item in self.pending)
 
     def under_way(self, piece: int, before_round: int) -> bool:
-        """True if an exchange of `piece` from before `before_round` has not landed."""
+        """True if an exchange of `piece` from a round before `before_round` has not landed."""
         return any(
             piece in self.pieces_of(item) and item.key.round < before_round for item in self.pending
         )
@@ -190,8 +190,8 @@ class OuterLoop:
         An exchange lands at the latest at the next boundary of any of its pieces, sooner than its
         delay if rounds become shorter. So at most one exchange of a piece is in flight.
 
-        Returns True if the first fragment of the first stage landed or began, at any rank: the copy
-        of a tied tensor must then be set from its owner.
+        Returns True, on all ranks alike, if the first fragment of the first stage landed or began:
+        the copy of a tied tensor must then be set from its owner.
         """
         tick = plan.first_tick + slot
         self.land_before(plan, slot)
@@ -235,9 +235,9 @@ class OuterLoop:
             self._wait(item)
 
     def fold_into_residual(self, weight: float) -> None:
-        """Save this site's work in the residual, because it was overtaken and will enter again.
+        """Move training that is in no average to the residual. No exchange in flight lands.
 
-        Training that is in no average goes into the residual. No exchange in flight lands.
+        Call this after an exchange took place without this site, which then enters the run again.
         """
         for item in self.under_way_now():
             outcome = self._wait(item)
@@ -251,7 +251,7 @@ class OuterLoop:
         self.behind, self.returning = False, True
 
     def flush(self, plan: RoundPlan) -> None:
-        """End training: land all exchanges in flight, then take a last outer step of the rest."""
+        """Land all exchanges in flight, then exchange and land the last contributions."""
         self.land_due(2**62)
         for fragment in range(plan.fragments):
             self._begin(plan, fragment, plan.first_tick)

@@ -77,11 +77,11 @@ class GateProbe:
         found: Mapping[str, RankOpinion],
         weights: Mapping[str, float],
     ) -> dict[str, RankOpinion]:
-        """Add to the opinions `found` the loss at the anchors, and each contribution's gain.
+        """Return the opinions `found` with the loss at the anchors and each contribution's gain.
 
-        The gain is how much lower the loss is after a whole step along the contribution:
-        anchor − sent / w, with `sent` cut down to the shares of its opinion. `sent`: by site, flat
-        fp32; `weights`: w_i by site.
+        The gain is the loss at the anchors less the loss at anchor − sent / w, a whole step along
+        the contribution. Shares in an opinion reduce `sent` first. See `Probe.opinions` for the
+        arguments.
         """
         before = self.gate.loss(self.anchors)
         told = {}
@@ -136,10 +136,10 @@ class SlopeProbe:
         found: Mapping[str, RankOpinion],
         weights: Mapping[str, float],
     ) -> dict[str, RankOpinion]:
-        """Add to the opinions `found` the loss, and this rank's part of each contribution's gain.
+        """Return the opinions `found` with the loss and this rank's part of each gain.
 
-        The gain is to first order: the inner product of the gradient and sent / w, with `sent` cut
-        down to the shares of its opinion. `sent`: by site, flat fp32; `weights`: w_i by site.
+        The gain is a first-order estimate: the inner product of the gradient and sent / w. Shares
+        in an opinion reduce `sent` first. See `Probe.opinions` for the arguments.
         """
         told = {}
         for site, each in sent.items():

@@ -7,19 +7,21 @@ updates) since the fragment's last boundary:
 - `none`, `naive`: x = θ. With `none`, d is zero, because the site waits from boundary to landing.
 - `keep`: x = θ + κ·d. Fresh progress stays, damped by κ.
 - `eager` (arXiv 2502.12996): when Δ_{t−1} lands, the site already knows its own part s·δ_t of the
-  next average Δ_t. Here δ_t = −d, and s = w_i / Σw is the site's share. The site continues from the
-  result of an outer step with this part alone:
+  next average Δ_t. Here δ_t = −d, and s = w_i / Σw is the site's share. The site continues from
+  the point to which the next outer step would lead if Δ_t were this part alone:
   x = θ − γ·(s·δ_t + μ·(μ·m_i + s·δ_t)).
   m_i is the site's own part of the momentum: m_i = μ·m_i + s·δ_{t−1} at every outer step, so the
-  sum of all m_i is m. Anchor and momentum m take nothing from this step.
+  sum of all m_i is m. This step changes neither the anchor nor the momentum m.
 
-  In the paper, every site applies to its own view the outer step of Δ_{t−1} + s·(δ_t − δ_{t−1}):
-  the fresh part replaces the old one. The outer step is linear, and the differences add up over the
-  rounds to exactly the distance from the anchor given above. The paper's step must not be taken
-  from the *anchor*: the anchor does not hold the eager parts of earlier rounds, so δ_{t−1} would be
-  subtracted without ever having been added. With one site, γ = 1 and μ = 0, x would be
-  θ_0 + d_0 + d_2 after three rounds instead of θ_0 + d_0 + d_1 + d_2. Strong momentum then
-  diverges.
+  The paper writes the rule otherwise, with the same result. There every site keeps a view of its
+  own, and applies to the view the outer step of Δ_{t−1} + s·(δ_t − δ_{t−1}). The view already holds
+  the site's part of δ_{t−1}, which the fresh δ_t replaces. The outer step is linear, so these
+  differences add up over the rounds to the distance x − θ given above.
+
+  Applying that outer step to the *anchor* would be wrong. The anchor holds no such parts of earlier
+  rounds, so δ_{t−1} would be subtracted although it was never added. With one site, γ = 1 and
+  μ = 0, x would be θ_0 + d_0 + d_2 after three rounds instead of θ_0 + d_0 + d_1 + d_2. With strong
+  momentum such a rule diverges (docs/notes/overlap.md).
 
 Under every rule a site may keep a share λ of its residual e in x. The rule then subtracts λ·e/w_i
 from x, because e has the sign and the scale of contributions. Codecs that send few values leave

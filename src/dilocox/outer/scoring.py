@@ -104,15 +104,23 @@ def _usual(norms: Sequence[float]) -> float:
 def _clip_shares(
     grams: Sequence[Sequence[Sequence[float]]], norms: Sequence[float], picked: bool
 ) -> list[list[int]]:
-    """Share by site and tensor: median norm over the site's norm, at most 1, in 65,536ths.
+    """Return the shares, [sites][tensors], in 65,536ths: median norm over own norm, at most 1.
 
-    `grams`: inner products of each tensor. `norms`: norm of each site's whole contribution; a site
-    whose norm is zero does not enter the median.
+    Norms of a tensor are compared with norms of the same tensor at other sites. Sites whose whole
+    contribution is zero do not enter a median.
 
-    If the median norm of a tensor is zero, each site's share of its whole contribution applies to
-    that tensor. Then no site is cut down to zero, and no site sends more of the tensor than the
-    others send in all. With `picked`, this holds for all tensors: how many values of a small tensor
-    a site picks in one round is chance, so its norm cannot be compared with that of others.
+    A share of the whole contribution replaces the tensor's share in two cases:
+
+    - The median norm of the tensor is zero. The tensor's share would then be zero at every site
+      that sends any of it. The other share still limits the tensor: its norm counts no more than
+      the median norm of whole contributions.
+    - `picked` is True. How many values of a small tensor a site picks in one round is chance, so
+      the tensor's norm cannot be compared between sites.
+
+    Args:
+        grams: inner products of the sites' contributions, [tensors][sites][sites].
+        norms: norm of each site's whole contribution.
+        picked: see `examine`.
     """
     of_all = _cut(norms, _usual(norms))
     shares: list[list[int]] = [[] for _ in norms]
@@ -133,12 +141,12 @@ def _cut(norms: Sequence[float], most: float) -> list[int]:
 
 
 def rfa_shares(products: Sequence[Sequence[float]]) -> list[int]:
-    """Return the share of each point in the geometric median of all points.
+    """Return the share of each site's point in the geometric median of all points.
 
     The largest share is 65,536. The share of a point is proportional to the reciprocal of its
-    distance from the median. Weiszfeld's iteration, smoothed as in RFA (arXiv 1912.13445), needs
-    the inner products `products` of all pairs of points only, because the median lies in their
-    span.
+    distance from the median. `products`, [sites][sites], are the inner products of the points.
+    They suffice for Weiszfeld's iteration, smoothed as in RFA (arXiv 1912.13445), because the
+    median is a weighted mean of the points.
     """
     count = len(products)
     norms = [math.sqrt(products[number][number]) for number in range(count)]

@@ -6,7 +6,8 @@ uses the tensors of another stream after an event (`Mark`). Copies use pinned ho
 copy runs at the speed of the bus, beside the computation. PyTorch caches freed pinned memory, so
 the copies of every round use the same pages.
 
-On a CPU tensors are in host memory already, and calls run in order: `HostStaging` does no more.
+On a CPU, tensors are in host memory already and calls run in order. `HostStaging` therefore has
+neither streams, events nor pinned memory.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class HostStaging:
         """See `Staging`."""
 
     def read(self, tensor: Tensor) -> Iterator[memoryview]:
-        """See `Staging`: in one block."""
+        """See `Staging`. The whole tensor is one block."""
         yield _bytes(tensor).numpy().data
 
     def begin_copy(self, pairs: Pairs) -> Mark | None:
@@ -159,7 +160,7 @@ class DeviceStaging:
         return self._driver.to_device(tensor)
 
     def copy(self, pairs: Pairs) -> None:
-        """See `Staging`: all together, then one wait."""
+        """See `Staging`. Queues all copies, then waits once."""
         for into, source in pairs:
             self._driver.copy(into, source)
         self._driver.record().synchronize()
@@ -183,7 +184,7 @@ class DeviceStaging:
                 self._driver.hold(tensor)
 
     def read(self, tensor: Tensor) -> Iterator[memoryview]:
-        """See `Staging`: two buffers, so that one block is copied while the other is used."""
+        """See `Staging`. Uses two buffers: one block is copied while the caller reads another."""
         data = _bytes(tensor)
         size = min(BLOCK, data.numel())
         buffers = [self._driver.empty(size, torch.uint8) for _ in range(2)]
@@ -200,7 +201,7 @@ class DeviceStaging:
             yield _arrived(*before)
 
     def begin_copy(self, pairs: Pairs) -> Mark | None:
-        """See `Staging`: in a stream for such copies alone."""
+        """See `Staging`. The copies run in a stream that has no other operations."""
         now = self._driver.record()
         with self._driver.within(self._copying):
             now.wait()
@@ -258,7 +259,12 @@ class CudaDriver:
             return torch.empty(count, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            log.warning("%d values of %s are not pinned (%s): slow copies", count, dtype, reason)
+            log.warning(
+                "host memory for %d %s values is not pinned, so copies are slow (%s)",
+                count,
+                dtype,
+                reason,
+            )
             return torch.empty(count, dtype=dtype)
 
     def copy(self, into: Tensor, source: Tensor) -> None:
@@ -303,8 +309,10 @@ def staging_of(device: torch.device) -> Staging:
 
 
 def before_change() -> None:
-    """Call before this process changes its parameters or its training state. Pending copies of all
-    devices end before later operations of the calling thread."""
+    """Let later operations of the calling thread begin after all pending copies, on all devices.
+
+    Call this before this process changes its parameters or its training state.
+    """
     for staging in list(_KNOWN.values()):
         staging.before_change()
 
