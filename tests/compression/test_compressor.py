@@ -202,7 +202,7 @@ def test_wrong_sizes_are_refused(spec: str) -> None:
 @ALL
 def test_parts_must_lie_in_the_buffer(spec: str) -> None:
     for start, end in ((-128, 128), (0, ODD.length + 128), (256, 128), (0, 100), (5, 128)):
-        with pytest.raises(ExchangeError, match=f"values {start} to {end} are no part"):
+        with pytest.raises(ExchangeError, match=f"values {start} to {end} are not whole"):
             single(spec, ODD).part(start, end)
 
 

@@ -1,8 +1,8 @@
 """The codec protocol, and checks that all codecs share.
 
 A codec has no state. It maps a flat fp32 tensor to a payload of bytes; the size of the payload
-depends on the number of values alone. A payload is little-endian, and so must hosts be: x86-64 and
-aarch64 are.
+depends on the number of values alone. Payloads are little-endian, and codecs need a little-endian
+host, such as x86-64 or aarch64.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Codec(Protocol):
         """Decode uint8 [payload_bytes(n)] to fp32 [n] on the same device, into `out` if given.
 
         Raises `ExchangeError` if the payload does not have the size of n values. Also raises it for
-        a payload that no encoder writes, if the difference affects the result, as an infinite scale
-        does.
+        content that no encoder writes and that changes the result, such as an infinite scale.
         """
         ...
 

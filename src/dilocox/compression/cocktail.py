@@ -150,7 +150,10 @@ class Cocktail:
         return values
 
     def positions(self, start: int, end: int, n: int) -> Array:
-        """Return the drawn positions among n values: int64, one per group of [start, end)."""
+        """Return the drawn positions of groups [start, end) among n values: int64, one per group.
+
+        A group is ten neighbours; the last group may be shorter.
+        """
         key = _mixed(_mixed(self.seed & _MASK) ^ self.place)
         number = np.arange(start, end, dtype=np.uint64)
         mixed = number * np.uint64(_STEP) + np.uint64(key)

@@ -108,8 +108,8 @@ class Compressor:
             )
         if start % BLOCK or end % BLOCK or not 0 <= start <= end <= self.geometry.length:
             raise ExchangeError(
-                f"values {start} to {end} are no part of a buffer of {self.geometry.length} in "
-                f"blocks of {BLOCK}"
+                f"values {start} to {end} are not whole blocks of {BLOCK} within a buffer of "
+                f"{self.geometry.length} values"
             )
         gaps = _clipped(self.geometry.gaps(), start, end)
         codec = self.codec(seed, start)

@@ -45,7 +45,10 @@ Array = NDArray[Any]
 
 
 def chunk_of(kept: int) -> int:
-    """Return the number of values in a chunk (the last one may be shorter), for density `kept`."""
+    """Return the number of values in a chunk; the last chunk may be shorter.
+
+    `kept` is K, the number of values kept of every 4,096.
+    """
     size = UNIT
     while size < LARGEST_CHUNK and kept * size < ENOUGH * UNIT:
         size *= 2
@@ -53,7 +56,7 @@ def chunk_of(kept: int) -> int:
 
 
 def kept_of(width: int, kept: int) -> int:
-    """Return how many values of a chunk of `width` values are kept, for density `kept`."""
+    """Return how many values of a chunk of `width` values are kept; `kept` is K."""
     return -(-width * kept // UNIT)
 
 

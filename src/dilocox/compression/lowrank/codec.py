@@ -302,20 +302,25 @@ class LowRank:
         return sum(group.size * len(group.offsets) for group in self._arranged.groups)
 
     def effective_rank(self, payloads: Sequence[Tensor], basis: Tensor) -> float | None:
-        """Return the effective rank of the averaged pseudo-gradient: (Σs²)² / Σs⁴ of its singular
-        values s, averaged over the low-rank matrices, weighted by their numbers of values.
+        """Return an estimate of the effective rank of the averaged pseudo-gradient.
 
-        Returns 0 for a zero pseudo-gradient, and None if no matrix is sent as low rank. The last
-        digits may differ between machines, so the number is for reports.
+        The effective rank of a matrix with singular values s is (Σs²)² / Σs⁴. The result is the
+        mean over the low-rank matrices, weighted by their numbers of values. It is 0 for a zero
+        pseudo-gradient, and None if no matrix is sent as low rank. The last digits may differ
+        between machines, so the number is for reports.
 
-        Factor and energy outside the basis nearly determine this rank, unlike the entropy of s².
-        Σs² is exact. Σs⁴ is that of the core, plus at most the outside energy times the smallest s²
-        of the core: a basis of the largest directions leaves out no larger s². This upper bound is
-        used, so the estimate errs on the low side. It is exact for equal singular values, and
-        exceeds `rank` if the basis is too small (docs/algorithm.md §4).
+        Each payload holds a right factor and the energy (sum of s²) outside the basis. These two
+        nearly determine the effective rank, but not the entropy of s².
 
-        The energy of the mean outside the basis is not sent. It is estimated: differences between
-        sites are assumed to average out there in the same proportion as within the basis.
+        - Σs² is the energy within the basis plus the energy outside. The payloads do not hold the
+          energy of the *mean* outside the basis. It is estimated: differences between sites are
+          assumed to average out there in the same proportion as within the basis.
+        - Σs⁴ within the basis follows from the right factors. Outside the basis an upper bound is
+          used: the energy there times the smallest squared norm of a column of the summed right
+          factors. A basis of the largest directions leaves out no larger s².
+
+        Because of the bound the estimate errs on the low side. It is exact for equal singular
+        values, and exceeds `rank` if the basis is too small (docs/algorithm.md §4).
         """
         digest = self._digest(basis)
         device = payloads[0].device if payloads else basis.device
@@ -335,7 +340,7 @@ class LowRank:
             columns = group.right.view(total)
             core = torch.bmm(columns, columns.transpose(1, 2))
             kept = core.diagonal(dim1=1, dim2=2).sum(1)
-            # Scale by the share of the single sites' energy within the basis that the sum keeps.
+            # Scale by kept / apart: energy of the sum over the sites' own energies, in the basis.
             lost = lost * torch.where(apart > 0, kept / apart, 1.0)
             others = max(1, min(group.rows, group.columns) - group.right.rank)
             worth += group.size * float(effective_ranks(core, lost, others).sum())
@@ -352,7 +357,7 @@ class LowRank:
         if check_values(warm) != self.warm_length:
             raise ExchangeError(
                 f"{self.name} has a warm start of {self.warm_length} values, got {warm.numel()}: "
-                "fit it when the rank changes"
+                "convert it with `fit_warm` when the rank changes"
             )
 
     def _dense(self) -> Iterator[tuple[int, int, int]]:
@@ -389,8 +394,8 @@ class LowRank:
         missed = energies.clone().view(torch.float64)
         if not bool(((missed >= 0) & (missed <= MOST_ENERGY)).all()):
             raise ExchangeError(
-                f"{self.name} payload refused: a residual energy is no number, or beyond "
-                f"{MOST_ENERGY:g}"
+                f"{self.name} payload refused: a residual energy is below 0, above "
+                f"{MOST_ENERGY:g}, or not a number"
             )
         return (
             missed,
@@ -415,8 +420,8 @@ def effective_ranks(core: Tensor, missed: Tensor, others: int) -> Tensor:
     Args:
         core: QᵀQ, [count, rank, rank]; its eigenvalues are the s² within the basis.
         missed: sum of the s² outside the basis, [count].
-        others: number of singular values outside the basis. They are assumed to be as large as
-            possible, see `LowRank.effective_rank`.
+        others: number of singular values outside the basis. Their Σs⁴ is taken from the upper
+            bound of `LowRank.effective_rank`, but is at least that of `others` equal values.
     """
     own = core.diagonal(dim1=1, dim2=2)
     tail = torch.maximum(missed * torch.minimum(missed, own.amin(1)), missed.square() / others)

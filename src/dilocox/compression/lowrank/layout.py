@@ -93,7 +93,10 @@ class Matrices:
         return flat[start : start + self.size].view(self.rows, self.columns)
 
     def stacked(self, flat: Tensor, first: int, last: int) -> Tensor:
-        """Return matrices [first, last) as [last - first, rows, columns]; a view if it is one."""
+        """Return matrices [first, last) as [last - first, rows, columns].
+
+        The result is a view of `flat` for a single matrix, else a copy.
+        """
         if last - first == 1:
             return self.matrix(flat, first).unsqueeze(0)
         return torch.stack([self.matrix(flat, number) for number in range(first, last)])
