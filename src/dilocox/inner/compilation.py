@@ -54,9 +54,10 @@ class Compilation:
         self._layers += 1
 
     def problem(self) -> str | None:
-        """After the first step: the reason why layers run eagerly. May be None.
+        """Return the reason why layers run eagerly; None if all are compiled.
 
-        Later calls return None. Raises `ConfigError` instead if compilation is required.
+        Call this after the first step. Later calls return None. If compilation is required, this
+        raises `ConfigError` instead of returning a reason.
         """
         if self._told or self._layers == 0:
             return None

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and the libraries that compute on it. A text is empty if the machine does not tell."""
+    """A GPU and the libraries that compute on it. A text is empty if its fact is unknown."""
 
     name: str
     capability: str

@@ -1,11 +1,11 @@
 """Deterministic kernels of a rank: the settings, and a test whether its model can train with them.
 
 On CUDA some operations of PyTorch have no deterministic kernel. In its strict mode PyTorch refuses
-such an operation, and a run would end in the middle of a step. In its warning mode it computes
-several others, attention's backward pass among them, in kernels that are *not* deterministic
-although deterministic kernels exist. So a rank on a GPU runs one training pass in the warning mode
-at its start, and collects the warnings. Then the rank takes the strict mode, or trains without a
-deterministic mode.
+such an operation, and a run would end in the middle of a step. The warning mode is no substitute:
+in that mode PyTorch computes some further operations, such as attention's backward pass, in kernels
+that are *not* deterministic, although deterministic kernels exist. So a rank on a GPU runs one
+training pass in the warning mode at its start, and collects the warnings. Then the rank takes the
+strict mode, or trains without a deterministic mode.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def set_determinism(
     """Ask PyTorch, cuBLAS, cuDNN, NCCL and FlashAttention for kernels that repeat their bits.
 
     Call this before the first CUDA operation and before NCCL connects, because cuBLAS and NCCL read
-    their settings once. Variables that the user has set in the environment stay. An operation
-    without a deterministic kernel only warns, until `settle_determinism` on a GPU, and always on a
-    CPU: there, operations that warn still repeat their bits.
+    their settings once. The variables of cuBLAS and NCCL that the user has set stay.
+
+    This sets PyTorch's warning mode: an operation without a deterministic kernel only warns. On a
+    GPU, `settle_determinism` ends the warning mode. On a CPU the warning mode stays, because
+    operations that warn still repeat their bits there.
     """
     if deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -18,9 +18,10 @@ _ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 
 
 def settings(environment: Mapping[str, str], prefix: Path) -> dict[str, str]:
-    """Return the variables to add to `environment`, so that dumps are at `prefix` plus the rank.
+    """Return the variables to add to `environment` to switch the recorder on.
 
-    A variable that the user has set, by the new or the old name, is left out.
+    The dump of a rank is the file whose path is `prefix` followed by the rank's number. A variable
+    that the user has set, by the new or the old name, is left out.
     """
     if any(name in environment for name in _BUFFER):
         buffer: dict[str, str] = {}

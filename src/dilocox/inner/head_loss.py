@@ -54,7 +54,7 @@ class HeadLoss:
         """Return the mean loss over all tokens with a label of 0 or above, an fp32 scalar.
 
         Args:
-            logits: the head.
+            logits: applies the head: hidden states to logits.
             hidden: hidden states [b, l, d].
             labels: int64 [b, l].
             parameters: the head's parameters that `logits` uses; they get gradients.
@@ -75,7 +75,7 @@ class HeadLoss:
 def logits_are_less(tokens: int, hidden: int) -> bool:
     """Return True if all logits take less memory than the head's gradient, summed over chunks.
 
-    In this case the head is multiplied once, and only the loss is computed in chunks.
+    The head's matrix product is then computed once for all tokens, and only the loss in chunks.
     """
     return tokens <= hidden
 
@@ -100,9 +100,9 @@ def head_loss_bytes(
 
     A micro-batch of at most `AT_ONCE` logits holds the loss's copies of the logits in the backward
     pass. A larger micro-batch holds the gradient of the hidden states, one chunk's logits with
-    their gradient, and the fp32 forms of one loss's logits. If the head is multiplied more than
-    once, the fp32 sum of the head's gradient is added, and one chunk's part of this gradient; a CPU
-    holds that part twice.
+    their gradient, and the fp32 forms of one loss's logits. If the head's matrix
+    product is computed in chunks, the fp32 sum of the head's gradient is added, and one chunk's
+    part of this gradient; a CPU holds that part twice.
 
     Args:
         tokens: tokens of the micro-batch.

@@ -67,7 +67,7 @@ STAGINGS = 2
 
 
 def under_way_bytes_per_parameter(config: RunConfig) -> float:
-    """Return the least bytes of exchanges in flight: one fragment waits for its landing."""
+    """Return the least bytes of exchanges in flight, when one fragment waits for its landing."""
     return UNDER_WAY / config.outer.fragments
 
 
@@ -254,7 +254,7 @@ def sums_whole_gradients(
 ) -> bool:
     """Return True if the shards and replicas of a site of one stage reduce gradients once per step.
 
-    `auto` decides by declared numbers alone, so that a run decides alike at every start.
+    `auto` decides by declared numbers alone, so that a run decides the same at every start.
 
     Args:
         config: the run file.

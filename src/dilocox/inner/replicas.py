@@ -31,10 +31,10 @@ TiedState = Literal["weights", "moments"]
 
 @dataclass(frozen=True)
 class Order:
-    """Order of a rank of the first replica to the same rank of the other replicas."""
+    """Order of a rank of the first replica to the other replicas' ranks of its stage and shard."""
 
     call: Call
-    """Method of the model to call; "end" lets the rank go."""
+    """Method of the model to call; "end" ends `follow`."""
     rows: int = 0
     """Rows of the batch, for all replicas together."""
     length: int = 0
@@ -49,8 +49,8 @@ class Order:
     optimizer: bool = False
     """True if the optimizer's state has changed."""
     tied: TiedState | None = None
-    """Not None if the copy of a tied tensor was set from its owner: the weights alone, or the
-    second moments, too."""
+    """Not None if the copy of a tied tensor was set from its owner. `moments`: weights and second
+    moments were set; `weights`: only the weights."""
     seed: int = 0
     """Seed of random numbers, such as those of dropout."""
 
@@ -272,8 +272,8 @@ def _receive(mesh: SiteMesh) -> Order:
         dist.broadcast(text, group=mesh.orders, group_src=0)
     except RuntimeError as error:
         raise TrainingError(
-            f"replica {mesh.replica}: the same rank of the first replica is gone; its own message "
-            "says why"
+            f"replica {mesh.replica}: lost the rank of the first replica that gives orders; see "
+            "that rank's own message"
         ) from error
     said: Mapping[str, object] = json.loads(text.numpy().tobytes())
     return Order(**{**said, "names": tuple(said["names"]), "weights": tuple(said["weights"])})  # type: ignore[arg-type]

@@ -199,8 +199,8 @@ class SiteModel:
 
         Floating-point buffers are fp32. Every shard holds whole buffers. Sites do not exchange
         buffers: no supported architecture writes to one during training (the bias of a router such
-        as DeepSeek's is only read). So all sites keep the buffers of the start. An architecture
-        that wrote to a buffer would publish this site's values.
+        as DeepSeek's is only read). So all sites keep the buffers of the start. If an architecture
+        wrote to a buffer, a checkpoint would hold the values of this site alone.
         """
         found: dict[str, Tensor] = {}
         for chunk in self._chunks:
@@ -361,8 +361,8 @@ class SiteModel:
                     break
         if missing:
             raise TrainingError(
-                f"stage {where}: {missing[0]} got no gradient ({len(missing)} such tensors); it is "
-                "not used by the model's forward pass, freeze it (requires_grad = False)"
+                f"stage {where}: {missing[0]} got no gradient ({len(missing)} such tensors); the "
+                "model's forward pass does not use it: freeze it (requires_grad = False)"
             )
         self._checked = True
 

@@ -38,7 +38,7 @@ class StepResult:
     GPU in every step.
 
     Args:
-        statuses: `status_of_rank` of all ranks, float64 [ranks, 3] in rank order.
+        statuses: `status_of_rank` of all ranks of a replica, float64 [ranks, 3] in rank order.
         shards: shards of each stage.
         last_stage: stage of the last chunk, whose ranks know the loss.
         names: names of the gradients of each rank, in the order of `status_of_rank`.

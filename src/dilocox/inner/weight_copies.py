@@ -52,7 +52,8 @@ class WeightCopies:
     def collect(self) -> None:
         """Add the gradients of the copies to those of the masters.
 
-        The weight half of a split backward pass sets gradients without running hooks.
+        Call this after the weight half of a split backward pass, which sets the gradients of the
+        copies without running hooks.
         """
         for master, copied in zip(self._masters, self._copies, strict=True):
             if copied.grad is not None:
