@@ -86,7 +86,8 @@ def ran_and_kept_waiting() -> tuple[float, float]:
 def set_threads(threads: int, ranks_here: int) -> int:
     """Set this rank's CPU threads and return their number.
 
-    `threads` 0 shares the machine's cores among the `ranks_here` ranks that run on it.
+    `threads` 0 shares the cores that this process may use among the `ranks_here` ranks of the
+    machine.
     """
     count = threads or max(1, available_cores() // max(1, ranks_here))
     torch.set_num_threads(count)

@@ -113,8 +113,9 @@ class FragmentState:
         """Return the contribution u = w·δ + β·e, flat fp32 [length], and True if u is usable.
 
         u is usable if all values are finite and none is beyond `LARGEST`. `weight` is w, `decay`
-        is β. The residual moves into u and is restored by `committed`. So it is never part of two
-        contributions, even if the next boundary comes before `committed` of this one.
+        is β. The residual e becomes zero here; `committed` then adds the part of u that is not
+        sent. So e is never part of two contributions, even if the next boundary comes before
+        `committed` of this one.
 
         If u is not usable, δ is dropped: the `live` parameters return to the anchor, u is the
         residual alone, and `non_finite` names the value. Such a u must not be contributed;
