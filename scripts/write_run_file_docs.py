@@ -151,7 +151,10 @@ def document() -> str:
                 continue
             key = f"{table.removesuffix('.NAME')}.{name}"
             meaning = texts.get((model.__name__, name)) or PLAIN.get(key, "")
-            cells = [f"`{name}`", type_text(hint), default_text(model.model_fields[name], table)]
+            # Other packages may add methods: the run file's type is a text.
+            known = ", ".join(f"`{method}`" for method in METHODS)
+            type_ = known if key == "outer.method" else type_text(hint)
+            cells = [f"`{name}`", type_, default_text(model.model_fields[name], table)]
             parts.append(_row([*cells, meaning]))
         parts.append("")
     parts.append(METHODS_HEAD)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from benchmarks.quality.report import Point
 from benchmarks.quality.rows import all_entries
-from dilocox.config.methods import EXCHANGE_GRADIENTS
+from dilocox.config.methods import exchanges_gradients
 
 _MARKED = re.compile(
     r"(<!-- quality: begin (\S+) (\d+) (iid|non-iid) (core|muon|ablations) -->\n)"
@@ -50,7 +50,7 @@ def _line(point: Point) -> str:
     reached = "diverged" if point.failed else _shown(point.loss, ".3f")
     cells = [
         point.label,
-        "1" if point.method in EXCHANGE_GRADIENTS else _shown(point.inner_steps, ".3g"),
+        "1" if exchanges_gradients(point.method) else _shown(point.inner_steps, ".3g"),
         _shown(point.per_transfer, ",.0f" if (point.per_transfer or 0) >= 100 else ".3g", "x"),
         _shown(point.reduction, ",.0f", "x"),
         str(point.seeds),

@@ -10,11 +10,16 @@ from dilocox.api import (
     resolve_run,
     train,
 )
+from dilocox.config.codec_kinds import CodecKind, CodecNumber, register_codec
+from dilocox.config.methods import Method, register_method
 from dilocox.errors import DilocoxError
 from dilocox.version import __version__
 
 __all__ = [
+    "CodecKind",
+    "CodecNumber",
     "DilocoxError",
+    "Method",
     "RunConfig",
     "__version__",
     "code_digest",
@@ -22,6 +27,8 @@ __all__ = [
     "generate",
     "join",
     "load_run",
+    "register_codec",
+    "register_method",
     "resolve_run",
     "train",
 ]

@@ -86,6 +86,6 @@ def test_values_are_those_of_the_codec(spec: str) -> None:
 def test_low_rank_carries_none() -> None:
     with pytest.raises(ConfigError, match="no codec 'lowrank:8\\+moments'"):
         parse_spec("lowrank:8+moments")
-    assert parse_spec("topk+moments") == replace(Spec("topk", kept=64), moments=True)
+    assert parse_spec("topk+moments") == replace(Spec("topk", 64), moments=True)
     with pytest.raises(ConfigError):
         parse_spec("int4+moments+moments")

@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.config.codec_spec import FLAT, Spec, parse_spec
+from dilocox.config.codec_kinds import BUILT_IN
+from dilocox.config.codec_spec import Spec, parse_spec
 from dilocox.errors import ConfigError
 
 pytestmark = pytest.mark.waits
 
 CANONICAL = {
-    **{name: Spec(name) for name in FLAT},
-    "topk:1": Spec("topk", kept=1),
-    "topk:2048": Spec("topk", kept=2048),
-    "top1:2": Spec("top1", block=2),
-    "top1:32768": Spec("top1", block=32768),
-    "cocktail": Spec("cocktail"),
-    "lowrank:1": Spec("lowrank", rank=1, bits=4),
-    "lowrank:2048:int8": Spec("lowrank", rank=2048, bits=8),
+    **{kind.name: Spec(kind.name) for kind in BUILT_IN if kind.number is None},
+    "topk:1": Spec("topk", 1),
+    "topk:2048": Spec("topk", 2048),
+    "top1:2": Spec("top1", 2),
+    "top1:32768": Spec("top1", 32768),
+    "lowrank:1": Spec("lowrank", 1, "int4"),
+    "lowrank:2048:int8": Spec("lowrank", 2048, "int8"),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.config.methods import EXCHANGE_GRADIENTS, METHODS
+from dilocox.config.methods import METHODS
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
 
@@ -126,14 +126,14 @@ def test_any_steps_overlap_and_fragments_resolve(
         given_keys["overlap"] = overlap
     if fragments is not None:
         given_keys["fragments"] = min(fragments, steps)
-    if method in EXCHANGE_GRADIENTS and overlap not in (None, "none"):
+    if METHODS[method].exchanges_gradients and overlap not in (None, "none"):
         with pytest.raises(ConfigError, match="exchanges gradients"):
             resolve(**given_keys)
         return
     outer = resolve(**given_keys).outer
     assert outer.inner_steps == steps
     assert outer.inner_steps % outer.slots == 0
-    if method in EXCHANGE_GRADIENTS:
+    if METHODS[method].exchanges_gradients:
         return
     assert outer.fragments <= outer.slots
     assert (outer.delay == 0) == (outer.overlap == "none")

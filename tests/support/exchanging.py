@@ -166,7 +166,7 @@ def run(
                 values=None if me in observers else values_of(me, geometry),
                 compressor=compressor(name, geometry)
                 if me not in (strange or {})
-                else strange[me](geometry, parse_spec(name).rank),
+                else strange[me](geometry, parse_spec(name).number),
                 warm=warm_of(name, geometry),
                 mode=mode,
                 weights=WEIGHTS,

@@ -141,9 +141,9 @@ class Registry:
             delay=1,
             overlap="keep",
             keep=0.7,
-            learning_rate=0.8,
-            momentum=0.5,
-            codec=self.config.sent_as("int4"),
+            learning_rate=self.config.outer.learning_rate,
+            momentum=self.config.outer.momentum,
+            codec=self.config.sent_as(self.config.compression.codec),
             residual_decay=0.95,
             residual_view=0.2,
             exchange="gather",
@@ -256,12 +256,14 @@ def train(
     goes_after: int | None = None,
     fragments: Mapping[int, int] | None = None,
     flush: Cheat | None = None,
+    ends: bool = False,
 ) -> None:
     """Train `rounds` rounds into the run's folder; lyon cheats in some, paris never.
 
     `paces`: of sites that are not as fast as the typical; they leave nothing of a step. After the
     round `goes_after` lyon is gone, though the next one names it. `fragments`: of rounds in which
-    the two pieces are not exchanged apart. `flush`: the run ends with one, in which lyon does this.
+    the two pieces are not exchanged apart. `flush`: the run ends with one, in which lyon does this;
+    with `ends` both sites then sign their final state, as a run that has finished.
     """
     torch.set_num_threads(1)
     config.folder.mkdir(parents=True)
@@ -297,6 +299,8 @@ def train(
 
             for future in [pool.submit(last, site) for site in sites]:
                 future.result(60.0)
+    for site in sites if ends else ():
+        record_state(site.record, "final", rounds, site.rank, NullControlPlane().touch)
     registry.notary.close()
 
 
@@ -306,7 +310,7 @@ def honest(site: Neighbour) -> Any:
     yield
 
 
-def run_config(root: Path, name: str) -> RunConfig:
+def run_config(root: Path, name: str, method: str = "dilocox") -> RunConfig:
     """The run file of two sites that keep the state of every round."""
     from tests.training.launch.test_preflight import ARCHITECTURE, config
 
@@ -315,18 +319,20 @@ def run_config(root: Path, name: str) -> RunConfig:
         root, name,
         model={"architecture": small},
         site={"stages": 1, "threads": 1, "precision": "fp32", "device": "cpu"},
-        outer={"rounds": 20, "inner_steps": STEPS, "fragments": 2},
+        outer={"method": method, "rounds": 20, "inner_steps": STEPS, "fragments": 2},
         control={"adapt": "off"},
         record={"states_every": 1},
     )  # fmt: skip
 
 
-def trained_in(root: Path, rounds: int, cheats: Mapping[int, Cheat], **more: Any) -> Path:
+def trained_in(
+    root: Path, rounds: int, cheats: Mapping[int, Cheat], method: str = "dilocox", **more: Any
+) -> Path:
     """Text, token files and a run of `train` below `root`; the run's folder. `more`: of `train`."""
     from tests.training.launch.test_preflight import write_text
 
     write_text(root / "text", 0)
-    config = run_config(root, "run")
+    config = run_config(root, "run", method)
     files = prepare(config.data, config.data_folder, config.run.seed)
     train(config, files, rounds, cheats, **more)
     return config.folder

@@ -120,3 +120,13 @@ class Quantised:
         scales = payload[: 2 * blocks].view(torch.bfloat16)
         codes = payload[2 * blocks :].view(torch.int8).view(blocks, BLOCK * self.bits // 8)
         return scales, codes
+
+
+def build_int8(*_: int) -> Quantised:
+    """`int8`."""
+    return Quantised("int8", 4, bits=8)
+
+
+def build_int4(*_: int) -> Quantised:
+    """`int4`."""
+    return Quantised("int4", 5, bits=4)

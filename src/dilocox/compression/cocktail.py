@@ -204,3 +204,8 @@ def _mixed(number: int) -> int:
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK
     return number ^ (number >> 31)
+
+
+def build_cocktail(_: int, seed: int, place: int) -> Cocktail:
+    """`cocktail`: it alone draws from the seed."""
+    return Cocktail(seed, place)

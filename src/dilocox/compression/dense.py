@@ -54,3 +54,18 @@ class Dense:
         values.copy_(payload.view(self.dtype))
         refuse_non_finite(values, self.name)
         return values
+
+
+def build_none(*_: int) -> Dense:
+    """`none`: fp32 as it is."""
+    return Dense("none", 1, torch.float32)
+
+
+def build_fp16(*_: int) -> Dense:
+    """`fp16`."""
+    return Dense("fp16", 2, torch.float16)
+
+
+def build_bf16(*_: int) -> Dense:
+    """`bf16`."""
+    return Dense("bf16", 3, torch.bfloat16)

@@ -120,3 +120,8 @@ def _scale(blocks: Tensor) -> Tensor:
         level = weighted.div_(count.mul_(2).add_(0.25 * BLOCK))
     scale = level.mul_(unit).clamp_(max=_LARGEST_SCALE)
     return torch.where(scale < _SMALLEST_SCALE, 0.0, scale).to(torch.bfloat16)
+
+
+def build_int2(*_: int) -> Int2:
+    """`int2`."""
+    return Int2()

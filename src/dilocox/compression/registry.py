@@ -1,34 +1,44 @@
-"""All codecs by name, and the compressor of a spec."""
+"""The compressor of a codec's text, made as the record of its kind says."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
+from collections.abc import Callable
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import Any
 
 from dilocox.compression.base import Codec
-from dilocox.compression.blockwise_int import Quantised
 from dilocox.compression.buffer_layout import Geometry
-from dilocox.compression.cocktail import Cocktail
 from dilocox.compression.compressor import Compressor
-from dilocox.compression.dense import Dense
-from dilocox.compression.int2 import Int2
 from dilocox.compression.lowrank.codec import LowRank
-from dilocox.compression.top1 import Top1
-from dilocox.compression.topk import TopK
-from dilocox.config.codec_spec import parse_spec
+from dilocox.config.codec_kinds import BUILT_IN, CodecKind
+from dilocox.config.codec_spec import Spec, parse_spec
 from dilocox.errors import ConfigError
 
-_ALL: tuple[Codec, ...] = (
-    Dense("none", 1, torch.float32),
-    Dense("fp16", 2, torch.float16),
-    Dense("bf16", 3, torch.bfloat16),
-    Quantised("int8", 4, bits=8),
-    Quantised("int4", 5, bits=4),
-    Int2(),
-)
-CODECS: dict[str, Codec] = {each.name: each for each in _ALL}
-"""The flat codecs."""
+IDENTIFIERS = range(0x1000, 0x8000)
+"""Numbers in the frame header of codecs that are not built in."""
+
+
+def _function(kind: CodecKind) -> Callable[..., Any]:
+    """The function that makes codecs of a kind. Raises `ConfigError` where there is none."""
+    if not isinstance(kind.build, str):
+        return kind.build
+    module, _, name = kind.build.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"codec {kind.name!r}: its build {kind.build!r} is no module:function: {error}"
+        ) from error
+    return found
+
+
+CODECS: dict[str, Codec] = {
+    kind.name: _function(kind)(0, 0, 0)
+    for kind in BUILT_IN
+    if kind.number is None and not kind.sparse
+}
+"""The built-in flat codecs."""
 
 
 def codec(name: str) -> Codec:
@@ -42,18 +52,27 @@ def codec(name: str) -> Codec:
 def compressor(spec: str, geometry: Geometry) -> Compressor | LowRank:
     """What encodes buffers of that geometry as `spec` says; `LowRank` needs two phases.
 
-    Raises `ConfigError` for a text that is no spec.
+    Raises `ConfigError` for a text that is no spec, and for a kind whose codec cannot be made.
     """
     parsed = parse_spec(spec)
-    if parsed.kind == "lowrank":
-        return LowRank(geometry, parsed.rank, parsed.bits)
-    if parsed.kind in ("topk", "top1"):
-        picking = TopK(parsed.kept) if parsed.kind == "topk" else Top1(parsed.block)
-        found = Compressor(picking.name, picking.identifier, geometry, lambda *_: picking)
-    elif parsed.kind == "cocktail":
-        one = Cocktail(seed=0, place=0)
-        found = Compressor(one.name, one.identifier, geometry, Cocktail)
-    else:
-        flat = codec(parsed.kind)
-        found = Compressor(flat.name, flat.identifier, geometry, lambda _seed, _place: flat)
+    kind = parsed.record
+    if kind.agrees_first:
+        return LowRank(geometry, parsed.number, 8 if parsed.variant == "int8" else 4)
+    build: Callable[[int, int], Codec] = partial(_function(kind), parsed.number)
+    one = build(0, 0)
+    if kind not in BUILT_IN:
+        _check(one, parsed)
+    found = Compressor(one.name, one.identifier, geometry, build)
     return found.with_moments() if parsed.moments else found
+
+
+def _check(one: Codec, parsed: Spec) -> None:
+    """Raise `ConfigError` unless others can tell from its frames what codec has made a payload."""
+    due = parsed.record.text(parsed.number, parsed.variant)
+    if one.name != due:
+        raise ConfigError(f"codec {due!r}: its build gives one named {one.name!r}; name it {due!r}")
+    if one.identifier not in IDENTIFIERS:
+        raise ConfigError(
+            f"codec {due!r}: identifier {one.identifier}; take one from {IDENTIFIERS.start} to "
+            f"{IDENTIFIERS.stop - 1}"
+        )

@@ -39,7 +39,7 @@ from dilocox.compression.base import (
 )
 from dilocox.compression.sparse import Array, places_of
 from dilocox.compression.two_bit_levels import HEAD, from_codes, to_codes
-from dilocox.config.codec_spec import LARGEST_BLOCK
+from dilocox.config.codec_kinds import LARGEST_BLOCK
 from dilocox.errors import ExchangeError
 
 _BLOCKS = 64
@@ -271,3 +271,8 @@ class Top1:
 
     def _refused(self, why: str) -> ExchangeError:
         return ExchangeError(f"{self.name} payload refused: {why}; no site's encoder writes that")
+
+
+def build_top1(block: int, *_: int) -> Top1:
+    """`top1:B`."""
+    return Top1(block)

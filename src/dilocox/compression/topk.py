@@ -31,7 +31,7 @@ from dilocox.compression.base import (
     output,
 )
 from dilocox.compression.two_bit_levels import HEAD, from_codes, to_codes
-from dilocox.config.codec_spec import LARGEST_KEPT
+from dilocox.config.codec_kinds import LARGEST_KEPT
 
 _BITS = 2
 
@@ -126,3 +126,8 @@ class TopK:
             )
         refusals.settle()
         return values
+
+
+def build_topk(kept: int, *_: int) -> TopK:
+    """`topk:K`."""
+    return TopK(kept)

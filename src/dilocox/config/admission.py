@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dilocox.config.base import Positive, Section
-from dilocox.config.codec_spec import PICKED
 from dilocox.config.outer import CompressionSection, OuterSection
 
 Aggregation = Literal["mean", "clip", "median", "trimmed", "rfa"]
@@ -92,7 +91,7 @@ def admission_problem(
         )
     if outer.exchange != "gather":
         return f'{key} needs whole contributions at every site: set outer.exchange = "gather"'
-    if admission.aggregation in BY_VALUE and compression.kind in PICKED:
+    if admission.aggregation in BY_VALUE and compression.kind.picks:
         return (
             f'{key} with codec "{compression.codec}": each site sends different values, so most '
             "values are zero at most sites and the result is nearly zero; set "

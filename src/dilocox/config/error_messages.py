@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 # Priority of error types; lower is reported first. An unknown key goes before a missing key,
 # since a misspelt key causes both.
 _ORDER = {"extra_forbidden": 0, "missing": 2, "value_error": 3}
+UNKNOWN_NAME = "unknown_name"
+"""Type of the error of a name that nobody has registered; its context holds what is `known`."""
 _KINDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -132,17 +134,23 @@ def _expected(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
         return f"a number {words} {context[limit]:g}"
     if kind == "string_pattern_mismatch":
         return (field and field.description) or f"a text of the form {context['pattern']}"
+    if kind == UNKNOWN_NAME:
+        return _one_of(context["known"])
     if kind == "finite_number":
         return "a finite number"
     annotation = None if field is None else _plain(field.annotation)
     return _words(annotation)
 
 
+def _one_of(choices: Iterable[str]) -> str:
+    return "one of: " + ", ".join(f'"{choice}"' for choice in choices)
+
+
 def _words(annotation: Any) -> str:
     annotation = _plain(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
-        return "one of: " + ", ".join(f'"{choice}"' for choice in arguments)
+        return _one_of(arguments)
     if origin in (typing.Union, types.UnionType):
         known = [item for item in arguments if item is not type(None)]
         return " or ".join(_words(item) for item in known)

@@ -1,24 +1,52 @@
 """The methods of docs/algorithm.md §5, as sets of defaults.
 
-A method only gives defaults to keys of `[outer]`, `[compression]` and `[control]`. A run file may
-set each of these keys itself.
+A method is one row: defaults for `[outer]`, `[compression]` and `[control]`, and whether gradients
+or pseudo-gradients are exchanged. A run file may set every one of these keys itself. Other packages
+add rows with `register_method` or an entry point of the group `dilocox.methods`
+(docs/extending.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-METHODS: dict[str, dict[str, dict[str, Any]]] = {
+from dilocox.config.extensions import Registry
+
+GROUP = "dilocox.methods"
+
+
+@dataclass(frozen=True)
+class Method:
+    """Defaults that `outer.method` stands for."""
+
+    name: str
+    """Value of `outer.method`."""
+    outer: Mapping[str, Any]
+    """Keys of `[outer]`: `inner_steps`, `overlap`, `learning_rate` and `momentum` at least."""
+    compression: Mapping[str, Any]
+    """Keys of `[compression]`: `codec` and `error_feedback` at least."""
+    control: Mapping[str, Any] = field(default_factory=dict)
+    """`adapt`, where plans adapt."""
+    exchanges_gradients: bool = False
+    """Sites average the gradients of every inner step; without, pseudo-gradients of rounds."""
+
+
+BUILT_IN = (
     # Synchronous data parallel: dense gradients are exchanged in every step. A round is only the
     # interval of accounting; the outer learning rate and momentum are not used.
-    "allreduce": {
-        "outer": {"inner_steps": 10, "overlap": "none", "learning_rate": 1.0, "momentum": 0.0},
-        "compression": {"codec": "none", "error_feedback": False},
-    },
+    Method(
+        "allreduce",
+        outer={"inner_steps": 10, "overlap": "none", "learning_rate": 1.0, "momentum": 0.0},
+        compression={"codec": "none", "error_feedback": False},
+        exchanges_gradients=True,
+    ),
     # ICML 2023. Compressed gradients, used one inner step late, so that the exchange overlaps
     # with the computation of the next step.
-    "cocktailsgd": {
-        "outer": {
+    Method(
+        "cocktailsgd",
+        outer={
             "inner_steps": 10,
             "overlap": "none",
             "delay": 1,
@@ -26,58 +54,97 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
             "momentum": 0.0,
             "exchange": "reduce",
         },
-        "compression": {"codec": "cocktail", "error_feedback": True},
-    },
+        compression={"codec": "cocktail", "error_feedback": True},
+        exchanges_gradients=True,
+    ),
     # arXiv 2311.08105
-    "diloco": {
-        "outer": {"inner_steps": 500, "overlap": "none", "learning_rate": 0.7, "momentum": 0.9},
-        "compression": {"codec": "none", "error_feedback": False},
-    },
+    Method(
+        "diloco",
+        outer={"inner_steps": 500, "overlap": "none", "learning_rate": 0.7, "momentum": 0.9},
+        compression={"codec": "none", "error_feedback": False},
+    ),
     # arXiv 2407.07852
-    "opendiloco": {
-        "outer": {"inner_steps": 500, "overlap": "none", "learning_rate": 0.7, "momentum": 0.9},
-        "compression": {"codec": "fp16", "error_feedback": False},
-    },
+    Method(
+        "opendiloco",
+        outer={"inner_steps": 500, "overlap": "none", "learning_rate": 0.7, "momentum": 0.9},
+        compression={"codec": "fp16", "error_feedback": False},
+    ),
     # arXiv 2412.01152
-    "intellect1": {
-        "outer": {"inner_steps": 100, "overlap": "none", "learning_rate": 0.7, "momentum": 0.9},
-        "compression": {"codec": "int8", "error_feedback": False},
-    },
+    Method(
+        "intellect1",
+        outer={"inner_steps": 100, "overlap": "none", "learning_rate": 0.7, "momentum": 0.9},
+        compression={"codec": "int8", "error_feedback": False},
+    ),
     # arXiv 2508.15706
-    "sparseloco": {
-        "outer": {"inner_steps": 30, "overlap": "none", "learning_rate": 1.0, "momentum": 0.0},
-        "compression": {"codec": "topk:64", "error_feedback": True, "residual_decay": 0.95},
-    },
+    Method(
+        "sparseloco",
+        outer={"inner_steps": 30, "overlap": "none", "learning_rate": 1.0, "momentum": 0.0},
+        compression={"codec": "topk:64", "error_feedback": True, "residual_decay": 0.95},
+    ),
     # arXiv 2506.21263. Rank 64 is a quarter of a hidden size of 256, as the paper's rank of 2,048
     # is a quarter of 8,192. Users should set the rank for their own model.
-    "dilocox-paper": {
-        "outer": {"inner_steps": 125, "overlap": "naive", "learning_rate": 0.7, "momentum": 0.9},
-        "compression": {"codec": "lowrank:64", "error_feedback": True},
-        "control": {"adapt": "effective-rank"},
-    },
+    Method(
+        "dilocox-paper",
+        outer={"inner_steps": 125, "overlap": "naive", "learning_rate": 0.7, "momentum": 0.9},
+        compression={"codec": "lowrank:64", "error_feedback": True},
+        control={"adapt": "effective-rank"},
+    ),
     # Staggered fragments and the smallest delay that hides the exchange. The controller chooses
     # the least lossy codec and number of inner steps that the link allows. These are the values
     # of the first rounds.
-    "dilocox": {
-        "outer": {
+    Method(
+        "dilocox",
+        outer={
             "inner_steps": 20,
             "overlap": "keep",
             "fragments": 4,
             "learning_rate": 0.8,
             "momentum": 0.5,
         },
-        "compression": {"codec": "int4", "error_feedback": True, "moments": True},
-        "control": {"adapt": "link"},
-    },
-}
-EXCHANGE_GRADIENTS = ("allreduce", "cocktailsgd")
-"""Methods that exchange the gradients of every inner step instead of pseudo-gradients."""
+        compression={"codec": "int4", "error_feedback": True, "moments": True},
+        control={"adapt": "link"},
+    ),
+)
+"""The methods that come with dilocox."""
 DEFAULT_ROUNDS = 10
 """`outer.rounds` of a run file that sets neither `rounds` nor `steps`."""
 
 BEFORE: dict[str, dict[str, Any]] = {"compression": {"moments": False}}
 """Keys that methods set and earlier versions did not know, with the behaviour of those versions as
 their values. They complete the `run.toml` of an earlier version."""
+_OUTER = ("inner_steps", "overlap", "learning_rate", "momentum")
+_OF_RUNS = ("method", "rounds", "steps")
+
+
+def register_method(method: Method) -> None:
+    """Make a method known to this process, and to processes that it forks.
+
+    Call it before the run file is resolved. A process that starts afresh needs an entry point of
+    the group `dilocox.methods` instead (docs/extending.md). The same row once more changes nothing.
+
+    Args:
+        method: The method's row.
+
+    Raises:
+        ConfigError: The name is taken or no name, or the row lacks a key that it needs.
+    """
+    _METHODS.add(method)
+
+
+def find_method(name: object) -> Method | None:
+    """The method of that name, or None. Raises `ConfigError` for a broken entry point."""
+    return _METHODS.find(name) if isinstance(name, str) else None
+
+
+def exchanges_gradients(name: object) -> bool:
+    """True of a method of that name that exchanges gradients; False also of an unknown one."""
+    found = find_method(name)
+    return found is not None and found.exchanges_gradients
+
+
+def known_methods() -> list[str]:
+    """Names for messages: of methods that this process knows, and of entry points."""
+    return [*METHODS, *_METHODS.not_loaded()]
 
 
 def method_defaults(
@@ -99,16 +166,16 @@ def method_defaults(
         compression: `[compression]` of the run file, as written; None if there is none.
     """
     chosen = METHODS[method]
-    outer = dict(chosen["outer"])
-    defaults = {"outer": outer, "compression": dict(chosen["compression"])}
+    outer = dict(chosen.outer)
+    defaults = {"outer": outer, "compression": dict(chosen.compression)}
     if "steps" not in given:
         outer["rounds"] = DEFAULT_ROUNDS
     merged = {**outer, **given}
     steps = merged.get("inner_steps", 1)
     fragments = merged.get("fragments", 1)
     overlap = merged["overlap"]
-    codec = {**chosen["compression"], **(compression or {})}.get("codec")
-    adapt = chosen.get("control", {}).get("adapt", "off")
+    codec = {**chosen.compression, **(compression or {})}.get("codec")
+    adapt = chosen.control.get("adapt", "off")
     fits = {"link": overlap == "keep", "effective-rank": str(codec).startswith("lowrank")}
     defaults["control"] = {"adapt": adapt if fits.get(adapt) else "off"}
     if not (isinstance(steps, int) and isinstance(fragments, int) and isinstance(overlap, str)):
@@ -124,3 +191,23 @@ def method_defaults(
         )
         outer.setdefault("delay", delay)
     return defaults
+
+
+def _problem(method: Method) -> str | None:
+    """Why a row that is not built in cannot be, or None."""
+    for section, keys, due in (
+        ("outer", method.outer, _OUTER),
+        ("compression", method.compression, ("codec", "error_feedback")),
+    ):
+        lacking = [key for key in due if key not in keys]
+        if lacking:
+            return f"its {section} lacks {', '.join(lacking)}; give a default for each"
+    own = [key for key in _OF_RUNS if key in method.outer]
+    if own:
+        return f"its outer has {', '.join(own)}, which only a run file sets; leave it out"
+    return None
+
+
+_METHODS = Registry(GROUP, Method, BUILT_IN, _problem)
+METHODS = _METHODS.records
+"""The methods that this process knows by now, by name."""

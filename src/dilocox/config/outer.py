@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from dilocox.config.base import Fraction, Positive, Section
-from dilocox.config.codec_spec import COARSE, parse_spec, sent_with_moments
-from dilocox.config.methods import EXCHANGE_GRADIENTS
+from dilocox.config.codec_kinds import CodecKind
+from dilocox.config.codec_spec import parse_spec, sent_with_moments
+from dilocox.config.error_messages import UNKNOWN_NAME
+from dilocox.config.methods import exchanges_gradients, find_method, known_methods
 from dilocox.errors import ConfigError
 
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -26,19 +29,16 @@ PINS: dict[str, tuple[Pin, ...]] = {
 """Keys, by section, that `control.adapt = "link"` chooses unless the run file sets them."""
 
 
+def _known_method(value: object) -> object:
+    if find_method(value) is None:
+        raise PydanticCustomError(UNKNOWN_NAME, "no such method", {"known": known_methods()})
+    return value
+
+
 class OuterSection(Section):
     """`[outer]`: rounds between sites. A key that is left out takes the method's value."""
 
-    method: Literal[
-        "allreduce",
-        "cocktailsgd",
-        "diloco",
-        "opendiloco",
-        "intellect1",
-        "sparseloco",
-        "dilocox-paper",
-        "dilocox",
-    ] = "dilocox"
+    method: Annotated[str, BeforeValidator(_known_method)] = "dilocox"
     rounds: Positive | None = None
     """Length of the run in rounds. Each site takes `rounds` x `inner_steps` inner steps. The
     default is 10 if `steps` is not set."""
@@ -84,7 +84,7 @@ class OuterSection(Section):
     @property
     def exchanges_gradients(self) -> bool:
         """Whether the method averages the gradients of every inner step, without outer steps."""
-        return self.method in EXCHANGE_GRADIENTS
+        return exchanges_gradients(self.method)
 
     @model_validator(mode="after")
     def _consistent(self) -> OuterSection:
@@ -162,9 +162,9 @@ class CompressionSection(Section):
         return spec.text
 
     @property
-    def kind(self) -> str:
-        """Kind of the codec, without its numbers."""
-        return parse_spec(self.codec).kind
+    def kind(self) -> CodecKind:
+        """Record of the codec's kind."""
+        return parse_spec(self.codec).record
 
 
 class ControlSection(Section):
@@ -278,17 +278,17 @@ def rounds_problem(
             'memory: set site.schedule = "1f1b"'
         )
     codec, kind = compression.codec, compression.kind
-    if kind == "lowrank" and outer.exchanges_gradients:
+    if kind.agrees_first and outer.exchanges_gradients:
         return (
             f"compression.codec {codec}: method {outer.method} exchanges gradients, and lowrank "
             "encodes only pseudo-gradients; choose another codec"
         )
-    if kind in ("topk", "top1", "lowrank") and outer.exchange != "gather":
+    if not kind.averages_in_parts and outer.exchange != "gather":
         return (
             f'compression.codec {codec} does not support outer.exchange "reduce": '
             'set outer.exchange = "gather"'
         )
-    if kind in COARSE and not compression.error_feedback:
+    if kind.needs_feedback and not compression.error_feedback:
         return f"compression.codec {codec} needs compression.error_feedback = true"
     if compression.residual_view and outer.exchanges_gradients:
         return (
@@ -321,7 +321,7 @@ def rounds_problem(
             'control.adapt "link" hides exchanges behind computation: set outer.overlap = "keep", '
             'or adapt = "off"'
         )
-    if control.adapt == "effective-rank" and kind != "lowrank":
+    if control.adapt == "effective-rank" and not kind.agrees_first:
         return (
             f'control.adapt "effective-rank" changes the rank, but compression.codec {codec} has '
             'no rank: set codec = "lowrank:R", or adapt = "off"'
@@ -343,5 +343,5 @@ def usual_steps(raw: dict[str, Any], method: str, control: dict[str, Any]) -> st
     measured = control["adapt"] == "link" and not {"link", "step_seconds"} <= control.keys()
     outer = raw.get("outer")
     fixed = isinstance(outer, dict) and outer.get("global_batch") == "fixed"
-    by_speed = method not in EXCHANGE_GRADIENTS and (measured or declared) and not fixed
+    by_speed = not exchanges_gradients(method) and (measured or declared) and not fixed
     return "by-speed" if by_speed else "equal"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dilocox.config.base import Fraction, Section, parse_bytes
-from dilocox.config.methods import EXCHANGE_GRADIENTS
+from dilocox.config.methods import exchanges_gradients
 
 
 class CheckpointSection(Section):
@@ -147,7 +147,7 @@ def keeping_problem(
             "checkpoint.best needs evaluations, but with evaluation.every_rounds = 0 there are "
             "none while the run trains: set every_rounds, or leave best out"
         )
-    if record.states_every and method in EXCHANGE_GRADIENTS:
+    if record.states_every and exchanges_gradients(method):
         return (
             f"record.states_every: method {method} exchanges gradients, which are not kept, "
             "so no round can be repeated: set it to 0"

@@ -23,7 +23,7 @@ from dilocox.config.base import Positive, Section
 from dilocox.config.codec_spec import sent_with_moments
 from dilocox.config.error_messages import first_problem
 from dilocox.config.handover import handed_tokenizer
-from dilocox.config.methods import BEFORE, METHODS, method_defaults
+from dilocox.config.methods import BEFORE, find_method, method_defaults
 from dilocox.config.outer import (
     PINS,
     CompressionSection,
@@ -426,7 +426,7 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
         outer, compression, control = tables.values()
         method = outer.get("method", "dilocox")
         # An unknown method is left to the validation, which lists the known methods.
-        known = method if isinstance(method, str) and method in METHODS else "dilocox"
+        known = "dilocox" if find_method(method) is None else str(method)
         defaults = method_defaults(known, outer, compression)
         control = {**defaults["control"], **control}
         if control["adapt"] != "link":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from dilocox.compression import all_zero, refuse_unusable
-from dilocox.config.codec_spec import PICKED, parse_spec
+from dilocox.config.codec_spec import parse_spec
 from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.errors import ExchangeError
 from dilocox.outer.aggregation import aggregate
@@ -64,7 +64,7 @@ class Weighing:
         opinions: dict[str, RankOpinion] = {}
         if self._what.examines:
             self._kept = {site: each for site, each, _ in self._decoded(opinions)}
-            picked = parse_spec(self._what.compressor.name).kind in PICKED
+            picked = parse_spec(self._what.compressor.name).record.picks
             found = examine(
                 self._kept, self._what.weights, self._offsets(), self._what.aggregation, picked
             )

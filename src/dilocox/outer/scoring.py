@@ -42,7 +42,7 @@ def examine(
         offsets: position at which each tensor begins in the buffer, ascending from 0.
         aggregation: decides whether `shares` are per tensor (`clip`), one number (`rfa`) or empty.
         picked: True for a codec that sends few values, which each site picks for itself
-            (`dilocox.config.codec_spec.PICKED`).
+            (`CodecKind.picks`).
     """
     if not sent:
         return {}

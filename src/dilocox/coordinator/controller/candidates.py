@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dilocox.config.admission import BY_VALUE
+from dilocox.config.codec_kinds import BUILT_IN, CodecKind
 from dilocox.config.codec_spec import parse_spec
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller import loss_model
@@ -14,10 +15,6 @@ from dilocox.coordinator.controller.link_estimator import Estimate
 from dilocox.coordinator.protocol.fragment_groups import fragment_counts
 
 INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
-KEPT = (328, 232, 164, 116, 82, 58, 41, 35, 29, 24, 20, 17, 15, 13, 12, 11, 10, 9, 8, 7, 6, 5)
-BLOCKS = (12, 18, 25, 35, 50, 70, 100, 118, 140, 170, 205, 240, 290, 340, 410, 490, 590, 700, 850,
-          1000, 1200, 1500, 1800, 2200, 2600)  # fmt: skip
-"""Block sizes B of `top1`. It replaces `topk` where the loss table says that it loses less."""
 LEAST_ROUNDS = 8
 """Least number of rounds of a run, where possible: outer momentum and error feedback need some."""
 SLACK = 5 / 4
@@ -77,25 +74,26 @@ def codecs(config: RunConfig) -> list[str]:
     own = config.compression.codec
     if "codec" in config.control.pinned:
         return [own]
-    names = ["none", "int8", "int4"]
-    if config.compression.error_feedback:
-        names.append("int2")
-        if config.outer.exchange == "gather" and config.admission.aggregation not in BY_VALUE:
-            names += _largest(loss_model.top1_up_to(config.total_steps, config.inner.optimizer))
+    # Of other kinds than the built-in ones, that of the run file's own codec alone: every site has
+    # it, since it has read the run file.
+    kind = config.compression.kind
+    kinds = BUILT_IN if kind in BUILT_IN else (*BUILT_IN, kind)
+    steps, optimizer = config.total_steps, config.inner.optimizer
+    names = [
+        codec
+        for kind in kinds
+        if _fits(kind, config)
+        for codec in kind.offered
+        if loss_model.is_offered(codec, steps, optimizer)
+    ]
     return names if own in names or not loss_model.is_known(own) else [*names, own]
 
 
-def _largest(top1_up_to: float) -> list[str]:
-    """Return the codecs that send the largest values, densest first.
-
-    They are `top1` up to a density of `top1_up_to` values of 4,096, and `topk` above.
-    """
-    topk = [f"topk:{kept}" for kept in KEPT]
-    top1 = [f"top1:{block}" for block in BLOCKS]
-    return [
-        *(codec for codec in topk if parse_spec(codec).density > top1_up_to),
-        *(codec for codec in top1 if parse_spec(codec).density <= top1_up_to),
-    ]
+def _fits(kind: CodecKind, config: RunConfig) -> bool:
+    """Return whether the run file allows codecs of that kind."""
+    feedback = config.compression.error_feedback or not kind.needs_feedback
+    whole = config.outer.exchange == "gather" or kind.averages_in_parts
+    return feedback and whole and not (kind.picks and config.admission.aggregation in BY_VALUE)
 
 
 def lengths(config: RunConfig, rounds: int, taken: int = 0) -> list[int]:
@@ -159,7 +157,7 @@ def fragments_of(config: RunConfig, codec: str, menu: Menu) -> list[int]:
     """
     pieces = config.outer.fragments
     judged = config.admission.gate or config.admission.examines
-    if "fragments" in config.control.pinned or judged or parse_spec(codec).kind == "lowrank":
+    if "fragments" in config.control.pinned or judged or parse_spec(codec).record.agrees_first:
         return [pieces]
     dense = menu.get("none")
     if dense is None:

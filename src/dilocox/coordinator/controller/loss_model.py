@@ -33,9 +33,7 @@ from dilocox.config.codec_spec import Spec, parse_spec
 ADAMW = "adamw"
 LossTable = Mapping[str, Any]
 LARGEST = ("topk", "top1")
-"""Kinds of codecs that send only the largest values."""
-LOSSLESS = ("fp16", "bf16")
-"""Kinds of codecs that are not in the table, because they do not change the loss."""
+"""Rows of the table for codecs that send only the largest values."""
 
 
 @lru_cache(maxsize=1)
@@ -98,12 +96,23 @@ def loss_of(
 
 
 def is_known(codec: str) -> bool:
-    """Return whether the codec's loss is in the table or zero.
+    """Return whether the codec's loss is in the table.
 
     Raises `ConfigError` if `codec` is not a codec.
     """
-    kind = parse_spec(codec).kind
-    return kind in LARGEST or kind in LOSSLESS or kind in committed()["flat"]
+    return bool(_row(parse_spec(codec)))
+
+
+def is_offered(codec: str, steps: int, optimizer: str = ADAMW) -> bool:
+    """Return whether no better codec has the same density.
+
+    Of `topk` and `top1` with one density, one loses less by the table. Other codecs have no rival.
+    Raises `ConfigError` if `codec` is not a codec.
+    """
+    spec = parse_spec(codec)
+    if _row(spec) not in LARGEST:
+        return True
+    return (spec.density <= top1_up_to(steps, optimizer)) == (_row(spec) == "top1")
 
 
 @lru_cache(maxsize=64)
@@ -125,10 +134,11 @@ def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW)
     spec = parse_spec(codec)
 
     def of_table(known: LossTable) -> float:
-        if spec.kind not in LARGEST:
-            rows = known["flat"].get(spec.kind)
+        row = _row(spec)
+        if row not in LARGEST:
+            rows = known["flat"].get(row)
             return 0.0 if rows is None else _at(inner_steps, rows)
-        picked = known["top1"] if spec.kind == "top1" and known.get("top1") else known["topk"]
+        picked = known["top1"] if row == "top1" and known.get("top1") else known["topk"]
         kept = [math.log(k) for k in picked["kept"]]
         logs = [
             _line(math.log(spec.density), kept, [math.log(value) for value in row])
@@ -152,7 +162,7 @@ def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]
     def rate(known: LossTable) -> float:
         rates = known["outer"][_family(spec)]
         found = float(_at(inner_steps, rates["learning_rate"]))
-        if spec.kind not in LARGEST:
+        if _row(spec) not in LARGEST:
             return found
         rise = known["rise"]
         fewer = max(1.0, _at(inner_steps, rise["kept"]) / spec.density)
@@ -217,9 +227,14 @@ def _over_lengths(steps: int, read: Callable[[LossTable], float], optimizer: str
     return _line(math.log(steps), [math.log(length) for length in lengths], found)
 
 
+def _row(spec: Spec) -> str:
+    """Return the name of the codec's row in the table, or "" if the table has none."""
+    return spec.record.loses_like
+
+
 def _family(spec: Spec) -> str:
     """Return the table's group of codecs, for values that are not given by codec."""
-    return "topk" if spec.kind in LARGEST else "flat"
+    return "topk" if _row(spec) in LARGEST else "flat"
 
 
 def _at(inner_steps: int, values: Sequence[float]) -> float:

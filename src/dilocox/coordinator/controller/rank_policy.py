@@ -38,18 +38,18 @@ def choose(config: RunConfig, ranks_milli: Sequence[int]) -> Choice:
         return replace(fixed, reason=f"warm-up: {len(ranks_milli)} of {window} rounds measured")
     total = sum(ranks_milli[-window:])
     # Rounded to the nearest whole number; ties up.
-    rank = max(1, min(spec.rank, (2 * total + 1000 * window) // (2000 * window)))
+    rank = max(1, min(spec.number, (2 * total + 1000 * window) // (2000 * window)))
     slot = fixed.inner_steps // fixed.slots
-    slots = max(1, min(fixed.slots, (2 * rank * fixed.slots + spec.rank) // (2 * spec.rank)))
+    slots = max(1, min(fixed.slots, (2 * rank * fixed.slots + spec.number) // (2 * spec.number)))
     if fixed.slots == 1:
-        slot = max(1, (2 * rank * fixed.inner_steps + spec.rank) // (2 * spec.rank))
+        slot = max(1, (2 * rank * fixed.inner_steps + spec.number) // (2 * spec.number))
     delay = slots if config.outer.overlap in ("naive", "eager") else min(fixed.delay, slots)
     return replace(
         fixed,
         inner_steps=slots * slot,
         slots=slots,
         delay=delay,
-        codec=replace(spec, rank=rank).text,
+        codec=replace(spec, number=rank).text,
         reason=f"effective rank {total / window / 1000:.1f} over the last {window} rounds, "
-        f"{rank / spec.rank:.0%} of rank {spec.rank}",
+        f"{rank / spec.number:.0%} of rank {spec.number}",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dilocox.config.codec_spec import SPARSE, parse_spec
+from dilocox.config.codec_spec import parse_spec
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.batch import shared_batches
 from dilocox.coordinator.controller.choice import Choice
@@ -87,7 +87,7 @@ def make_plan(
             weight=weights[site], batch=batch, ranges=ranges, space=space, pace=pace, carry=carry
         )
     last = steps >= left
-    whole = flush and parse_spec(choice.codec).kind not in SPARSE
+    whole = flush and not parse_spec(choice.codec).record.sparse
     codec = config.sent_as(choice.codec)
     if flush:
         codec = FLUSH_CODEC if whole else choice.codec
@@ -156,11 +156,11 @@ def _of_what_was_withheld(before: RoundPlan | None, codec: str, decay: float) ->
     which only a run file or a method sets, means that nothing may be lost: then `decay` is
     returned.
     """
-    if before is None or parse_spec(before.codec).kind not in SPARSE:
+    if before is None or not parse_spec(before.codec).record.sparse:
         return decay
     if before.residual_decay == 1.0:
         return decay
-    return decay if parse_spec(codec).kind in SPARSE else 1.0 - before.residual_decay
+    return decay if parse_spec(codec).record.sparse else 1.0 - before.residual_decay
 
 
 def _left(before: RoundPlan | None, site: str) -> int:

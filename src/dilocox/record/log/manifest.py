@@ -8,7 +8,6 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from dilocox.config.methods import EXCHANGE_GRADIENTS
 from dilocox.config.run_config import RunConfig, digest_of
 from dilocox.data.croissant import render_croissant
 from dilocox.data.manifest import MANIFEST, read_manifest
@@ -28,7 +27,7 @@ def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
         "config": config.shared(),
         "config_digest": digest_of(config.shared()),
         "log": log_key,
-        "commitments": config.outer.method not in EXCHANGE_GRADIENTS,
+        "commitments": not config.exchanges_gradients,
         "flush_states": config.record.states_every > 0,
         "start_class": True,
         "kept_keys": True,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dilocox.config.codec_spec import names_payload
+from dilocox.config.codec_kinds import find_kind
+from dilocox.config.codec_spec import WITH_MOMENTS, names_payload
+from dilocox.config.methods import find_method
 from dilocox.record.log.digests import sealed
 from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.run_history import RunHistory
@@ -126,3 +128,18 @@ def _unsigned(course: RunHistory, step: Step) -> list[str]:
         if course.contributions.get((step.key.text, step.attempt, site, shard))
         != step.payloads[place]
     ]
+
+
+def unknown_extension(course: RunHistory) -> str | None:
+    """The run's method or codec, if this machine lacks the package that brings it; else None."""
+    method = course.config["outer"].get("method", "dilocox")
+    if find_method(method) is None:
+        return f"method {method!r}"
+    codecs = [step.codec for step in course.steps.values()]
+    section = course.config.get("compression")
+    if isinstance(section, dict):
+        codecs.append(str(section.get("codec", "none")))
+    for codec in codecs:
+        if find_kind(codec.removesuffix(WITH_MOMENTS).partition(":")[0]) is None:
+            return f"codec {codec!r}"
+    return None

@@ -117,7 +117,7 @@ def lost_payloads(course: RunHistory, has: Has, get: Get) -> set[tuple[str, int]
     """
     lost = set()
     for step in course.steps.values():
-        names_others = step.exchange == "reduce" or parse_spec(step.codec).kind == "lowrank"
+        names_others = step.exchange == "reduce" or parse_spec(step.codec).record.agrees_first
         for place, digest in step.payloads.items():
             key = step.key.text, int(place.rsplit("/", 1)[1])
             if not has(digest) or (names_others and not all(map(has, behind(step, get(digest))))):

@@ -329,7 +329,7 @@ def behind(step: Step, payload: bytes) -> list[str]:
 
     These are the chunks in `reduce`, and the basis of a low-rank codec.
     """
-    if parse_spec(step.codec).kind == "lowrank":
+    if parse_spec(step.codec).record.agrees_first:
         return [payload[:DIGEST_BYTES].hex()]
     if step.exchange == "reduce":
         count = -(-len(payload) // DIGEST_BYTES)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dilocox.config.methods import EXCHANGE_GRADIENTS
+from dilocox.config.methods import exchanges_gradients
 from dilocox.config.site import MOST_RANKS, SITE_NAME
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.round_plan import RoundPlan
@@ -130,7 +130,7 @@ class RunHistory:
         anchors before they remove payloads, so without anchors nothing was removed.
         """
         found: int | str = self.config.get("record", {}).get("keep", "auto")
-        by_gradient = self.config["outer"].get("method") in EXCHANGE_GRADIENTS
+        by_gradient = exchanges_gradients(self.config["outer"].get("method"))
         return "all" if by_gradient or (found == "auto" and not self.anchors) else found
 
     def keeps_state(self, round_: int) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilocox.config.methods import EXCHANGE_GRADIENTS
+from dilocox.config.methods import exchanges_gradients
 from dilocox.data import TokenFiles
 from dilocox.data.folder import folder_of_run
 from dilocox.errors import ConfigError, DilocoxError, RecordError
@@ -28,7 +28,7 @@ from dilocox.record.verify import claims as c
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code, accepted_data
 from dilocox.record.verify.audit_claims import Audits
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.completeness import broken_commitments, gaps
+from dilocox.record.verify.completeness import broken_commitments, gaps, unknown_extension
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
 from dilocox.record.verify.further_claims import further
 from dilocox.record.verify.model_files import check_other_files, check_plain_files, published_files
@@ -204,6 +204,7 @@ class _Verification:
         course = self._need(c.LOG, c.SIGNATURES)
         if not any(state.kind == "final" for state in course.states):
             raise NotRunError("no final state is signed: the run has not finished")
+        _need_extensions(course)
         if _by_gradient(course):
             return "theta_0 and the final state of every stage"
         problems = gaps(course)
@@ -230,6 +231,7 @@ class _Verification:
         path = self.places.run / "run.toml"
         if not path.exists():
             raise NotRunError(f"{path}: not there")
+        _need_extensions(course)
         agreed_run(path, course.manifest)
         said = accepted(course, "which run file it was")
         return f"digest {course.manifest['config_digest'][:12]}…, {said}"
@@ -240,6 +242,7 @@ class _Verification:
         from dilocox.record.verify.origins import may_lack, origins_of
 
         course = self._need(c.LOG, c.SIGNATURES)
+        _need_extensions(course)
         if may_lack(course, self._listing):
             self.origins = origins_of(course, self.stores.has, self._get)
         needed = Needed(self._get)
@@ -475,8 +478,17 @@ class _Verification:
         return f"digest {ours[:12]}…; {accepted_code(course)}"
 
 
+def _need_extensions(course: RunHistory) -> None:
+    lacking = unknown_extension(course)
+    if lacking is not None:
+        raise NotRunError(
+            f"the run had {lacking}, which this dilocox does not know; install the package that "
+            "has it (docs/extending.md)"
+        )
+
+
 def _by_gradient(course: RunHistory) -> bool:
-    return course.config["outer"]["method"] in EXCHANGE_GRADIENTS
+    return exchanges_gradients(course.config["outer"]["method"])
 
 
 def _more(count: int) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from dilocox.config.methods import EXCHANGE_GRADIENTS
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.identity import write_private
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
@@ -211,7 +210,7 @@ class TransparencyLogSink:
             place = (said.get("site"), rank.stage, rank.shard)
         if place != (rank.site, rank.stage, rank.shard):
             raise Refused("refused", f"{rank}: its signed {found.kind} is another rank's")
-        by_gradient = self.config.outer.method in EXCHANGE_GRADIENTS
+        by_gradient = self.config.exchanges_gradients
         steps = None if by_gradient else self.memory.steps.values()
         why = None if state is None else self.memory.holds.why_not(state, steps)
         if why is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dilocox.config.methods import EXCHANGE_GRADIENTS
+from dilocox.config.methods import exchanges_gradients
 from dilocox.config.run_config import RunConfig
 from dilocox.config.site import GradientSync, SiteSection
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
@@ -145,7 +145,7 @@ def _check_possible(case: Case, site: str, round_: int) -> None:
     course = case.course
     method = course.config["outer"]["method"]
     every = course.states_every
-    if method in EXCHANGE_GRADIENTS:
+    if exchanges_gradients(method):
         raise JudgedError("NOT_RUN", f"method {method} exchanges gradients, which are not kept")
     if every == 0:
         raise JudgedError("NOT_RUN", "this run kept no states (record.states_every = 0)")

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from dilocox.compression import Geometry, LowRank, compressor
+from dilocox.config.codec_kinds import BUILT_IN
+from dilocox.config.codec_spec import parse_spec
 from dilocox.errors import TrainingError
 from dilocox.outer.averaging import average
 from dilocox.outer.fragment_state import FragmentState
@@ -23,7 +25,7 @@ SECONDS = 1.0
 """Approximate duration of each measurement."""
 VALUES = 1 << 22
 """fp32 values that codecs and the outer step are timed on."""
-CODECS = ("none", "fp16", "bf16", "int8", "int4", "int2", "topk:64", "top1:64", "cocktail")
+CODECS = [parse_spec(kind.name).text for kind in BUILT_IN if not kind.agrees_first]
 RANKS = (8, 64)
 """Ranks of the low-rank codec that are timed: two, to separate costs that grow with the rank."""
 

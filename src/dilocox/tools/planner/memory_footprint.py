@@ -261,12 +261,6 @@ def _gathered_at_a_time(outline: ModelOutline, parameters: int, width: int) -> i
     return max(first, middle) + 2 * width * rest
 
 
-_WIDTHS = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.02, "int4": 0.52}
-"""Bytes per value of a payload, by kind of codec, at most."""
-_WIDTH_OF_OTHERS = 0.3
-"""The same for all other codecs."""
-
-
 def _waiting(rounds: Choice) -> float:
     """Return the largest share of fragments that are between boundary and landing at once."""
     number = -(-rounds.delay * rounds.fragments // rounds.slots)
@@ -293,7 +287,7 @@ def _exchanged(config: RunConfig, rounds: Choice, shared: bool) -> _Exchanged:
     one site. Values lie where the outer state is; payloads pass through the machine's memory.
     """
     waiting, pieces = _waiting(rounds), config.outer.fragments
-    width = _WIDTHS.get(parse_spec(rounds.codec).kind, _WIDTH_OF_OTHERS)
+    width = parse_spec(rounds.codec).record.bytes_per_value
     count = len(config.sites) if config.outer.exchange == "gather" else 2
     payloads = count * width / rounds.fragments
     values = UNDER_WAY * waiting + 4 / rounds.fragments + payloads

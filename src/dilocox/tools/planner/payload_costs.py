@@ -47,8 +47,8 @@ def _parcel(codec: str, shards: Sequence[Geometry]) -> PayloadCost:
     largest = max(shards, key=lambda geometry: geometry.length)
     spec = parse_spec(codec)
     products = ahead = 0
-    if spec.kind == "lowrank":
-        for group in Arrangement.of(largest, spec.rank, DENSE).groups:
+    if spec.record.agrees_first:
+        for group in Arrangement.of(largest, spec.number, DENSE).groups:
             products += group.size * group.left.rank * len(group.offsets)
         ahead = sum(factor_bytes(codec, geometry) for geometry in shards)
     return PayloadCost(sum(sizes), largest.length, max(sizes), products, ahead)
@@ -104,14 +104,17 @@ def toil(
         exchange: `outer.exchange`, `gather` or `reduce`.
         commits: Whether values are hashed before they are sent, for the run's record.
     """
-    kind = parse_spec(codec).kind
+    kind = parse_spec(codec).record
     size = 4.0 * parcel.values
     outer = host.outer * parcel.values / 2
     begin = outer + host.boundary_copies * parcel.values
     land = outer + host.landing_copies * parcel.values
-    encode, decode = size / host.encode[kind], size / host.decode[kind]
+    encode, decode = (
+        size / rates.get(kind.name, rates[kind.computes_like])
+        for rates in (host.encode, host.decode)
+    )
     digest, copy = parcel.own / host.digest, parcel.own * host.payload_copies
-    if kind == "lowrank":
+    if kind.agrees_first:
         # Two products to encode (its factor, then its payload), one to decode.
         encode += 2 * parcel.products / host.lowrank
         decode += parcel.products / host.lowrank
@@ -140,7 +143,7 @@ def round_trips(codec: str, exchange: str) -> int:
     Each message takes two: one to begin the exchange or agree on it, and one in which the receiver
     says that it is ready. `gather` has one message, `reduce` two, low rank three.
     """
-    if parse_spec(codec).kind == "lowrank":
+    if parse_spec(codec).record.agrees_first:
         return 6
     return 2 if exchange == "gather" else 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dilocox.config.codec_spec import SPARSE, parse_spec
+from dilocox.config.codec_spec import parse_spec
 from dilocox.config.methods import METHODS
 from dilocox.config.run_config import RunConfig, with_sites
 from dilocox.config.site import SiteSection
@@ -120,7 +120,7 @@ def plan_run(
     fabric: float,
     tokens: float | None = None,
     progress: Progress = lambda _: None,
-    methods: Sequence[str] = tuple(METHODS),
+    methods: Sequence[str] | None = None,
 ) -> RunPlan:
     """Plan the run of `config`.
 
@@ -132,7 +132,7 @@ def plan_run(
         tokens: Length of the run in tokens. None: the steps of the run file, less the steps that
             an earlier run has taken already (`model.path` of a portable checkpoint).
         progress: Called with the name of each stage of the work.
-        methods: Methods to compare.
+        methods: Methods to compare. None: all methods that this process knows.
 
     Raises:
         ConfigError: The run is not possible, for example more ranks than GPUs.
@@ -170,7 +170,7 @@ def plan_run(
         fewest = min((p.gpus for p in places if not p.device.shared), default=fullest.gpus)
         changes = advice(there, outline, fullest, fewest)
     rows = []
-    for method in methods:
+    for method in METHODS if methods is None else methods:
         progress(f"method {method}")
         rows.append(_row(config, method, places, links, fabric, outline, prediction))
     progress("other settings")
@@ -334,7 +334,7 @@ def budget(
 
 def flushed_bytes(config: RunConfig, outline: ModelOutline, codec: str, sites: int) -> int:
     """Return the bytes that each of `sites` sites sends in the flush after rounds with `codec`."""
-    last = codec if parse_spec(codec).kind in SPARSE else FLUSH_CODEC
+    last = codec if parse_spec(codec).record.sparse else FLUSH_CODEC
     payload = sum(each.payload for row in parcels(config, outline.shapes, last) for each in row)
     swaps, size = Crowd(sites, config.outer.exchange).swaps(payload)
     return swaps * size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dilocox.config.methods import exchanges_gradients
 from dilocox.config.site import SiteSection
 from dilocox.inner.memory import GIB, inner_bytes_per_parameter, outer_bytes_per_parameter
 from dilocox.record.writer.windows import bound_of
@@ -218,7 +219,7 @@ def _figure(value: float) -> str:
 
 def _steps(row: MethodRow) -> str:
     assert row.prediction is not None
-    gradients = row.method in ("allreduce", "cocktailsgd")
+    gradients = exchanges_gradients(row.method)
     return "1" if gradients else str(row.prediction.choice.inner_steps)
 
 

@@ -71,6 +71,6 @@ def with_method(config: RunConfig, method: str, hidden_size: int) -> RunConfig:
     raw["record"]["states_every"] = 0
     if method == "allreduce":
         raw["outer"]["exchange"] = "reduce"
-    if str(METHODS[method]["compression"]["codec"]).startswith("lowrank"):
+    if str(METHODS[method].compression["codec"]).startswith("lowrank"):
         raw["compression"]["codec"] = f"lowrank:{max(1, hidden_size // 4)}"
     return resolve_run(raw, where=f"the planned run with method {method}")
