@@ -1,4 +1,4 @@
-"""The compressor of a codec's text, made as the record of its kind says."""
+"""Builds the compressor of a codec specification, by the record of the codec's kind."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dilocox.config.codec_spec import Spec, parse_spec
 from dilocox.errors import ConfigError
 
 IDENTIFIERS = range(0x1000, 0x8000)
-"""Numbers in the frame header of codecs that are not built in."""
+"""Identifiers, for frame headers, that codecs of other packages may have."""
 
 
 def _function(kind: CodecKind) -> Callable[..., Any]:
-    """The function that makes codecs of a kind. Raises `ConfigError` where there is none."""
+    """Return the function that builds codecs of a kind. Raises `ConfigError` if there is none."""
     if not isinstance(kind.build, str):
         return kind.build
     module, _, name = kind.build.partition(":")
@@ -67,7 +67,7 @@ def compressor(spec: str, geometry: Geometry) -> Compressor | LowRank:
 
 
 def _check(one: Codec, parsed: Spec) -> None:
-    """Raise `ConfigError` unless others can tell from its frames what codec has made a payload."""
+    """Raise `ConfigError` unless name and identifier tell the codec from all others."""
     due = parsed.record.text(parsed.number, parsed.variant)
     if one.name != due:
         raise ConfigError(f"codec {due!r}: its build gives one named {one.name!r}; name it {due!r}")

@@ -1,8 +1,9 @@
-"""The kinds of codecs: one record for each says all that the product knows of the kind.
+"""Kinds of codecs: one record per kind, which every other module reads.
 
-The records of the built-in kinds stand below; other packages add theirs with `register_codec` or
-an entry point of the group `dilocox.codecs` (docs/extending.md). Nothing here needs torch: a
-record names what makes the codec, `dilocox.compression.registry` calls it.
+`BUILT_IN` has the records of the built-in kinds. Other packages add records with `register_codec`
+or with an entry point of the group `dilocox.codecs` (docs/extending.md). This module does not
+import torch: a record names the function that builds the codec, and `dilocox.compression.registry`
+calls the function.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ _BLOCKS = (12, 18, 25, 35, 50, 70, 100, 118, 140, 170, 205, 240, 290, 340, 410, 
 _MOST_DIGITS = 6
 
 Build = Callable[[int, int, int], Any]
-"""Makes a `dilocox.compression.Codec` of (number, seed, place): the spec's number, 0 of a kind
-without; a seed that is the same at all sites and new for every exchange; and where in the
-fragment's buffer the values begin."""
+"""Builds a `dilocox.compression.Codec` from (number, seed, place).
+
+`number` is the spec's number, or 0 if the kind takes none. `seed` is the same at all sites and new
+in every exchange. `place` is the position of the first value in the fragment's buffer.
+"""
 
 
 @dataclass(frozen=True)
 class CodecNumber:
-    """The whole number that stands behind a kind's name: the 64 of `topk:64`."""
+    """The whole number after a kind's name: the 64 of `topk:64`."""
 
     letter: str
-    """What messages call the number: the K of `topk:K`."""
+    """Name of the number in messages: the K of `topk:K`."""
     default: int
-    """The number where the text has none."""
+    """The number of a text without a number."""
     least: int
     largest: int
     """At most 999,999."""
@@ -43,49 +46,51 @@ class CodecNumber:
 
 @dataclass(frozen=True)
 class CodecKind:
-    """All that the product knows of one kind of codec."""
+    """What other modules need to know about one kind of codec."""
 
     name: str
-    """What the codec's text begins with, in run files, plans and metrics."""
+    """First word of the codec's text in run files, plans and metrics."""
     build: str | Build
-    """A `Build`, or `module:function` where one is found: so the coordinator need not import
-    torch. The codec's `name` is its whole text (`topk:64`)."""
+    """A `Build`, or its place as `module:function`. With a place, the coordinator does not import
+    torch. The `name` of the codec that is built must be its whole text (`topk:64`)."""
     bytes_per_value: float
-    """Of payloads, at most. The planner counts memory by it."""
+    """Upper bound for payloads. The planner counts memory with it."""
     number: CodecNumber | None = None
     variants: tuple[str, ...] = ()
-    """Words that may stand behind the number, the default one first. It is not written."""
+    """Words that may follow the number. The first is the default, and canonical texts omit it."""
     needs_feedback: bool = False
-    """Loses too much without error feedback."""
+    """Whether the kind loses too much without error feedback."""
     sparse: bool = False
-    """Sends a small part of all there is; the rest waits in the residual for many rounds."""
+    """Whether a payload carries a small part of the contribution. The rest waits in the residual
+    for many rounds."""
     picks: bool = False
-    """Each site picks for itself which values it sends, so that sites send different ones."""
+    """Whether each site picks the values that it sends, so that sites send different values."""
     averages_in_parts: bool = True
-    """`outer.exchange = "reduce"` may cut the buffer into parts, each with a codec of its own."""
+    """Whether `outer.exchange = "reduce"` may cut the buffer into parts that are encoded apart."""
     carries_moments: bool = True
-    """Second moments may travel behind its payloads."""
+    """Whether second moments may follow the values of a payload."""
     agrees_first: bool = False
-    """Sites agree on a basis before they encode: of the built-in `lowrank` alone."""
+    """Whether sites agree on a basis before they encode. Only the built-in `lowrank` does."""
     density: Callable[[int], float] | None = None
-    """Values sent of every 4,096, by the number; None of a kind that sends them all."""
+    """Number of values sent out of every 4,096, from the spec's number. None: all values."""
     loses_like: str = ""
-    """The kind whose measured loss the controller takes for this one's; "": nothing is known, and
+    """Kind whose measured loss the controller uses for this kind. Empty: the loss is unknown, and
     the controller never chooses the kind by itself."""
     offered: tuple[str, ...] = ()
-    """Texts that the controller may choose, least lossy first. Those of a kind that is not built
-    in only in runs whose own codec is of that kind, as then every process has it."""
+    """Texts that the controller may choose, least lossy first. Texts of a kind that is not built in
+    count only in runs whose run file has a codec of that kind: then every process knows the
+    kind."""
     computes_like: str = "int4"
-    """The kind whose measured speed the planner takes where its table has none of this one."""
+    """Built-in kind whose measured speed the planner uses if its table lacks this kind."""
 
     def text(self, number: int, variant: str) -> str:
-        """The canonical text of a codec of this kind, without moments."""
+        """Return the canonical text of a codec of this kind, without moments."""
         text = self.name if self.number is None else f"{self.name}:{number}"
         return text if variant in self.variants[:1] or not variant else f"{text}:{variant}"
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """How the kind may be written, for messages."""
+        """The forms of the kind's texts, for messages."""
         first = self.name if self.number is None else f"{self.name}:{self.number.letter}"
         return (first, *(f"{first}:{variant}" for variant in self.variants[1:]))
 
@@ -124,35 +129,34 @@ BUILT_IN = (
 
 
 def register_codec(kind: CodecKind) -> None:
-    """Make a kind of codec known to this process, and to processes that it forks.
+    """Register a kind of codec in this process and in the processes that it forks.
 
-    Call it before the run file is resolved. A process that starts afresh needs an entry point of
-    the group `dilocox.codecs` instead (docs/extending.md). The same record once more changes
+    Call the function before the run file is resolved. A fresh process needs an entry point of the
+    group `dilocox.codecs` instead (docs/extending.md). Registering an equal record again changes
     nothing.
 
     Args:
         kind: The record of the codec's kind.
 
     Raises:
-        ConfigError: The name is taken or no name, or fields of the record contradict each other.
+        ConfigError: The name is taken or malformed, or fields of the record contradict each other.
     """
     _KINDS.add(kind)
 
 
 def find_kind(name: str) -> CodecKind | None:
-    """The kind of that name, or None. Raises `ConfigError` for a broken entry point."""
+    """Return the kind of that name, or None. Raises `ConfigError` for a broken entry point."""
     return _KINDS.find(name)
 
 
 def known_forms() -> str:
-    """How codecs may be written, for messages: of kinds that this process knows, and the names of
-    entry points that nobody has asked for."""
+    """Return the forms of all codecs for messages, and the names of entry points not yet loaded."""
     forms = [form for kind in _KINDS.records.values() for form in kind.forms]
     return ", ".join((*forms, *_KINDS.not_loaded()))
 
 
 def _problem(kind: CodecKind) -> str | None:
-    """Why the record of a kind that is not built in cannot be, or None."""
+    """Return the reason against the record of a kind that is not built in, or None."""
     if kind.agrees_first or kind.variants:
         return "only built-in kinds have agrees_first and variants; leave them out"
     number = kind.number

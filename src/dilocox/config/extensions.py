@@ -1,9 +1,9 @@
 """Registries of named records: the built-in ones, and those that other packages bring.
 
-A record of another package comes by a call before the run is resolved, or by an entry point
-(`importlib.metadata`), which is loaded when its name is first asked for. Ranks are forked on Linux
-and have what their parent has registered. A process that starts afresh (`dilocox join`, `dilocox
-verify`, ranks on systems that spawn) has entry points alone.
+Another package registers a record with a call before the run file is resolved, or offers the record
+as an entry point (`importlib.metadata`). An entry point is loaded when its name is first looked up.
+Ranks are forked on Linux and inherit the records of their parent. A fresh process (`dilocox join`,
+`dilocox verify`, ranks on systems that spawn) knows entry points only.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 
 
 class Named(Protocol):
-    """A record that a registry holds."""
+    """A record of a registry."""
 
     @property
     def name(self) -> str:
-        """Name in the run file."""
+        """Name of the record, as run files write it."""
         ...
 
 
@@ -32,7 +32,7 @@ Record = TypeVar("Record", bound=Named)
 
 
 class Registry(Generic[Record]):
-    """Records of one type by name, in the order in which they came."""
+    """Records of one type by name, in order of registration."""
 
     def __init__(
         self,
@@ -41,17 +41,23 @@ class Registry(Generic[Record]):
         built_in: Iterable[Record],
         problem: Callable[[Record], str | None],
     ) -> None:
-        """`group`: of the entry points that name records of type `record`; `problem`: why a record
-        that is not built in cannot be, or None."""
+        """Create a registry.
+
+        Args:
+            group: Entry-point group of the records.
+            record: Type of the records.
+            built_in: Records that the registry begins with.
+            problem: Returns the reason against a new record, or None.
+        """
         self._group, self._type, self._problem = group, record, problem
         self.records = {each.name: each for each in built_in}
-        """All that this process knows by now; entry points that nobody asked for are not loaded."""
+        """The records that this process knows. Entry points join them once they are loaded."""
 
     def add(self, record: Record) -> None:
-        """Take `record` in. Once more the same record changes nothing.
+        """Register `record`. Registering an equal record again changes nothing.
 
-        Raises `ConfigError` for a name that another record has or that is no name, and for a record
-        that cannot be.
+        Raises `ConfigError` if the name is malformed or belongs to another record, or if `problem`
+        gives a reason against the record.
         """
         if not _NAME.fullmatch(record.name):
             raise ConfigError(
@@ -68,16 +74,16 @@ class Registry(Generic[Record]):
             )
 
     def find(self, name: str) -> Record | None:
-        """The record of that name, from an entry point if there is one; None if nobody has it.
+        """Return the record of that name, or None. Loads the entry point of that name if needed.
 
-        Raises `ConfigError` for an entry point that does not give such a record.
+        Raises `ConfigError` if the entry point does not give a valid record of that name.
         """
         if name not in self.records and name in _points(self._group):
             self.add(self._loaded(name, _points(self._group)[name]))
         return self.records.get(name)
 
     def not_loaded(self) -> list[str]:
-        """Names of entry points that nobody has asked for yet."""
+        """Return the names of the entry points that are not loaded yet."""
         return [name for name in _points(self._group) if name not in self.records]
 
     def _loaded(self, name: str, point: EntryPoint) -> Record:
@@ -95,5 +101,5 @@ class Registry(Generic[Record]):
 
 @lru_cache(maxsize=8)
 def _points(group: str) -> dict[str, EntryPoint]:
-    """The installed entry points of a group, by name."""
+    """Return the installed entry points of a group, by name."""
     return {point.name: point for point in entry_points(group=group)}

@@ -19,7 +19,7 @@ GROUP = "dilocox.methods"
 
 @dataclass(frozen=True)
 class Method:
-    """Defaults that `outer.method` stands for."""
+    """One method: the defaults that `outer.method` selects."""
 
     name: str
     """Value of `outer.method`."""
@@ -28,9 +28,9 @@ class Method:
     compression: Mapping[str, Any]
     """Keys of `[compression]`: `codec` and `error_feedback` at least."""
     control: Mapping[str, Any] = field(default_factory=dict)
-    """`adapt`, where plans adapt."""
+    """Keys of `[control]`: `adapt` if plans adapt, else none."""
     exchanges_gradients: bool = False
-    """Sites average the gradients of every inner step; without, pseudo-gradients of rounds."""
+    """Whether sites average the gradients of every inner step instead of pseudo-gradients."""
 
 
 BUILT_IN = (
@@ -117,33 +117,34 @@ _OF_RUNS = ("method", "rounds", "steps")
 
 
 def register_method(method: Method) -> None:
-    """Make a method known to this process, and to processes that it forks.
+    """Register a method in this process and in the processes that it forks.
 
-    Call it before the run file is resolved. A process that starts afresh needs an entry point of
-    the group `dilocox.methods` instead (docs/extending.md). The same row once more changes nothing.
+    Call the function before the run file is resolved. A fresh process needs an entry point of the
+    group `dilocox.methods` instead (docs/extending.md). Registering an equal method again changes
+    nothing.
 
     Args:
         method: The method's row.
 
     Raises:
-        ConfigError: The name is taken or no name, or the row lacks a key that it needs.
+        ConfigError: The name is taken or malformed, or a required default is missing.
     """
     _METHODS.add(method)
 
 
 def find_method(name: object) -> Method | None:
-    """The method of that name, or None. Raises `ConfigError` for a broken entry point."""
+    """Returns the method of that name, or None. Raises `ConfigError` for a broken entry point."""
     return _METHODS.find(name) if isinstance(name, str) else None
 
 
 def exchanges_gradients(name: object) -> bool:
-    """True of a method of that name that exchanges gradients; False also of an unknown one."""
+    """Returns whether the method of that name exchanges gradients; False if it is unknown."""
     found = find_method(name)
     return found is not None and found.exchanges_gradients
 
 
 def known_methods() -> list[str]:
-    """Names for messages: of methods that this process knows, and of entry points."""
+    """Returns the names of all methods for messages, entry points included."""
     return [*METHODS, *_METHODS.not_loaded()]
 
 
@@ -194,7 +195,7 @@ def method_defaults(
 
 
 def _problem(method: Method) -> str | None:
-    """Why a row that is not built in cannot be, or None."""
+    """Returns the reason against a method that is not built in, or None."""
     for section, keys, due in (
         ("outer", method.outer, _OUTER),
         ("compression", method.compression, ("codec", "error_feedback")),
@@ -210,4 +211,4 @@ def _problem(method: Method) -> str | None:
 
 _METHODS = Registry(GROUP, Method, BUILT_IN, _problem)
 METHODS = _METHODS.records
-"""The methods that this process knows by now, by name."""
+"""The methods that this process knows, by name."""
