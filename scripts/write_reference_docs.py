@@ -63,12 +63,20 @@ result = dilocox.train(run)
 dilocox.export(result.folder, "my-model")
 ```
 
-[Functions of your own](your-model.md#functions-of-your-own) says how to bring a loss or a data set.
+[Functions of your own](your-model.md#functions-of-your-own) says how to bring a loss or a data set,
+[codecs and methods of your own](extending.md) how to register these.
 """
 
 ORDER = ("load_run", "resolve_run", "RunConfig", "train", "join", "code_digest", "export",
-         "generate", "DilocoxError", "__version__")  # fmt: skip
+         "generate", "register_codec", "CodecKind", "CodecNumber", "register_method", "Method",
+         "DilocoxError", "__version__")  # fmt: skip
 """The public names, as one reads of them."""
+RECORDS = {
+    "CodecKind": "src/dilocox/config/codec_kinds.py",
+    "CodecNumber": "src/dilocox/config/codec_kinds.py",
+    "Method": "src/dilocox/config/methods.py",
+}
+"""Public classes whose fields users set, with their modules."""
 KINDS = {"Args": "argument", "Attributes": "attribute", "Raises": "error"}
 """Sections of docstrings that become tables."""
 
@@ -205,6 +213,8 @@ def entry(name: str) -> list[str]:
             *prose(found.__doc__), "",
             f"One attribute per table of the [run file](run-file.md): {keys}.",
         ]  # fmt: skip
+    if name in RECORDS:
+        return class_from_source(RECORDS[name], name)
     if inspect.isclass(found):
         return [*prose(found.__doc__), "", *error_table()]
     return ["```python", signature(name, found), "```", "", *prose(found.__doc__)]
@@ -263,13 +273,20 @@ def class_from_source(path: str, name: str) -> list[str]:
             said = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 said = " ".join(str(after.value.value).split())
-            rows.append(f"| `{node.target.id}` | `{ast.unparse(node.annotation)}` | {said} |")
-        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            kind = ast.unparse(node.annotation).replace("|", "\\|")
+            rows.append(f"| `{node.target.id}` | `{kind}` | {said} |")
+        elif isinstance(node, ast.FunctionDef) and is_property(node):
             kind = ast.unparse(node.returns) if node.returns else ""
             said = " ".join((ast.get_docstring(node) or "").split())
             rows.append(f"| `{node.name}` | `{kind}` | {said} |")
     table = ["| attribute | type | meaning |", "|---|---|---|", *rows]
     return [*prose(ast.get_docstring(found)), "", *table]
+
+
+def is_property(node: ast.FunctionDef) -> bool:
+    """Whether a function of a class is read as an attribute."""
+    names = [ast.unparse(each) for each in node.decorator_list]
+    return not node.name.startswith("_") and bool({"property", "cached_property"} & set(names))
 
 
 def error_table() -> list[str]:

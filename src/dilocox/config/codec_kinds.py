@@ -40,8 +40,9 @@ class CodecNumber:
     default: int
     """The number of a text without a number."""
     least: int
+    """Smallest number that a text may have; at least 1."""
     largest: int
-    """At most 999,999."""
+    """Largest number that a text may have; at most 999,999."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,10 @@ class CodecKind:
     bytes_per_value: float
     """Upper bound for payloads. The planner counts memory with it."""
     number: CodecNumber | None = None
+    """The number in the kind's texts. None: the text is the name alone."""
     variants: tuple[str, ...] = ()
-    """Words that may follow the number. The first is the default, and canonical texts omit it."""
+    """Words that may follow the number. The first is the default, and canonical texts omit it.
+    Only the built-in `lowrank` has variants."""
     needs_feedback: bool = False
     """Whether the kind loses too much without error feedback."""
     sparse: bool = False
