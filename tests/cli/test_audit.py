@@ -394,7 +394,7 @@ def test_the_beacon_claim(folder: Path) -> None:
     judged(b"public")
     assert audits(folder).beacon().startswith("6 rounds of sites")
     told = replace(audits(folder), randomness={1: b"public"})
-    assert told.beacon().endswith("the randomness of 1 of 3 rounds was told")
+    assert told.beacon().endswith("--randomness confirms 1 of 3 rounds")
     with pytest.raises(RecordError, match="round 1 was selected with other randomness"):
         replace(told, randomness={1: b"other"}).beacon()
     assert audits(folder).verdicts().startswith("6 of 6")

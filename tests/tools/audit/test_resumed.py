@@ -129,7 +129,7 @@ def test_what_is_trained_anew_is_audited_anew(tmp_path: Path) -> None:
     # Of round 1 an exchange was under way, and is decided anew; round 0 is as it was.
     said = claims(run.folder).verdicts()
     assert said.startswith("2 of 8 rounds")
-    assert said.endswith("4 more of what was trained anew since")
+    assert said.endswith("4 more on rounds trained again since")
     # The site's verdict of before does not stand for what it has done since.
     later = Auditor(run.folder)
     found = later.look()

@@ -30,7 +30,7 @@ half of each value; the rest of the name is the SHA-256 of the fp32 bytes."""
 _WINDOW_DEPTH = 6
 """Folders from the windows to a file: site, rank, round, `sha256`, its first digits."""
 DOCUMENT_BYTES = 1 << 28
-"""Most bytes of an object that is neither tensor nor payload, such as a list of tensors."""
+"""Limit in bytes of an object that is neither tensor nor payload, such as a list of tensors."""
 WINDOWS = "windows"
 """Folder of payloads that are removed later, together with the start states of their replay."""
 
@@ -41,14 +41,14 @@ def states_of(where: str, round_: int) -> str:
 
 
 class Removals:
-    """Removes old objects. Warns once if a store cannot remove any: it grows, but loses nothing."""
+    """Removes old objects. Warns once if a store cannot: the store grows, but loses nothing."""
 
     def __init__(self, warn: Callable[[str], None], stays: str) -> None:
         self._warn, self._stays = warn, stays
         self._warned = False
 
     def attempt(self, remove: Callable[[], object]) -> None:
-        """Call `remove`; log a `RecordError` of it, and warn with the first one."""
+        """Call `remove`. A `RecordError` is logged, not raised; the first one is also a warning."""
         try:
             remove()
         except RecordError as error:
@@ -233,7 +233,7 @@ class Store:
             sync_folder(Path(folder))
 
     def _is_whole(self, path: str, size: int) -> bool:
-        """Return True if the file exists with this size; an interrupted write leaves a smaller."""
+        """Return True if the file exists with this size; an interrupted write leaves less."""
         try:
             return bool(self._files.info(path).get("size") == size)
         except OSError:
@@ -242,8 +242,8 @@ class Store:
     def get(self, digest: str, most: int | None = None) -> bytes:
         """Return the bytes with this digest.
 
-        `most`: most bytes to read; None: half of this machine's memory. If several windows hold a
-        copy, the first correct copy is returned. Raises `MissingError` if there is no copy, and
+        `most`: limit in bytes; None: half of this machine's memory. If several windows hold a copy,
+        the first correct copy is returned. Raises `MissingError` if there is no copy, and
         `RecordError` if every copy has wrong bytes, is larger than `most`, or cannot be read.
         """
         path = self.path(digest)
@@ -303,7 +303,7 @@ class Stores:
     def __init__(self, stores: list[Store], most: int | None = None) -> None:
         """Read from `stores`, in order.
 
-        `most`: most bytes of one object, until `allow` raises the limit; None: see `Store.get`.
+        `most`: limit in bytes of one object, until `allow` raises the limit; None: see `Store.get`.
         """
         self._stores = stores
         self._most = most

@@ -17,14 +17,14 @@ from dilocox.errors import RecordError
 
 CHUNK = 1 << 22
 PAGE_BYTES = 1 << 24
-"""Most bytes of a web server's page that lists a folder."""
+"""Limit in bytes of a web server's page that lists a folder."""
 NAMES = 1_000_000
-"""Most names in one folder and below it."""
+"""Maximum number of names that `find` reads from a web server."""
 _LINK = re.compile(r"""<a\s[^>]*?href\s*=\s*["']([^"'>]+)["']""", re.IGNORECASE)
 
 
 def memory_limit() -> int:
-    """Return the most bytes of any object, whatever a record says: half of the machine's memory."""
+    """Return the limit in bytes of any object, whatever a record asks for: half of the memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
@@ -76,9 +76,10 @@ def names(files: Any, place: str) -> list[tuple[str, bool]]:
 
 
 def find(files: Any, place: str, depth: int) -> Iterator[str]:
-    """Iterate over the paths of files below the folder `place`, at most `depth` folders down.
+    """Iterate over the paths of files below the folder `place`.
 
-    Raises like `read`, and `RecordError` for more than `NAMES` names.
+    On a web server the search goes at most `depth` folders down, and raises `RecordError` after
+    `NAMES` names. Other storage lists all files. Raises like `read`.
     """
     if not _is_web(files):
         yield from map(str, files.find(place))

@@ -29,7 +29,7 @@ FEW = 6 * BATCH
 BYTES = 8 * 2**20
 """Characters after which a batch ends early: a stranger's log may have long lines."""
 MOST_WORKERS = 6
-"""Most workers. More workers would parse faster than one process can judge the statements."""
+"""Maximum number of workers. More would parse faster than one process judges statements."""
 _LENGTH = 4
 
 Raw = tuple[str, dict[str, str], dict[str, Any], str] | str

@@ -2,12 +2,12 @@
 
 A resume goes back to a checkpoint. Then exchanges are repeated whose payloads all sites have seen
 before. A site that trains as before commits to the same contribution again. A site that commits to
-another contribution may have chosen it after seeing the others' payloads: this contribution is
+a different contribution may have chosen it after seeing the others' payloads: this contribution is
 `recommitted`.
 
-The comparison holds only while the run repeats its earlier course. After another plan, or after the
-landing of another decision, all sites make other contributions, and the payloads seen before give
-no advantage.
+The comparison holds only while the run repeats its earlier course. After a different plan, or after
+the landing of a different decision, all sites make different contributions. The payloads seen
+before then give no advantage.
 
 A *course* here is the history of the run between two resumes.
 """
@@ -61,7 +61,7 @@ class Base:
         return cls(key, plan.first_tick + slot, flush, said)
 
     def same(self, other: Base, site: str) -> bool:
-        """Return True if `site`, from the same parameters, contributes the same by both plans."""
+        """Return True if both plans give `site` the same contribution from equal parameters."""
         one, two = dict(self.plan), dict(other.plan)
         ranges = [(plan.pop("ranges", None) or {}).get(site) for plan in (one, two)]
         return one == two and (None in ranges or ranges[0] == ranges[1])
@@ -108,7 +108,11 @@ class Recommitments:
         self._other, self._free = [], set()
 
     def again(self, place: Place, said: Commitment, base: Base) -> bool:
-        """Return True if a commitment differs from the one before a resume with the same base."""
+        """Return True if a commitment is recommitted.
+
+        It then differs from the commitment of the same place before a resume, although the inputs
+        of the contribution are the same.
+        """
         known = self._bound.get(place)
         if known is None or (known.values, known.payload) == (said.values, said.payload):
             return False
@@ -197,7 +201,7 @@ class Courses:
 
     @classmethod
     def read_back(cls, entries: Iterable[str], oldest: int, shards: int) -> Courses:
-        """Rebuild from the entries of a log; `oldest`: round of the latest resume."""
+        """Rebuild from the entries of a log; rounds before `oldest` are ignored."""
         found = cls(shards, oldest)
         for entry in entries:
             found.take(s.opened(entry)[0])

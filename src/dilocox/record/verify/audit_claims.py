@@ -58,7 +58,7 @@ class Audits:
         keys = sorted({each.auditor for each in signed})
         names = ", ".join(f"{key[:12]}…" for key in keys)
         old = len(everything) - len(signed)
-        since = f"; {old} more of what was trained anew since" if old else ""
+        since = f"; {old} more on rounds trained again since" if old else ""
         return (
             f"{len(good)} of {due.total()} rounds of sites that keep states: {said}, by {names}; "
             f"good, {by_site}{handed_in}{since}"
@@ -162,8 +162,8 @@ class Audits:
             raise NotRunError(f"no public randomness is known of round {unknown[0]}")
         told = sum(round_ in self.randomness for round_ in values)
         return (
-            f"{len(judged)} rounds of sites, at a rate of {rate:.0%}; the randomness of {told} of "
-            f"{len(values)} rounds was told"
+            f"{len(judged)} rounds of sites, at a rate of {rate:.0%}; --randomness confirms {told} "
+            f"of {len(values)} rounds"
         )
 
     def _read(self) -> list[Signed]:

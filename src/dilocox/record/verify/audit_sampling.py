@@ -1,14 +1,15 @@
 """Random selection of the rounds and sites to audit.
 
-Anybody can compute the selection, but nobody can before the round is over. The selection point of a
+Anybody can compute the selection, but not before the round is over. The selection point of a
 round is the end of the shortest prefix of the log that decides all of the round's exchanges.
 
     beacon = H(size of the prefix, root of the prefix, public randomness)
-    draw   = H(beacon, site) as a fraction of 2^256
+    draw   = the first 48 bits of H(beacon, round, site), as a fraction of 2^48
 
-A site is selected if its draw is below the rate. By then the log holds the signed state in which
-the round began, and every payload of the round. Without public randomness the holder of the log's
-key could try several logs until one selects as wished. Public randomness prevents that.
+H is SHA-256 with a prefix that names its use. A site is selected if its draw is below the rate. By
+then the log holds the signed state in which the round began, and every payload of the round.
+Without public randomness the holder of the log's key could try several logs until one selects as
+wished. Public randomness prevents that.
 """
 
 from __future__ import annotations

@@ -49,13 +49,13 @@ class Answer:
 def seen_by(
     folder: Path, *, rounds: int | None, tick: int | None, data: Path | None = None
 ) -> Answer:
-    """Return what the model of the run in `folder` had seen at some point of the run.
+    """Return the data that the model of the run in `folder` had seen at some point of the run.
 
     Args:
         folder: The run's folder.
-        rounds: After so many rounds; None: see `tick`.
-        tick: After so many slots; None, with `rounds` None: at the end of the run.
-        data: Folder of the token files; None: where the run file says.
+        rounds: Number of rounds before that point; None: `tick` gives the point.
+        tick: Number of slots before that point. None, with `rounds` None: the end of the run.
+        data: Folder of the token files; None: the folder that the run file names.
 
     Raises:
         DilocoxError: The run, its record or its token files cannot be read, or no range is known.
@@ -155,7 +155,7 @@ def _ledger(folder: Path) -> Mapping[str, Any]:
 
 
 LISTED = 40
-"""Most files that the text lists."""
+"""Maximum number of files that the text lists."""
 
 
 def as_text(answer: Answer) -> str:

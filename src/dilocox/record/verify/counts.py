@@ -11,7 +11,7 @@ from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.run_history import RunHistory
 
 _NAMED = 3
-"""Most items that a line names; it only counts the rest."""
+"""Maximum number of items that a line names; further items are only counted."""
 
 
 @readable

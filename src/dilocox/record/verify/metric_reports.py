@@ -148,7 +148,8 @@ class _Told:
 def _lines(rows: Iterable[str]) -> tuple[dict[Key, _Told], dict[int, _Told]]:
     """Return the sites' lines that count, and the lines on the whole run by round.
 
-    Of lines before a resume, those of rounds before the resume's round count.
+    A resume goes back to the beginning of a round. Earlier lines about that round and later rounds
+    do not count.
     """
     lines: dict[Key, _Told] = {}
     rounds: dict[int, _Told] = {}

@@ -29,17 +29,18 @@ LOG_FILES = tuple(f"record/{name}" for name in (CHECKPOINT, PUBLIC, ENTRIES))
 METRICS = "metrics.jsonl"
 AUDITS = f"record/{FOLDER}"
 NOTE_BYTES = 1 << 16
-"""Most bytes of the checkpoint, and of the public key."""
+"""Limit in bytes of the checkpoint, and of the public key."""
 STATEMENT_BYTES = 1 << 16
-"""Most bytes of a statement on average, and of the lines of `metrics.jsonl` for a statement."""
+"""Bytes per statement in the limit of the log, and in that of `metrics.jsonl`."""
 SMALL_BYTES = 1 << 24
-"""Most bytes of the run file and of a verdict; also allowed to any log beside its statements."""
+"""Limit in bytes of the run file and of each verdict. The limits of the log and of `metrics.jsonl`
+are this much plus `STATEMENT_BYTES` for each statement."""
 VERDICTS = 10_000
 MODEL_FILES = 10_000
 BESIDE_WEIGHTS = 1 << 28
-"""Most bytes of a model's folder beside its weights: tokenizer, settings."""
+"""Limit in bytes of the model's files other than weights, such as tokenizer and settings."""
 LAST = 100_000
-"""Number of last statements of a log among which the final states are."""
+"""Number of a log's last statements that are searched for the final states."""
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""Lock by which only one process writes a run's log: the coordinator, or one with a verdict."""
+"""Lock that lets only one process write a run's log.
+
+The writer is the coordinator, or a command that hands in an audit verdict while no coordinator
+runs.
+"""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ class RankRecord:
         Args:
             round_: The round that begins.
             tick: Slots of the run that have ended.
-            copy: Copies the rank's anchor and outer momentum; None if these are not the run's.
+            copy: Copies the rank's anchor and outer momentum. Returns None at a rank that is
+                entering the run or was overtaken, because its anchor is not the run's.
         """
         if self._windows is None or self._broken or not self._windows.due(round_):
             return
