@@ -84,7 +84,7 @@ class ExchangeBackend(Protocol):
         """
 
     def observe(self, key: ExchangeKey, attempt: int, *, phase: VotePhase) -> VoteReply:
-        """Wait for the decision without a vote."""
+        """Wait for the decision without voting."""
 
     def report_broken(self, key: ExchangeKey, attempt: int, failed: Sequence[str]) -> VoteReply:
         """Report that this rank cannot complete the attempt, because links to `failed` broke."""

@@ -36,7 +36,7 @@ HEADER_BYTES = 4096
 LOOK = 60.0
 """Seconds of one wait for a transfer; waits repeat until the transfer ends or fails by itself."""
 BESIDE_TENSORS = 1 << 16
-"""Most bytes that tensor names and shapes add to the tensors in a piece's body."""
+"""Limit in bytes of tensor names and shapes in a piece's body, beside the tensors."""
 
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
@@ -188,7 +188,7 @@ def fetch(
         form_group: Forms the group of this rank and the donor's rank.
         donor: Name of the donor's site.
         anchors: Digests of the anchors that this rank holds (`digest_of`), one per piece.
-        limits: Most bytes of each piece's tensors.
+        limits: Limit in bytes of the tensors of each piece.
         on_piece: Called once for each received piece. A snapshot without tensors means that this
             rank holds the same piece already.
         here: Pieces that this rank has from an earlier donor.

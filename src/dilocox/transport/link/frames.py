@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dilocox.errors import ExchangeError
 
 CHUNK_BYTES = 1 << 18
-"""Most payload bytes of one frame. The messages of a link take turns after each frame."""
+"""Limit in payload bytes of one frame. The messages of a link take turns after each frame."""
 _HEADER = struct.Struct(">BQQQ")
 HEADER_BYTES = _HEADER.size
 _MOST = 1 << 48

@@ -16,7 +16,7 @@ REMEMBERED = 256
 """Newest received messages that are acknowledged again on a new connection, because the first
 acknowledgement may have been lost with the old connection."""
 MOST_WANTS = 4096
-"""Most messages that a peer may request before this rank offers them."""
+"""Limit of messages that a peer may request before this rank offers them."""
 
 
 class Piece(NamedTuple):

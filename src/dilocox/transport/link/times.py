@@ -61,10 +61,12 @@ class LinkTimes:
     def limit(self, transfer: Transfer, share: float = 1.0) -> float:
         """Return the seconds that a transfer may take.
 
-        While no duration is known, the limit is `silence` for each `STEP_BYTES` and once more.
+        The limit is `FACTOR` times the usual duration, but at least `share` of `silence`. While no
+        duration is known, the limit is `silence` seconds for each `STEP_BYTES` begun, plus
+        `silence`, whatever `share` is.
 
-        `share`: share of the time-out to allow, below 1 if other sites wait for the result of this
-        transfer. The rank that waits directly must report the slow link before those sites do.
+        `share`: below 1 if other sites wait for the result of this transfer. The rank that waits
+        directly must report the slow link before those sites report this rank.
         """
         usual = self.usual(transfer)
         if usual is None:

@@ -23,7 +23,7 @@ connections that are silent between outer steps."""
 _NOTSENT_LOWAT = 25
 """Number of Linux's `TCP_NOTSENT_LOWAT`; Python 3.11 has no name for it."""
 NOT_SENT_BYTES = 1 << 19
-"""Most unsent bytes that the kernel buffers, beyond bytes already on the way."""
+"""Limit of unsent bytes in the kernel's buffer; bytes already on the way do not count."""
 
 
 class UnauthenticatedPeerError(ExchangeError):

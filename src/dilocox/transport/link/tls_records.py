@@ -7,7 +7,7 @@ many bytes are missing need not wake before they have arrived.
 from __future__ import annotations
 
 RECORD_BYTES = 1 << 14
-"""Most decrypted bytes of one record."""
+"""Limit in decrypted bytes of one record."""
 _HEADER_BYTES = 5
 _LENGTH = slice(3, 5)
 
