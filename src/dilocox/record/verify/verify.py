@@ -67,7 +67,7 @@ class Places:
     seen: Path | None = None
     """A checkpoint of the log that the reader kept from an earlier verification."""
     release_key: Path | None = None
-    """Public key, PEM, that must have signed the model's folder; None: the key in that folder."""
+    """Public key, PEM, of the model folder's signature; None: the key file beside that folder."""
     auditors: Sequence[str] = ()
     """Public keys, hex, of auditors whose verdicts count; empty: all auditors."""
     randomness: Mapping[int, bytes] = field(default_factory=dict)
