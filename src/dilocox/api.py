@@ -63,8 +63,8 @@ def train(
             in any case, since tokenizer and held-out text come from them.
         loss: `loss(logits [b, L, V], labels int64 [b, L])` returns the mean over the micro-batch.
         validation: a function like `dataset`. It is called once, for sequences from 0 on, and
-            evaluations read these sequences instead of the held-out text. A loss function needs
-            it if its sequences have a format of their own.
+            evaluations read these sequences instead of the held-out text. Give this function if
+            your `loss` expects sequences of its own format.
         optimizer: `optimizer(parameters)` returns a `torch.optim.Optimizer` for a rank's tensors.
             `parameters` maps full names to tensors (fp32, this shard's rows). The run file needs
             `inner.optimizer = "sgd"`.
@@ -72,9 +72,9 @@ def train(
             from 0, in a run of `steps` inner steps. Parameter groups of an optimizer of your own
             keep the ratio of their learning rates.
         on_evaluation: called with (round, held-out loss) in the process of the first rank of the
-            first site. If it returns True, the run ends early, as if all its steps were done. The
-            rounds that are already planned are trained first; then the flush is applied and the
-            model is published. The result is `finished`, and its reason says why.
+            round's first site. If it returns True, the run ends early, as if all its steps were
+            done. The rounds that are already planned are trained first; then the flush is applied
+            and the model is published. The result is `finished`, and its reason says why.
         resume: go on from the last checkpoint of the run folder.
         overwrite: replace an earlier run in the same folder.
         debug: write more to the logs.
@@ -116,7 +116,7 @@ def join(
     The functions are those of `train`, and all sites must use the same functions. The run file of
     the coordinator and of every site has the SHA-256 of their code (`code_digest`) as `run.code`.
     A site with other functions, or with none, is refused. `on_evaluation` is not part of this
-    digest. It is called at the site that evaluates, which is the first site of the run.
+    digest. It is called at the site that evaluates, which is the first site of the round's plan.
 
     Args:
         config: the run, as `load_run` returns it.

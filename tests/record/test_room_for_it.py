@@ -185,5 +185,6 @@ def test_the_start_says_what_the_record_will_be(prepared: Path) -> None:
     timed = {"adapt": "link", "step_seconds": 2.0}
     days = 86400 / (2 * config(prepared).outer.inner_steps)
     assert line(**codec, control=timed, record={"keep": "all"}) == (
-        of_round + f"{size(2 * payload * days)} a day at control.step_seconds; all of it stays"
+        of_round
+        + f"{size(2 * payload * days)} a day at control.step_seconds; the whole record stays"
     )

@@ -53,7 +53,7 @@ def clear(run: Path, site: str) -> None:
 
 
 def put(run: Path, site: str, round_: int, loss: float) -> None:
-    """Make the Hugging Face folder that `site` has written the best model.
+    """Replace the best model by the Hugging Face folder that `site` has written.
 
     `loss`: held-out loss of the anchor after `round_`. Raises `OSError` if the disk fails.
     """

@@ -69,8 +69,8 @@ class Hooks:
     """Replaces the token files. It must return the same tokens at every site."""
     loss: Loss = mean_cross_entropy
     on_evaluation: Callable[[int, float], object] | None = None
-    """Called on the first rank of the first site with (round, held-out loss). If it returns True,
-    the run ends early, with a checkpoint, and publishes its anchor."""
+    """Called with (round, held-out loss) on the first rank of the plan's first site. If it returns
+    True, the run ends early, with a checkpoint, and publishes its anchor."""
     validation: Dataset | None = None
     """Returns the sequences of evaluations, in place of the token files' held-out text."""
     optimizer: OptimizerFactory | None = None

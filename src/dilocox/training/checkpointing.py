@@ -357,7 +357,8 @@ def part_in_the_end(
     """Return the part of site `me` in the end of the run, after the flush of `plan`.
 
     "speaks": the site evaluates, and publishes for all sites. This is the first site of the plan
-    that is still active; a site that was overtaken in the flush enters again and is not.
+    that is still active. A site that was overtaken in the flush has to enter again, and is not
+    active meanwhile.
     "waits": an earlier site of the plan is active, and may be lost before it has finished.
     "listens": an earlier site has finished, or `me` is not active: there is nothing to do.
 

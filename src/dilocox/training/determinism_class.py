@@ -1,4 +1,4 @@
-"""The determinism class of a rank: everything but the input that decides bits of inner steps."""
+"""The determinism class of a rank: all facts, besides the input, that decide inner steps' bits."""
 
 from __future__ import annotations
 

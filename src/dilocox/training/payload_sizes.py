@@ -51,7 +51,7 @@ def payload_sizes(
     """Return the bytes of one site's payloads, frames included, by codec, stage and piece.
 
     Bytes are summed over the shards of a stage. The result has every codec that the controller
-    may choose. It is None if the controller does not choose by the link. `vocabulary_size`: see
+    may choose. It is None unless the controller chooses codecs by the link. `vocabulary_size`: see
     `ModelPlan.of`.
 
     Raises `ModelError` and `ConfigError` as `ModelPlan.of` does. Raises `ConfigError` as well if
@@ -63,14 +63,14 @@ def payload_sizes(
     if config.control.adapt == "effective-rank":
         _refuse_without_ranks(config, shapes)
         return None
-    # The controller reads the number of values from the sizes of `none`, so `none` is always there.
+    # The controller derives the number of values from the sizes of codec `none`: always include it.
     return sizes_by_codec(config, shapes, list(dict.fromkeys(["none", *codecs(config)])))
 
 
 def _refuse_without_ranks(config: RunConfig, stages: Sequence[Mapping[str, Shape]]) -> None:
-    """Raise `ConfigError` if low rank pays for no matrix.
+    """Raise `ConfigError` if the low-rank codec sends no matrix of the model in low rank.
 
-    The controller would then wait for a measured effective rank for ever.
+    No effective rank would then be measured, and the controller would wait for one for ever.
     """
     codec = config.compression.codec
     fragments = itertools.chain.from_iterable(geometries(config, shapes) for shapes in stages)

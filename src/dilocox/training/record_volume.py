@@ -131,7 +131,7 @@ def record_line(config: RunConfig, blueprint: ModelPlan, parameters: int) -> str
     )
     bound = bound_of(config, parameters)
     if bound is None:
-        return f"{line}; all of it stays"
+        return f"{line}; the whole record stays"
     if bound.bytes is None:
         stays = f"{bound.rounds} rounds"
     else:

@@ -383,7 +383,8 @@ class Shared:
 class _Own:
     """Measurements of one rank, which the rank shares with the site's other ranks.
 
-    `sums` cover the whole round; the other fields only the time since the last start in it.
+    `sums` cover the whole round. The other fields cover the part of the round that this process
+    has trained: less than the round if the run was stopped and resumed within it.
     """
 
     sums: dict[str, float]

@@ -76,8 +76,9 @@ STARTED = ("metrics.jsonl", "coordinator", "logs", "private", "record")
 def check_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> None:
     """Check that the run may use its folder, and change nothing.
 
-    Raises `TrainingError` if the folder holds another run, a run that is going on, or files that
-    no run wrote. It is also raised for a run without `resume`, and for no run with `resume`.
+    Raises `TrainingError` if the folder holds a run and neither `resume` nor `overwrite` is set,
+    if the run in it is going on, or if no run wrote the files in it. With `resume`, a folder
+    without a run, or with another run than that of `config`, is an error as well.
     """
     folder = config.folder
     written = folder / "run.toml"
@@ -360,7 +361,10 @@ def _has_tokenizer_of(files: TokenFiles, model: Path) -> bool:
 
 
 def _check_store(config: RunConfig, blueprint: ModelPlan, parameters: int) -> None:
-    """Raise `RecordError` for a store that cannot be used, `ConfigError` for one that is small."""
+    """Check the place of the record.
+
+    Raises `RecordError` if the store cannot be used, and `ConfigError` if `record.keep` or the
+    free disk space is too small."""
     whole = count_parameters(blueprint.hf_config)
     least = small_budget(config, whole)
     if least is not None:
@@ -391,7 +395,7 @@ def _check_store(config: RunConfig, blueprint: ModelPlan, parameters: int) -> No
 
 
 def _check_blueprint(config: RunConfig, blueprint: ModelPlan) -> list[int]:
-    """Return the parameters of each stage, after checking that the model can be divided so."""
+    """Return the parameters of each stage, after checking that the model fits the layout."""
     chunks = config.site.stages * config.site.chunks
     if chunks > 1:
         probe_cut(blueprint.hf_config, chunks, config.model.attention)

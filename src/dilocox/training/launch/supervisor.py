@@ -143,13 +143,13 @@ def keep_in_run(
             except JoinError:
                 raise
             except DilocoxError as error:
-                # The first start got past this check, so the next one may succeed again.
+                # The first start did not fail in this way, so a later start may succeed.
                 ended = Ended(1, str(error), took_part=False)
                 break
 
 
 def _sleep(seconds: float) -> bool:
-    """Wait `seconds`, or until a signal asks this process to end. Returns whether one did."""
+    """Wait `seconds`, or until a signal asks this process to end. Returns whether it was asked."""
     end = time.monotonic() + seconds
     with listening() as asked:
         while not asked.times and (left := end - time.monotonic()) > 0:

@@ -1,7 +1,7 @@
 """Hands audit verdicts to the log of their run.
 
-While the run goes on, they are sent to its coordinator. After that, they are appended to the log
-with the key in the coordinator's folder.
+While the run goes on, verdicts are sent to its coordinator. After that, verdicts are appended to
+the log with the key in the coordinator's folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ PATIENCE = 2.0
 again."""
 _ADDRESS = re.compile(r"[^/]+:[0-9]{1,5}")
 Call = Callable[[str | None], HandInReply]
-"""Hands a statement to the log. For None it only returns in whose name a statement would be."""
+"""Hands a statement to the log. None hands in nothing: the reply only says in whose name a
+statement would be handed in."""
 
 
 @dataclass
