@@ -112,7 +112,10 @@ def add_to(
     change.add_argument("settings", nargs="*", metavar="SITE[-SITE]=RATE")
     change.add_argument("--all", dest="line", metavar="LINE", help="the line of every site")
     change.add_argument(
-        "--lab", type=int, metavar="PROCESS", help="which lab, if several are running"
+        "--lab",
+        type=int,
+        metavar="PROCESS",
+        help="process number of the lab, if several are running",
     )
     change.set_defaults(call=_set)
     clean = actions.add_parser(

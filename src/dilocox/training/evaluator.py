@@ -69,7 +69,7 @@ class Evaluator:
     def standing_at(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Context in which the model has the parameters `values`.
 
-        Copies back the parameters that this rank trains at the end.
+        When the context ends, the parameters that this rank trains are copied back.
         """
         before_change()
         own = {name: tensor.detach().clone() for name, tensor in self._rank.live.items()}

@@ -160,7 +160,7 @@ class JoiningSite:
 
         Args:
             form_group: connects this rank to its donor.
-            patience: seconds after a link broke within which the coordinator must name a donor.
+            patience: seconds after a link broke within which another donor must be named.
             first: checks theta_0 of a run that starts. May be None: the run has already started.
         """
         self._first, self._rounded = first, False

@@ -79,7 +79,7 @@ def _kept_bytes(config: RunConfig, budget: int, parameters: int, of_round: int) 
 
 @dataclass(frozen=True)
 class SmallBudget:
-    """A byte budget that is too small: a quarter of it does not hold one round."""
+    """A byte budget that is too small: a quarter of it does not hold a state and one round."""
 
     of_round: int
     """Bytes of all sites' payloads of a round."""

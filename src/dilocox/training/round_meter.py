@@ -110,8 +110,9 @@ class RoundMetrics:
         """Return mean seconds per slot, over the last round and the first `slot` slots of this one.
 
         Waits for other sites are included. Waits for the lease are not, because the lease's
-        length is derived from this number. None until an inner step was taken, since a slow
-        site's first slots may have no step.
+        length is derived from this number. None until this process has taken an inner step, since a
+        slow site's first slots may have no step. Also None while the process's first step is the
+        only step of this round.
         """
         seconds, slots = self._paced
         passed = self._passed()

@@ -99,7 +99,7 @@ def line_of(kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:
         when = "before training" if metrics["after_round"] < 0 else "of the anchor"
         return f"held-out loss {when}: {metrics['val_loss']:.4f}"
     if kind == "flush":
-        return f"round {round_:>3}  flush: what was still under way has landed"
+        return f"round {round_:>3}  flush: the last exchanges of the run have landed"
     if kind != "round":
         return None
     loss = f"{metrics['loss']:.3f}" if "loss" in metrics else "-"
