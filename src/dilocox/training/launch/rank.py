@@ -101,7 +101,7 @@ class RankJob:
 
 
 STOPPED = 130
-"""Exit code of a rank whose run was stopped before its end."""
+"""Exit code of a rank to which the coordinator has said that the run is stopped already."""
 _REPLACED: list[TextIO] = []
 """Output streams that a rank's process used before its log."""
 
@@ -112,7 +112,8 @@ Errors = Callable[[str, bool], None]
 def run_rank(job: RankJob, errors: Errors) -> int:
     """Run one rank to its end, and return the exit code: 0, 1 after a failure, or `STOPPED`.
 
-    `errors` gets the reason of a failure. A rank that has failed keeps its process group, since
+    The code is also 0 if this rank took part in the stop of the run, or if its site was asked to
+    leave and has left. `errors` gets the reason of a failure. A rank that has failed keeps its process group, since
     destroying a group waits for its peers, which may be in a collective until the time limit. The
     caller ends the process by `processes.exit_now`.
     """
@@ -407,8 +408,9 @@ def _beside_training(rank: RankParts) -> Callable[[], None] | None:
 def _enter(trainer: Trainer) -> JoiningSite | None:
     """Enter the run: load a checkpoint, be the founder, or start to fetch from a donor.
 
-    Returns the fetching of state from a donor; None if this rank has its state already. Raises
-    `CheckpointError` if the checkpoint is damaged, and `RunEndedError` if it is missing.
+    Returns the fetching of state from a donor; None if this rank has its state already. If this
+    site has no donor, raises `CheckpointError` if its part of the checkpoint is damaged, and
+    `RunEndedError` if that part is missing.
     """
     news, first = trainer.control.news, None
     if news.phase == "starting":

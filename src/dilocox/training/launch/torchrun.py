@@ -138,7 +138,8 @@ class Going(Asked):
 
     A launcher sends SIGTERM to all ranks of a machine, and kills them later. Each rank that gets
     the signal tells the coordinator, since the leading rank may be on another machine. The rank
-    trains on until its rounds are done; if its site is the last one, it ends with a checkpoint.
+    trains on until its rounds are done. If its site is the last active site, the run stops with a
+    checkpoint.
     At a second signal the rank ends at once.
     """
 

@@ -149,8 +149,9 @@ def _own(run: Path) -> Call:
         while True:
             try:
                 with contextlib.ExitStack() as locks:
-                    # A coordinator of an older dilocox only takes the second lock. A newer one
-                    # takes the first lock first, so the second is left alone while it starts.
+                    # A coordinator of an older dilocox only takes the second lock. A newer
+                    # coordinator first takes the first lock: while it starts with that lock,
+                    # this code does not touch the second.
                     names = (LOG_LOCK, LOCK)
                     if all(locks.enter_context(held(place, name=name)) for name in names):
                         return _appended(here, place, statement)
