@@ -214,7 +214,7 @@ def _run_here(
         display.start()
         end = _watch(ours, coordinator, sites, endpoint, config, display)
         if end["phase"] == "failed":
-            # The coordinator answers for two more beats; after that, sites cannot reach it.
+            # The coordinator answers for two more heartbeats; after that, sites cannot reach it.
             grace = min(grace, 4 * Timeouts.derive(config.network).beat)
     except KeyboardInterrupt:
         grace = 0.0

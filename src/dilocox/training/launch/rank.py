@@ -113,9 +113,9 @@ def run_rank(job: RankJob, errors: Errors) -> int:
     """Run one rank to its end, and return the exit code: 0, 1 after a failure, or `STOPPED`.
 
     The code is also 0 if this rank took part in the stop of the run, or if its site was asked to
-    leave and has left. `errors` gets the reason of a failure. A rank that has failed keeps its process group, since
-    destroying a group waits for its peers, which may be in a collective until the time limit. The
-    caller ends the process by `processes.exit_now`.
+    leave and has left. `errors` gets the reason of a failure. A rank that has failed keeps its
+    process group, since destroying a group waits for its peers, which may be in a collective until
+    the time limit. The caller ends the process by `processes.exit_now`.
     """
     _set_up_log(job)
     try:
