@@ -33,8 +33,8 @@ LYON = RankPlace("lyon", 0, 0)
 def every_second(monkeypatch: pytest.MonkeyPatch) -> None:
     of_all = neighbours.run_config
 
-    def run_config(root: Path, name: str) -> RunConfig:
-        config = of_all(root, name)
+    def run_config(root: Path, name: str, method: str = "dilocox") -> RunConfig:
+        config = of_all(root, name, method)
         record = config.record.model_copy(update={"states_every": 2})
         return config.model_copy(update={"record": record})
 
