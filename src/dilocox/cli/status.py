@@ -179,7 +179,7 @@ def lines(found: Status, now: float) -> Iterator[str]:
         if site.wait_share is not None:
             words.append(f"waited {site.wait_share:.1%}")
         if site.last_word is not None:
-            words.append(f"last word {span(max(0.0, now - site.last_word))} ago")
+            words.append(f"last report {span(max(0.0, now - site.last_word))} ago")
         yield "  ".join(words)
     for text in found.warnings:
         yield f"warning: {text}"

@@ -170,7 +170,7 @@ def test_the_card_says_what_is_known_and_nothing_else(run: Path) -> None:
     assert "license:" not in text
     assert "base_model" not in text
     assert "Nobody has stated a licence" in text
-    assert "what the text was is unknown" in text
+    assert "so the training text is unknown" in text
     assert "cannot be verified" in text
     assert "<script>" not in text
     assert "a\\|b \\<script\\>" in text

@@ -96,7 +96,7 @@ def test_a_run_that_trains(tmp_path: Path, command: Command) -> None:
     assert "round 2 is done, step 60 of 100 (60%), about 60 s left, loss 3.000" in out
     assert "held-out loss  4.5000 after round 1 (6.2500 before training)" in out
     assert "plan           from round 1: 20 inner steps, 4 fragments, codec int4" in out
-    assert "site paris  round 2  1.5k tokens/s  waited 2.0%  last word 10 s ago" in out
+    assert "site paris  round 2  1.5k tokens/s  waited 2.0%  last report 10 s ago" in out
     # More than three of its rounds ago.
     assert "warning: lyon: its last report is 650 s old" in out
     assert "its contribution does not count" in out

@@ -144,7 +144,7 @@ class NullControlPlane:
 
 
 class RepeatingTrainer(Trainer):
-    """A trainer without evaluations, which change no parameter."""
+    """A trainer that skips evaluations, because these do not change parameters."""
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:
         """Do nothing."""

@@ -230,7 +230,7 @@ def _off_its_reference(
 
 
 def _begins_at_zero(about: TensorDigest) -> bool:
-    """Return whether a tensor that must be zero before the run is not zero."""
+    """Return True for a faulty tensor: it must be zero before the run, and is not."""
     kind = about.name.rsplit("/", 1)[-1]
     if not about.name.startswith("inner/") and kind not in ("residual", "previous", "own"):
         return False

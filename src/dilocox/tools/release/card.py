@@ -134,7 +134,7 @@ def _setup(files: RunFiles) -> list[tuple[str, str]]:
 
 def _data(page: Page) -> str:
     if not page.sources:
-        return "The manifest of the token files is not at hand: what the text was is unknown."
+        return "The manifest of the token files was not found, so the training text is unknown."
     rows = [
         (source.name, source.licence or "not stated", dict(source.cells)["revision"])
         for source in page.sources

@@ -280,7 +280,7 @@ def _verified(folder: Path, progress: Callable[[str, float], None]) -> Report:
         else "put back the files as the run has written them"
     )
     raise RecordError(
-        f"{folder}: not published, what was gathered does not verify: {'; '.join(bad)}; {mend}"
+        f"{folder}: not published, because the copy does not verify: {'; '.join(bad)}; {mend}"
     )
 
 

@@ -50,7 +50,7 @@ class Source:
             return render(self._page, NEWS)
 
     def news(self, since: str) -> dict[str, Any]:
-        """Return the sections for a page of version `since`; none if that version is current."""
+        """Return the current version, and all sections unless `since` is the current version."""
         with self._lock:
             self._renew()
             if since == self._version:
@@ -71,7 +71,10 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folder: Path, host: str, port: int) -> None:
-        """Raises `ConfigError` if there is no run, or the address cannot be had."""
+        """Listen at `host`:`port`.
+
+        Raises `ConfigError` if `folder` has no run, or the server cannot listen there.
+        """
         self.source = Source(folder)
         try:
             super().__init__((host, port), _Handler)
@@ -108,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer with the page, the changed sections, or 404."""
         place = urlsplit(self.path)
         if not self.server.known(self.headers.get("Host", "")):
-            self._answer(403, "text/plain", "not the name of this server\n")
+            self._answer(403, "text/plain", "the Host header does not name this server\n")
         elif place.path == "/":
             self._made("text/html", self.server.source.html)
         elif place.path == f"/{NEWS}":
@@ -117,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "application/json", lambda: json.dumps(self.server.source.news(since))
             )  # fmt: skip
         else:
-            self._answer(404, "text/plain", "nothing is here\n")
+            self._answer(404, "text/plain", "no such page\n")
 
     def _made(self, kind: str, make: Any) -> None:
         try:
@@ -142,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(folder: Path, host: str, port: int) -> None:
-    """Serve the page of the run in `folder` until Ctrl-C. Raises `ConfigError`."""
+    """Serve the page of the run in `folder` until Ctrl-C. Raises `ConfigError` as `Server`."""
     with Server(folder, host, port) as server:
         try:
             print(f"{server.url} shows {folder}; Ctrl-C ends it", flush=True)

@@ -148,7 +148,7 @@ def anomalies(history: History, files: RunFiles) -> Table:
 
 
 def _left_out(where: str, row: Round) -> list[tuple[str, str, str]]:
-    """Return rows for contribution sets that lacked a site, with the sites that reported them."""
+    """Return a row per incomplete contribution set; its second cell names the reporting sites."""
     saw: dict[tuple[int, int], list[str]] = {}
     for each in row.sites:
         if each.contributors < each.members:

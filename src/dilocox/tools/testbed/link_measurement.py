@@ -157,7 +157,10 @@ def transfers(links: Links, hosts: Sequence[str]) -> list[Transfer]:
 def _elsewhere(links: Links, transfer: Transfer, hosts: Sequence[str]) -> Transfer:
     free = [h for h in hosts if h != transfer.source and links.pair(h, transfer.source) is None]
     if not free:
-        raise LabError(f"link {transfer.link}: cannot be measured, every host is behind a pair")
+        raise LabError(
+            f"link {transfer.link}: cannot be measured, because each of the other hosts has a rate "
+            f"of its own to {transfer.source}; leave out one of these in --links"
+        )
     free.sort(key=lambda host: links.line(host).down is None)
     return Transfer(**{**vars(transfer), "target": free[-1]})
 

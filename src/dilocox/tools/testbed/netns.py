@@ -233,7 +233,7 @@ def _no_ipv6(namespace: str) -> None:
 
 
 def enter_namespace(name: str) -> None:
-    """Move this thread into a network namespace. Raises `LabError`."""
+    """Move this thread into a network namespace. Raises `LabError` if that fails."""
     with open(f"/run/netns/{name}", "rb") as handle:
         _set_namespace(handle.fileno(), name)
 

@@ -24,9 +24,9 @@ def sends(links: Links, site: str, sites: Sequence[str]) -> float | None:
 
 
 def check_relayed(links: Links, sites: Sequence[str]) -> None:
-    """Raise `LabError` for links that are faster than the relay can carry, or can fill while the
-    links are measured.
+    """Raise `LabError` if `links` allow more traffic than the relay can carry.
 
+    The limits hold for what each site can send, for every downlink, and for all sites together.
     The coordinator's host is unlimited, but sends hardly anything.
     """
     up = [math.inf if (rate := sends(links, site, sites)) is None else rate for site in sites]

@@ -24,11 +24,11 @@ class Window:
 
     first: int
     last: int
-    """`first` and `last` count from 0."""
+    """Number of the last measured round. Rounds count from 0, as in `first`."""
     begin: float
     end: float
-    """Unix times in seconds: of the report of the round before `first`, and of the report of
-    `last`."""
+    """Unix time in seconds of the report of round `last`. `begin` is the Unix time of the report of
+    the round before `first`."""
 
     @property
     def rounds(self) -> int:
