@@ -93,14 +93,14 @@ AS_FAST = 1.25
 
 
 def cannot(benchmark: str, reason: str | None) -> bool:
-    """Whether there is a `reason` against measuring here, which is said in one line."""
+    """Return whether `reason` is given, and print it: why nothing can be measured here."""
     if reason is not None:
         print(f"{benchmark}: cannot be measured here: {reason}", file=sys.stderr)
     return reason is not None
 
 
 def machine() -> dict[str, Any]:
-    """The machine, without names of hosts or places."""
+    """Return facts about the machine, without names of hosts or places."""
     import torch
     import transformers
 
@@ -108,7 +108,7 @@ def machine() -> dict[str, Any]:
     from dilocox.utils import processes
 
     def quiet(_step: str, _share: float) -> None:
-        """Both questions take a second at most."""
+        """Report no progress: both measurements take a second at most."""
 
     return {
         "cpu": _cpu_model(),
@@ -133,8 +133,8 @@ def _ask_for_gpu(_progress: Callable[[str, float], None]) -> str | None:
 
 
 def _ask_the_processor(_progress: Callable[[str, float], None]) -> dict[str, Any]:
-    """Its instruction set as torch uses it, and GFLOP/s of one core in fp32 products of 512 x 512:
-    processors of one name, of virtual machines above all, differ by a factor of three."""
+    """Return the instruction set that torch uses, and GFLOP/s of one core in fp32 products of
+    512 x 512. Processors of the same name, above all in virtual machines, differ threefold."""
     import torch
 
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def _ask_the_processor(_progress: Callable[[str, float], None]) -> dict[str, Any
 
 
 def command() -> str:
-    """The command as it was typed, with the benchmark named as from the repository's root."""
+    """Return the command line, with the benchmark's name as from the repository's root."""
     script = Path(sys.argv[0]).resolve().with_suffix("")
     steps = script.parts[script.parts.index("benchmarks") :] if "benchmarks" in script.parts else ()
     module = ".".join(step for step in steps if step != "__main__") or script.name
@@ -159,7 +159,7 @@ def command() -> str:
 
 
 def _told() -> list[str]:
-    """Arguments without the folders of this machine."""
+    """Return the arguments of the command line without folders of this machine."""
     told = []
     for argument in sys.argv[1:]:
         key, equals, value = argument.rpartition("=")
@@ -169,12 +169,12 @@ def _told() -> list[str]:
 
 
 def today() -> str:
-    """The date, UTC: of a file's last call, and of a row where a file is made in several."""
+    """Return the date in UTC. A file has that of its last call; a row may have its own."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
 def commit() -> str | None:
-    """The commit that is measured, with + if files were changed; none without git."""
+    """Return the measured commit, with + if files were changed. None without git."""
     here = Path(__file__).parent
     try:
         said = subprocess.run(
@@ -190,7 +190,7 @@ def commit() -> str | None:
 
 
 def write_run_file(root: Path, name: str, content: Mapping[str, Any]) -> Path:
-    """Write `content` as the run file NAME.toml in `root`; its path."""
+    """Write `content` as the run file NAME.toml in `root`, and return its path."""
     path = root / f"{name}.toml"
     path.write_text(tomli_w.dumps(content), encoding="utf-8")
     return path
@@ -203,7 +203,7 @@ def write_json(
     settings: Mapping[str, Any],
     rows: Sequence[Row],
 ) -> None:
-    """Write results; `on` is `machine()` as it was before the measurement."""
+    """Write results. `on`: the result of `machine()` before the measurement."""
     for row in rows:
         for key, value in row.items():
             if value is not None and not isinstance(value, str | int | float | bool):
@@ -221,8 +221,8 @@ def write_json(
 
 
 def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) -> list[Row]:
-    """Rows that an earlier start with the same settings has written. Ends the program for a file
-    of something else."""
+    """Return the rows that an earlier start with the same settings has written. Ends the program
+    if the file is of another benchmark or has other settings."""
     if path is None or not path.exists():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -234,8 +234,8 @@ def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) ->
 
 
 def refuse_other_machine(path: Path | None, on: Mapping[str, Any]) -> None:
-    """Ends the program where what `path` holds was measured on another machine than `on` (see
-    `machine`): speeds of two machines, set against each other, say nothing."""
+    """End the program if the results in `path` are of another machine than `on` (`machine`):
+    speeds of two machines cannot be compared."""
     if path is None or not path.exists():
         return
     before = json.loads(path.read_text(encoding="utf-8")).get("machine", {})
@@ -275,7 +275,7 @@ def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Any], str] | str]
 
 
 def congestion() -> str:
-    """This machine's TCP congestion control, where nothing else is asked for. Linux only."""
+    """Return this machine's default TCP congestion control. Linux only."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
 
 
@@ -284,7 +284,7 @@ Course = Sequence[tuple[float, float]]
 
 
 def course_of(rounds: Sequence[Mapping[str, Any]]) -> Course:
-    """Where a site was at the ends of its rounds."""
+    """Return a site's times and tokens at the ends of its rounds."""
     found: list[tuple[float, float]] = []
     tokens = 0.0
     for record in rounds:
@@ -294,8 +294,8 @@ def course_of(rounds: Sequence[Mapping[str, Any]]) -> Course:
 
 
 def tokens_at(course: Course, moment: float) -> float:
-    """Tokens that a site had trained on, evenly within its rounds. Raises `ValueError` for a moment
-    outside of them."""
+    """Return the tokens that a site had trained on at `moment`, interpolated within its rounds.
+    Raises `ValueError` for a moment outside of them."""
     for (start, before), (end, after) in itertools.pairwise(course):
         if start <= moment <= end:
             return before + (after - before) * (moment - start) / (end - start)
@@ -303,7 +303,7 @@ def tokens_at(course: Course, moment: float) -> float:
 
 
 def say(text: str) -> None:
-    """One line of progress, on the error stream: the table alone goes to standard output."""
+    """Print a line of progress to stderr. Only the table goes to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 

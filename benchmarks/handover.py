@@ -26,7 +26,7 @@ from dilocox.training.portable_checkpoint_export import hand_over
 
 @dataclass(frozen=True)
 class Layout:
-    """What a run goes on with."""
+    """Sites, stages and shards with which a run continues."""
 
     name: str
     sites: int
@@ -72,7 +72,7 @@ def run_file(root: Path, layout: Layout, rounds: int, codec: str) -> Path:
 
 
 def train(root: Path, layout: Layout, rounds: int, codec: str) -> common.Row:
-    """Train and say what came of it."""
+    """Train, and return the run's result row."""
     common.say(f"{codec}, {layout.name}")
     path = run_file(root, layout, rounds, codec)
     command = [sys.executable, "-m", "dilocox", "train", str(path)]
@@ -91,7 +91,7 @@ def train(root: Path, layout: Layout, rounds: int, codec: str) -> common.Row:
 
 
 def compare(codec: str, rounds: int) -> list[common.Row]:
-    """All layouts after one undisturbed run."""
+    """Return the rows of one uninterrupted run and of all layouts."""
     with tempfile.TemporaryDirectory(prefix="dilocox-handover-") as folder:
         root = Path(folder)
         rows = [train(root, ALONE, rounds, codec)]

@@ -4,7 +4,7 @@ Two sites train in a lab (`dilocox.tools.testbed`) that delays all packets betwe
 or by a relay in user space. Round trips are measured before anything is reported. At each round
 trip there is one run of each kind:
 
-- no exchange: each site by itself, both at the same time, as in `wan.py`;
+- no exchange: each site by itself, both at the same time, as in `benchmarks.wan`;
 - `dilocox` with its defaults; its controller measures link and latency, and the first half of the
   run does not count;
 - `diloco`: sites stand still for one dense exchange per round;

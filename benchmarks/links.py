@@ -91,7 +91,7 @@ def side(
     times: int,
     pipe: Connection,
 ) -> None:
-    """One end: (seconds, processor seconds) of `times` tensors."""
+    """Run one end of the link; send (seconds, processor seconds) of `times` tensors to `pipe`."""
     torch.set_num_threads(1)
     move = make(identity, store, folder)
     first = identity.site == SITES[0]
@@ -118,7 +118,7 @@ WAYS: dict[str, Callable[[Identity, MemoryStore, Path], Move]] = {
 
 
 def measure(over: str, both: bool, times: int, identities: Sequence[Identity]) -> dict[str, float]:
-    """One turn: Gbit/s of one direction, and processor seconds per GB."""
+    """Run one turn, and return Gbit/s of one direction and processor seconds per GB."""
     with CONTEXT.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         store, pipes, started = MemoryStore(manager.dict()), [], []
         for identity in identities:

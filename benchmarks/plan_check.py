@@ -5,8 +5,8 @@ The planner gets only the run file, the link, and the time of a step without exc
 - `benchmarks/results/overlap-cpu.json` (two sites on one core each, a link of 4.5 Mbit/s): tokens/s
   by overlap rule. The planner's two constants of an exchange (`exchange_ms`, `exchange_cpu_ms` of
   its table) were fitted to these rows. So the times are a fit; payloads and overlap are a check.
-- `benchmarks/results/wan-cpu.json` (`wan.py`; another file with `--wan FILE`): every method of the
-  engine at every link and number of sites. Nothing was fitted to these rows.
+- `benchmarks/results/wan-cpu.json` (of `benchmarks.wan`; another file with `--wan FILE`): every
+  method of the engine at every link and number of sites. Nothing was fitted to these rows.
 
 It prints predicted over measured speed, and the median and largest error of each file.
 """
@@ -38,7 +38,7 @@ ROUNDS, ROUNDS_CHOSEN = 12, 60
 
 
 def processor(cores: float, table: HardwareTable) -> Device:
-    """A site without GPUs, of so many cores; its speed is told by the step's time."""
+    """Return a site without GPUs, with `cores` cores. Its speed comes from the time of a step."""
     some = table.device(table.devices[0])
     return replace(some, name="processor", shared=True, cores=cores)
 
@@ -83,8 +83,10 @@ def check_overlap(measured: dict[str, Any], table: HardwareTable) -> list[common
 
 
 def check_wan(measured: dict[str, Any], table: HardwareTable) -> list[common.Row]:
-    """Predicted and measured tokens/s of the engine's methods in a result of `wan.py`, or in the
-    single measurements that it keeps beside one."""
+    """Return predicted and measured tokens/s of the engine's methods.
+
+    `measured`: a result file of `benchmarks.wan`, or its file of single measurements.
+    """
     settings = measured["settings"]
     extent = replace(wan_grid.FULL, **settings["extent"])
     cores = settings["quota_of_machine"] * measured["machine"]["cores"]
@@ -119,8 +121,11 @@ def compare(
     table: HardwareTable,
     rtt: float = 0.0,
 ) -> common.Row:
-    """A row of predicted and measured: `link` in bits per second, `step` and `rtt` in seconds,
-    `cores` per site; `measured` as `wan_run.engine_row` has it."""
+    """Return a row of predicted and measured speed.
+
+    `link` is in bits per second, `step` and `rtt` in seconds, `cores` per site. `measured`: a row
+    of `benchmarks.wan.run.engine_row`.
+    """
     found = predict(
         run,
         processor(cores, table),
@@ -168,7 +173,9 @@ def show(rows: Sequence[common.Row]) -> None:
 def main() -> int:
     """Predict, compare, print, write."""
     parser = common.parser(__doc__ or "")
-    parser.add_argument("--wan", type=Path, metavar="FILE", help=f"rows of wan.py ({WAN.name})")
+    parser.add_argument(
+        "--wan", type=Path, metavar="FILE", help=f"rows of benchmarks.wan ({WAN.name})"
+    )
     options = parser.parse_args()
     table = HardwareTable.load()
     rows = check_overlap(json.loads(RESULTS.read_text(encoding="utf-8")), table)

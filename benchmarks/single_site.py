@@ -11,7 +11,7 @@ number of rounds.
   batch of the next turn. It includes everything in between: reading batches, inner steps,
   boundaries, landings, the end of the round and its report. Checkpoints are switched off, because
   the plain loop writes none.
-- plain: `plain_loop.py`, which imports nothing of dilocox; its batches lie in memory.
+- plain: `benchmarks.plain_loop`, which imports nothing of dilocox; its batches lie in memory.
 
 Both are forked from one parent (the same libraries are loaded) and keep freed memory in the C
 library. The CPU use of the waiting run (its beats) is measured and shown. If it is above 1 %,
@@ -101,7 +101,7 @@ LARGE = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What a side says when it has finished a turn."""
+    """Message of a side that has finished a turn."""
 
     seconds: float
     peak_bytes: int
@@ -109,14 +109,14 @@ class Turn:
 
 
 class Waiting:
-    """One side's end of the alternation. Picklable only by forking."""
+    """Lets one side wait for its turns. It reaches the side's process only by a fork."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._began: float | None = None
 
     def turn_over(self, device: torch.device, loss: float | None = None) -> None:
-        """Everything given to the device has been computed: say so, and wait for the next turn."""
+        """Wait for the device, report the end of the turn, and wait for the next turn."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         now = time.monotonic()
@@ -138,7 +138,7 @@ class GatedData:
         self._space: SequenceSpace | None = None
 
     def __call__(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Sequences `start` up to `start + count`."""
+        """Return the sequences from `start` to `start + count`, which is not included."""
         if self._space is None:
             self._space = sequence_space(self._config)
         if start != self._given:
@@ -150,14 +150,14 @@ class GatedData:
 
 
 def sequence_space(config: RunConfig) -> SequenceSpace:
-    """The numbered sequences that the run trains on."""
+    """Return the numbered sequences that the run trains on."""
     files = TokenFiles.open(config.data_folder)
     length = config.data.sequence_length
     return SequenceSpace(files, seed=config.run.seed, sequence_length=length)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """High-water mark of this process so far."""
+    """Return the peak memory of this process so far, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
@@ -167,14 +167,14 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def run_dilocox(config: RunConfig, data: GatedData, log: Path) -> None:
-    """The real run, in a process of its own."""
+    """Train the real run. Called in a process of its own."""
     _to_file(log)
     result = dilocox.train(config, dataset=data, loss=mean_cross_entropy)
     sys.exit(0 if result.finished else 1)
 
 
 def run_plain(config: RunConfig, waiting: Waiting, steps_per_turn: int, turns: int) -> None:
-    """The plain loop, in a process of its own."""
+    """Train the plain loop. Called in a process of its own."""
     keep_freed_memory()
     set_threads(config.site.threads, ranks_here=1)
     device = resolve_device(config.site)
@@ -209,7 +209,7 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
 
 
 def recipe(config: RunConfig) -> Recipe:
-    """The run file's inner optimizer, for the plain loop."""
+    """Return the settings of the run file's inner optimizer, for the plain loop."""
     inner = config.inner
     return Recipe(
         batch=config.site.batch_size,
@@ -238,7 +238,7 @@ def _to_file(log: Path) -> None:
 
 @dataclass
 class Side:
-    """The arbiter's end."""
+    """One side as the process that gives out the turns sees it."""
 
     name: str
     process: BaseProcess
@@ -259,12 +259,12 @@ class Side:
         sys.exit(f"{self.name} {processes.why_ended(self.process)}\n{said}")
 
     def go(self) -> None:
-        """Its turn."""
+        """Give the side its next turn."""
         self.pipe.send("go")
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU time of a process and all of its living descendants."""
+    """Return the CPU seconds of a process and all of its living descendants."""
     total = 0.0
     with contextlib.suppress(OSError, ValueError):
         fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
@@ -277,7 +277,7 @@ def cpu_seconds(process: int) -> float:
 
 @dataclass
 class Result:
-    """Tokens/s of each turn by side, in order; the rest as of the last turn."""
+    """Tokens/s by side, one value per turn in order. The other fields are of the last turn."""
 
     rates: dict[str, list[float]]
     cpu: dict[str, list[float]]
@@ -288,7 +288,7 @@ class Result:
 
 
 def alternate(sides: dict[str, Side], pairs: int, tokens: int) -> Result:
-    """Let the two sides take turns of `tokens`; the first `WARM_UP_TURNS` of each do not count."""
+    """Let the sides take turns of `tokens` tokens. The first `WARM_UP_TURNS` do not count."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     peak: dict[str, int] = {}
@@ -329,8 +329,8 @@ def alternate(sides: dict[str, Side], pairs: int, tokens: int) -> Result:
 def configuration(
     shape: dict[str, Any], root: Path, device: str, rounds: int, compile_: bool | None = None
 ) -> RunConfig:
-    """The run: dilocox's defaults but for sizes, and no checkpoints on the way. `compile_` None
-    keeps the default of `model.compile`."""
+    """Return the run file: defaults except for sizes, and no checkpoints during the run.
+    `compile_`: value of `model.compile`. None: its default."""
     model = {} if compile_ is None else {"compile": compile_}
     return dilocox.resolve_run(
         {
@@ -358,7 +358,7 @@ def configuration(
 
 
 def measure(config: RunConfig, root: Path, pairs: int, rounds_per_turn: int) -> Result:
-    """Start both sides, let them alternate, end them."""
+    """Start both sides, let them alternate, and end them."""
     steps = rounds_per_turn * config.outer.inner_steps
     turns = WARM_UP_TURNS + pairs
     tokens = steps * config.site.batch_size * config.data.sequence_length

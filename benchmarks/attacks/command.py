@@ -1,15 +1,16 @@
 """Measures the damage that two dishonest sites of eight do, by attack and by admission rule.
 
 Eight sites train one tiny model on the source of Python's standard library, in one process, with
-the engine's own admission and outer code (see `attacks_sites`). The last two sites attack as the
-row says; the columns are settings of `[admission]`. A figure is the held-out loss at the end over
-the loss of the run with honest sites and the rule `mean`. 1.000 means no damage; `ruined` means a
-loss that is not finite or above that of an untrained model. `counted` is the share of the dishonest
-sites' contributions that counted, `honest out` the share of honest contributions that did not.
+the engine's own admission and outer code (`benchmarks.attacks.sites`). The last two sites attack as
+the row says; the columns are settings of `[admission]`. A figure is the held-out loss at the end
+over the loss of the run with honest sites and the rule `mean`. 1.000 means no damage; `ruined`
+means a loss that is not finite or above that of an untrained model. `counted` is the share of the
+dishonest sites' contributions that counted, `honest out` the share of honest contributions that did
+not.
 
 The last rows are real runs of a coordinator and four sites as processes. One site is altered
-(`attacks_process`). Each run is made with `aggregation = "clip"` and the gate, and with the mean
-only.
+(`benchmarks.attacks.process`). Each run is made with `aggregation = "clip"` and the gate, and with
+the mean only.
 
 `--json FILE` is written after every cell; a benchmark that is started again continues from it.
 """

@@ -2,8 +2,8 @@
 
 The engine's own exchange (coordinator, votes, groups, codecs, payloads) runs between network
 namespaces without a model. Every site contributes random numbers, and computes nothing between
-exchanges (exchange_engine.py). `tc` shapes the links, which are measured first; if a link is off by
-more than 5 %, nothing is reported.
+exchanges (`benchmarks.exchange.engine`). `tc` shapes the links, which are measured first; if a link
+is off by more than 5 %, nothing is reported.
 
 Figures are medians over rounds. `efficiency` is the payload bits on the busiest link over its
 capacity while payloads travelled. `whole` is the same over the whole exchange, from the boundary to

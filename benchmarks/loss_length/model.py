@@ -1,4 +1,4 @@
-"""The model and the text of loss_length.py: several copies of a small transformer.
+"""Model and text of the loss_length benchmark: several copies of a small transformer.
 
 One batched computation serves all copies. The parameters of the copies are rows of one flat tensor,
 with the engine's layout of a fragment.

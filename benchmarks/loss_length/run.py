@@ -1,4 +1,4 @@
-"""One simulated run of loss_length.py: all copies train together and exchange pseudo-gradients.
+"""One simulated run of the loss_length benchmark: copies train and exchange pseudo-gradients.
 
 The inner optimizer is AdamW, applied to all copies at once. Codec, outer step and landing are the
 engine's own.

@@ -1,7 +1,7 @@
 """Compares the scaling simulation with runs in a lab, at two and at four sites.
 
 The same runs are made in a lab (`dilocox.tools.testbed`: shaped links, hard CPU quotas) and in the
-simulation of `scaling.py`. The simulation gets the run file, the link, and the time of a step
+simulation of `benchmarks.scaling`. The simulation gets the run file, the link, and the step time
 without exchange, measured before and after. One constant was fitted to these runs: the factor on
 processor time of exchanges on cores that train (`SHARED_WORK`), on which plans depend.
 
@@ -51,7 +51,7 @@ MOST = 0.9
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is made and played."""
+    """A run that is made in a lab and simulated."""
 
     name: str
     steps: int
@@ -86,7 +86,7 @@ QUICK = ("waits", "hides")
 def measure(
     sites: int, cases: tuple[Case, ...], folder: Path, table: HardwareTable
 ) -> list[common.Row]:
-    """Make all runs with so many sites, and play them. Raises `LabError`."""
+    """Make all runs with `sites` sites in a lab, and simulate them. Raises `LabError`."""
     names = list(SITES[:sites])
     parameters = parameters_of(folder)
     with Lab(names) as lab:
@@ -126,7 +126,7 @@ def measure(
 
 
 def played_again(known: Mapping[str, Any], table: HardwareTable) -> list[common.Row]:
-    """The rows of a results file with what is predicted of their runs now."""
+    """Return the rows of a results file, with new predictions by the current simulation."""
     cases, rows = {case.name: case for case in CASES}, []
     with tempfile.TemporaryDirectory(prefix="dilocox-scaling-") as folder:
         for row in known["rows"]:
@@ -146,13 +146,13 @@ def played_again(known: Mapping[str, Any], table: HardwareTable) -> list[common.
 
 
 def alone(lab: Lab, folder: Path) -> float:
-    """Tokens per second of all sites with no exchange between them."""
+    """Return the tokens per second of all sites together without exchanges."""
     found = wan_run.measure_none(lab, folder, ALONE_ROUNDS, ALONE_STEPS)
     return float(found["tokens_per_second"])
 
 
 def parameters_of(folder: Path) -> int:
-    """Of the benchmark's model."""
+    """Return the number of parameters of the benchmark's model."""
     run = wan_run.configuration(folder, 2, {}, 1)
     return int(count_parameters(load_model_config(run.model, run.data.vocabulary_size)))
 

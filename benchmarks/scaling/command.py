@@ -89,7 +89,7 @@ def run_of(scenario: Scenario, sites: int) -> RunConfig:
 
 
 def row(scenario: Scenario, sites: int, outline: ModelOutline, table: HardwareTable) -> common.Row:
-    """One scenario with so many sites."""
+    """Simulate one scenario with `sites` sites, and return its row."""
     config = run_of(scenario, sites)
     fast = table.place("h100-80g:8")
     slow = GpuPlacement(replace(fast.device, utilisation=fast.device.utilisation / 2), 8, 1)
@@ -132,7 +132,7 @@ def row(scenario: Scenario, sites: int, outline: ModelOutline, table: HardwareTa
 
 
 def rows(counts: Sequence[int]) -> list[common.Row]:
-    """All scenarios."""
+    """Return the rows of all scenarios. `counts`: numbers of sites."""
     table = HardwareTable.load()
     outline = ModelOutline.of(run_of(SCENARIOS[0], 2))
     found = []
@@ -151,7 +151,7 @@ _MARKED = re.compile(r"(<!-- scaling: begin ([\w, ]+) -->\n).*?(<!-- scaling: en
 
 
 def filled(text: str, known: Sequence[common.Row]) -> str:
-    """A document with the tables of `known` between its marks."""
+    """Return the document `text` with the tables of the rows `known` between its marks."""
 
     def section(found: re.Match[str]) -> str:
         begin, name, end = found.groups()

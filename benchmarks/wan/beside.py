@@ -1,16 +1,17 @@
 """Measures the speed of `dilocox` on a slow link against sites without a network at the same time.
 
-wan.py measures one run after another. On a machine whose speed changes by a fifth from minute to
-minute, such as a shared virtual one, a share of 97 % cannot be seen that way. Here four hosts of
-one lab train at the same time, each with a quota of a quarter of 90 % of the machine. Two sites
-train in one run over their links. The other two train by themselves, without a codec, and with an
+`benchmarks.wan` measures one run after another. On a machine whose speed changes by a fifth from
+minute to minute, such as a shared virtual one, a share of 97 % cannot be seen that way. Here four
+hosts of one lab train at the same time, each with a quota of a quarter of 90 % of the machine. Two
+sites train in one run over their links. The other two train by themselves, without a codec, with an
 outer step every 100 inner steps (every 12 if these are eight times as long, which costs about 0.3 %
 of their speed). The machine thus affects both pairs equally. The roles of the hosts change from
 block to block.
 
-The link is that of wan.py: 2 fp32 gradients of the model take 400 times as long on it as a step, or
-as many times as `--ratio` says. `share` is the tokens/s of the first two sites over those of the
-others. It is measured in rounds of the others in the second part of the run, since the controller
+The link is that of `benchmarks.wan`: 2 fp32 gradients of the model take 400 times as long on it as
+a step, or as many times as `--ratio` says. `share` is the tokens/s of the first two sites over
+those of the others. It is measured in rounds of the others in the second part of the run, since the
+controller
 measures the link before. A last round that is cut to the remaining steps, in which nothing is
 hidden, does not count. Figures are medians over blocks, with bootstrap intervals.
 
@@ -18,7 +19,7 @@ hidden, does not count. Figures are medians over blocks, with bootstrap interval
 machine no core is idle, so exchanges take their time from inner steps. A smaller share makes rounds
 longer, and so do small steps, because every exchange has a fixed cost. `--batch` is the sequences
 per step and site, `--width` the model's hidden size; runs have fewer steps in proportion. The rows
-have the plans; quality.py measures their loss.
+have the plans; `benchmarks.quality` measures their loss.
 
 `--allreduce N` also measures the speed-up: after the blocks, two of the same hosts take N steps of
 synchronous training over the same links, after one step that is not measured. Such a step takes
@@ -68,7 +69,7 @@ from dilocox.tools.testbed.testbed import unsupported_reason
 RESULTS = common.RESULTS / "wan-beside-cpu.json"
 BLOCKS, QUICK_BLOCKS = 8, 2
 BATCH = 8
-"""Sequences per step and site, as in wan.py with two sites."""
+"""Sequences per step and site, as in `benchmarks.wan` with two sites."""
 WIDTH = int(MODEL["hidden_size"])
 STEPS, KNOWN_AFTER = 1600, 800
 """Inner steps of a run of such steps, and of its part that is not measured."""

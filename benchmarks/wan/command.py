@@ -26,13 +26,13 @@ within blocks: each block has the runs without exchange and `dilocox`, and some 
 Figures are medians with bootstrap intervals. Bytes are per site and round: payloads as the engine
 counts them (for peers: as the collective's algorithm defines them), wire bytes as the site's
 interface counts them, control traffic included. Efficiency is payload bits over the link's capacity
-while payloads cross it. Loss is not compared here, but in quality.py.
+while payloads cross it. Loss is not compared here, but in `benchmarks.quality`.
 
 A full run (no options) takes 2.5 hours with steps of 60 ms. Every measurement is written when it is
 done; started again on the same machine, the benchmark continues with the missing ones. --minutes N
 begins no measurement that would end after N minutes, so that a full run can be made in parts;
 --quick takes nine and a half minutes. --docs writes tables into documents that have marks for them
-(`wan_docs.py`), also when nothing is left to measure.
+(`benchmarks.wan.docs`), also when nothing is left to measure.
 
 Needs Linux, root, iproute2 and control groups; without them it prints one line and exits with code
 3. The peers of torchft need `pip install -c constraints.txt -e '.[peers]'`, and are left out

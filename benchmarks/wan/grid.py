@@ -140,9 +140,9 @@ METHODS = (
         settings={"fragments": 4, "delay": 24, "keep": 0.5},
     ),
 )
-"""H as published, PowerSGD at its least rank, Streaming DiLoCo at the longest delay that torchft
-takes: nobody is slowed down by what is chosen here. What they cost in loss is `quality.py`'s
-business."""
+"""All peers with settings that do not slow them down: H as published, PowerSGD at its least rank,
+Streaming DiLoCo at the longest delay that torchft takes. `benchmarks.quality` measures the loss of
+methods."""
 QUICK = (SYNCHRONOUS, OURS, "ddp", "ddp-powersgd", "torchft-streaming")
 SLOWEST = (SYNCHRONOUS, "sparseloco", "dilocox-paper", OURS, LIGHT)
 """At links slower than `RATIO`: the others' one cycle takes as long as 3,000 steps and more."""

@@ -3,7 +3,7 @@
 A peer is a module that is started once per site, `python -m benchmarks.wan.peers.ddp --job FILE`,
 with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment as `torchrun` sets them, and
 GLOO_SOCKET_IFNAME. It imports nothing of dilocox: it trains the whole Hugging Face model with
-`plain_loop.py`. At the end it prints one line of JSON, an `Outcome`.
+`benchmarks.plain_loop`. At the end it prints one line of JSON, an `Outcome`.
 
 The measured wall-clock time covers whole cycles (steps of a synchronous peer), from the end of the
 last warm-up cycle to the end of the last cycle. Wire bytes are those that the site's interface has
