@@ -78,7 +78,7 @@ FULL = (NONE, KEEP_TIGHT, KEEP_SHORT, KEEP_ROUND, NAIVE)
 
 @dataclass(frozen=True)
 class Course:
-    """What one run (or the two runs of the sites alone) came to, per round and site."""
+    """Results of one run, or of the two runs of the sites alone, per round and site."""
 
     round_seconds: float
     exchange_seconds: float
@@ -136,7 +136,7 @@ def run_file(root: Path, name: str, setting: Setting, sites: Sequence[str], roun
 
 
 class Lab:
-    """The two sites and the coordinator's host, and the runs that are made on them."""
+    """The two sites and the coordinator's host, with methods that make runs on them."""
 
     def __init__(self, network: Network, root: Path, rounds: int) -> None:
         self._network = network
@@ -148,7 +148,7 @@ class Lab:
         self._count = 0
 
     def alone(self) -> Course:
-        """Both sites at the same time, each in a run of its own."""
+        """Train both sites at the same time, each in a run of its own."""
         self._count += 1
         runs = [
             self._start(run_file(self._root, f"{site}-{self._count}", NONE, [site], self._rounds))
@@ -158,7 +158,7 @@ class Lab:
         return course(records)
 
     def together(self, setting: Setting) -> Course:
-        """Both sites in one run."""
+        """Train both sites in one run."""
         self._count += 1
         name = f"{setting.name}-{self._count}"
         run = self._start(run_file(self._root, name, setting, SITES, self._rounds))
@@ -221,7 +221,7 @@ class Run:
         raise self._failure("the coordinator did not start")
 
     def finish(self) -> list[dict[str, Any]]:
-        """Wait for the end; the sites' records of all rounds but the last ones."""
+        """Wait for the end, and return the sites' records of all rounds except the last ones."""
         deadline = time.monotonic() + LIMIT
         for host, process in self._processes.items():
             try:
@@ -269,7 +269,7 @@ def link_rate(config: RunConfig, vocabulary: int, round_seconds: float) -> float
 
 
 def row(name: Setting | None, courses: list[Course], alone: Course) -> common.Row:
-    """Medians over repetitions; `name` none: the sites alone."""
+    """Return the row with medians over repetitions. `name` None: the sites alone."""
 
     def median(field: str) -> float:
         return float(statistics.median(getattr(course, field) for course in courses))

@@ -75,7 +75,7 @@ class Used:
 
 
 def used(group: Path, proc: Path = Path("/proc")) -> Used:
-    """Of the processes in a control group; one that has just ended is left out."""
+    """Return the processor time of a control group's processes, without those that just ended."""
     training = beside = 0.0
     for process in cgroups.members(group):
         for task in (proc / str(process) / "task").glob("*/stat"):
@@ -94,7 +94,7 @@ def used(group: Path, proc: Path = Path("/proc")) -> Used:
 
 
 def work_share(course: Sequence[Used], begin: float, end: float) -> float:
-    """What is not training, as a share of all processor time from `begin` to `end`."""
+    """Return the share of processor time from `begin` to `end` outside of the training threads."""
     inside = [each for each in course if begin <= each.moment <= end]
     beside = inside[-1].beside - inside[0].beside
     return beside / (beside + inside[-1].training - inside[0].training)
@@ -128,12 +128,12 @@ def run_file(root: Path, name: str, record: Mapping[str, Any], rounds: int) -> P
 
 
 class RunError(Exception):
-    """A run that did not end well."""
+    """A run that failed."""
 
 
 @contextlib.contextmanager
 def quotas(hierarchy: cgroups.Hierarchy) -> Iterator[list[Path]]:
-    """Two groups that each have half of what a lab may have of the machine. Raises `LabError`."""
+    """Make two groups, each with half of the cores that a lab may have. Raises `LabError`."""
     cores = MOST * (os.cpu_count() or 1) / 2
     groups: list[Path] = []
     try:
@@ -148,10 +148,10 @@ def quotas(hierarchy: cgroups.Hierarchy) -> Iterator[list[Path]]:
 def train_beside(
     root: Path, runs: Mapping[str, Mapping[str, Any]], groups: Sequence[Path], rounds: int
 ) -> dict[str, list[Used]]:
-    """Two runs at the same time, each in its group, to their end; `runs`: `[record]` by name.
+    """Train two runs at the same time, each in its group. `runs`: `[record]` by name of the run.
 
-    What they have computed, look by look. Raises `RunError` with what the one that failed said
-    last.
+    Returns, by name, the readings of the run's processor time. Raises `RunError` with the last
+    output of a run that failed.
     """
     processes: dict[str, subprocess.Popen[bytes]] = {}
     courses: dict[str, list[Used]] = {name: [] for name in runs}
@@ -184,7 +184,7 @@ def train_beside(
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """What a run has written down of itself."""
+    """Return the records of a run's metrics."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -207,7 +207,7 @@ def speeds(*runs: Sequence[dict[str, Any]]) -> tuple[list[float], float, float]:
 
 
 def read_record(folder: Path) -> tuple[RunHistory, list[str]]:
-    """What the log of a run says, signatures checked, and its lines."""
+    """Return the history that a run's log states, with checked signatures, and the log's lines."""
     content = read_log(folder / "record")
     key = NoteKey.parse(content.public)
     check_log(content, key)
@@ -215,7 +215,7 @@ def read_record(folder: Path) -> tuple[RunHistory, list[str]]:
 
 
 def kept(folder: Path) -> dict[str, int]:
-    """Bytes of what the store of a run holds, by SHA-256."""
+    """Return the bytes of each object in a run's store, by SHA-256."""
     store = folder / "record" / "store" / "sha256"
     return {path.parent.name + path.name: path.stat().st_size for path in store.glob("*/*")}
 
@@ -255,7 +255,7 @@ def bytes_of(
 
 
 def rows_of(pairs: Sequence[common.Row]) -> list[common.Row]:
-    """One row per setting, of the pairs that were measured."""
+    """Return one row per setting from the measured pairs."""
     rows = []
     for name in SETTINGS:
         own = [pair for pair in pairs if pair["record"] == name]
@@ -285,7 +285,7 @@ def rows_of(pairs: Sequence[common.Row]) -> list[common.Row]:
 def measured(
     root: Path, before: Sequence[common.Row], rounds: int, repetitions: int
 ) -> Iterator[common.Row]:
-    """Pairs of runs that follow those `before`. Raises `RunError` and `LabError`."""
+    """Yield the pairs of runs that are missing in `before`. Raises `RunError` and `LabError`."""
     hierarchy = cgroups.find()
     assert hierarchy is not None
     common.say("preparing token files")

@@ -132,7 +132,8 @@ def rows(
 
 
 def row_of(folder: Path, summary: Mapping[str, Any]) -> common.Row:
-    """What came of a run: end, loss, who was left out or behind and why, what `verify` says."""
+    """Return a run's result: its end, its loss, sites that were left out or behind with the reason,
+    and the verdicts of `verify`."""
     admission = {
         site: {why: count for why, count in counts.items() if why not in REMARKS}
         for site, counts in summary["admission"].items()

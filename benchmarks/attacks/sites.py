@@ -69,7 +69,7 @@ several."""
 
 @dataclass(frozen=True)
 class Length:
-    """How long a course is."""
+    """Length of a training run."""
 
     rounds: int
     inner_steps: int
@@ -77,7 +77,7 @@ class Length:
 
 @dataclass
 class Tally:
-    """What admission has said in a course."""
+    """Counts of the admission verdicts in a training run."""
 
     exchanges: int = 0
     rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -112,7 +112,7 @@ class Tally:
 
 
 class Door:
-    """The coordinator's notary: who may speak for whom, and about which exchange."""
+    """The coordinator's notary, which checks the signatures of votes."""
 
     def __init__(self, folder: Path) -> None:
         raw: dict[str, Any] = {
@@ -157,7 +157,7 @@ class Door:
         return True
 
     def close(self) -> None:
-        """Let go of the log."""
+        """Close the log."""
         self._notary.close()
 
 

@@ -129,7 +129,7 @@ def disk_full(run: Run, _site: str, _draw: random.Random) -> None:
 
 
 def rogue(run: Run, site: str, _draw: random.Random) -> None:
-    """A stranger knocks. Raises `HangError` if it is let in."""
+    """An unknown site tries to join. Raises `HangError` if it is admitted."""
     host, port = run.address.rsplit(":", 1)
     tokens = run.config.folder / "coordinator" / "tokens"
     token = (tokens / site).read_text(encoding="ascii").strip()
@@ -166,7 +166,10 @@ KINDS: dict[str, Callable[[Run, str, random.Random], None]] = {
 
 
 def schedule(seed: int, faults: int) -> list[tuple[str, str]]:
-    """Kinds and sites: every kind once before any comes again. The same for a seed."""
+    """Return (kind, site) of each fault. Every kind comes once before any kind comes again.
+
+    The schedule depends on the seed alone.
+    """
     draw = random.Random(seed)
     found: list[tuple[str, str]] = []
     while len(found) < faults:
@@ -178,7 +181,7 @@ def schedule(seed: int, faults: int) -> list[tuple[str, str]]:
 
 
 def all_contribute(run: Run, after: int) -> Callable[[], bool]:
-    """Whether every site has reported a round above `after`, or the run is over."""
+    """Return a condition: all sites have reported a round above `after`, or the run is over."""
     return lambda: (
         run.over
         or all((rows := run.reported(site)) and rows[-1]["round"] > after for site in SITES)
@@ -186,8 +189,10 @@ def all_contribute(run: Run, after: int) -> Callable[[], bool]:
 
 
 def torment(run: Run, faults: Iterable[tuple[str, str]], seed: int, blows: list[Blow]) -> None:
-    """Strike until the run is over or `faults` are through; what was struck goes into `blows`.
-    Raises `HangError`."""
+    """Inject `faults` in order until all are injected or the run is over.
+
+    Every injected fault is added to `blows`. Raises `HangError` if the run hangs.
+    """
     draw = random.Random(seed)
     for kind, site in faults:
         run.until(all_contribute(run, run.last_round() + BEFORE), "rounds of all sites")
@@ -237,7 +242,7 @@ FULL = Extent(0, 9, 12, 300)
 
 
 class Soak:
-    """One call of the benchmark: the parts so far, and the file they go to."""
+    """One call of the benchmark: the parts measured so far, and their file."""
 
     def __init__(self, extent: Extent, results: Path | None) -> None:
         self.extent = extent
@@ -262,7 +267,7 @@ class Soak:
         self.faults = [row for row in found["rows"] if "fault" in row]
 
     def keep(self) -> None:
-        """Write what there is, whole or not at all."""
+        """Write all finished parts to the file, atomically."""
         if self._file is None:
             return
         settings = {**vars(self.extent), "reference": self.reference}
@@ -314,13 +319,13 @@ class Soak:
         common.say(f"part {part}: {len(faults)} faults, {seconds} s")
 
     def rows(self) -> list[Row]:
-        """Of the parts so far, as they are reported."""
+        """Return the result rows of the parts measured so far."""
         return chaos_rows.rows_of(list(KINDS), self.faults, self.parts)
 
 
 @contextlib.contextmanager
 def started(network: Network, root: Path, name: str, rounds: int) -> Iterator[Run]:
-    """A run on the network, which is ended in the end."""
+    """Start a run on the network, and end it when the context is left."""
     with chaos_run.small_disk(root / SMALL_DISK):
         run = Run(network, root, name, rounds)
         try:

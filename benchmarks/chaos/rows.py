@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Blow:
-    """One fault that was struck."""
+    """One fault that was injected."""
 
     kind: str
     site: str
@@ -26,7 +26,8 @@ class Blow:
 
 
 def round_times(records: Sequence[Record], struck: str) -> list[float]:
-    """When each round was first reported by a site other than `struck`, rising."""
+    """Return the sorted times at which each round was first reported by another site than
+    `struck`, the site with the fault."""
     first: dict[int, float] = {}
     for record in records:
         if record["kind"] == "round" and record.get("site") not in (None, struck):
@@ -59,7 +60,7 @@ def fault_rows(blows: Sequence[Blow], records: Sequence[Record]) -> list[Row]:
 
 
 def part_row(summary: Record, ledger: Sequence[Record], reference: float) -> Row:
-    """What one run came to. `reference`: held-out loss of the undisturbed one."""
+    """Return the results of one run. `reference`: held-out loss of the run without faults."""
     thrown = {(e["site"], e["round"]) for e in ledger if e["state"] == "returned"}
     return {
         "hangs": 0,

@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 
 class HangError(Exception):
-    """Something that had to happen did not."""
+    """A condition that a run must reach was not reached in time."""
 
 
 def run_file(root: Path, name: str, rounds: int) -> Path:
@@ -79,7 +79,7 @@ def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """`folder` is a file system of `DISK_MIB` MiB, empty each time."""
+    """Mount an empty file system of `DISK_MIB` MiB at `folder` for the duration of the context."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "dilocox-chaos", str(folder)]
     subprocess.run(mount, check=True)
@@ -108,11 +108,11 @@ class Run:
             self.join(site)
 
     def start_coordinator(self) -> None:
-        """`dilocox coordinator`, the same command whether the run begins or goes on."""
+        """Start `dilocox coordinator`. The command is the same for a new and a resumed run."""
         self._start(HUB, "coordinator", str(self.file), "--set", self._host)
 
     def join(self, site: str) -> None:
-        """The join line of a site."""
+        """Start `dilocox join` at a site."""
         token = self.config.folder / "coordinator" / "tokens" / site
         place = f"run.folder={self.folder(site)}/{{name}}"
         self._start(
@@ -155,17 +155,20 @@ class Run:
         return [r for r in self.records() if r["kind"] == "round" and r.get("site") == site]
 
     def last_round(self) -> int:
-        """The highest round that anyone has reported; -1 before the first."""
+        """Return the highest round that a site has reported; -1 before the first."""
         rows = [record for site in SITES for record in self.reported(site)[-1:]]
         return max((row["round"] for row in rows), default=-1)
 
     @property
     def over(self) -> bool:
-        """The coordinator has ended the run."""
+        """Return whether the coordinator has ended the run."""
         return (self.config.folder / "summary.json").exists()
 
     def until(self, ready: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
-        """What `ready` returns once it is true. Raises `HangError` after `limit` seconds."""
+        """Wait until `ready` returns a true value, and return the value.
+
+        Raises `HangError` after `limit` seconds. `what` describes the condition.
+        """
         deadline = time.monotonic() + limit
         while not (found := ready()):
             if time.monotonic() > deadline:
@@ -184,7 +187,7 @@ class Run:
         return found
 
     def kill(self, host: str) -> None:
-        """Everything that runs on a host dies, as in a power cut."""
+        """Kill all processes of a host, as a power cut does."""
         kill(tree(self._processes[host].pid))
         self._processes[host].wait()
 
@@ -211,7 +214,7 @@ class Run:
         return summary
 
     def ledger(self) -> list[Record]:
-        """Who was given which token ranges."""
+        """Return the ledger: the token ranges that each site was given."""
         found = json.loads((self.config.folder / "ledger.json").read_text(encoding="utf-8"))
         entries: list[Record] = found["entries"]
         return entries

@@ -67,7 +67,7 @@ class Setting:
     congestion: str | None = None
 
     def case(self, rounds: int) -> Case:
-        """What the engine is to do."""
+        """Return the case that the engine runs."""
         values = int(self.megabytes * 1e6 / (4.0 if self.codec == "none" else INT4)) // 128 * 128
         return Case(
             tuple(f"site{number}" for number in range(self.sites)),
@@ -96,7 +96,7 @@ class Setting:
 
 
 def settings(quick: bool, default: str) -> list[Setting]:
-    """What is measured, `default` being the machine's congestion control."""
+    """Return the settings to measure. `default`: the machine's congestion control."""
     chosen = [None] if default == EVEN else [None, EVEN]
     two = [
         Setting(2, "gather", codec, size, 100, 100, fragments=fragments, congestion=each)
@@ -179,7 +179,7 @@ class Round:
 
 
 def rounds_of(turns: Sequence[Turn], trace: Mapping[str, Any]) -> list[Round]:
-    """What was measured, round by round; the first, in which groups are formed, is left out."""
+    """Return the measured rounds, without the first one, in which groups are formed."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     names = {
         event["pid"]: event["args"]["name"].split()[0]
@@ -262,7 +262,7 @@ def row(setting: Setting, rounds: Sequence[Round]) -> common.Row:
 
 
 def measure(setting: Setting, rounds: int, root: Path) -> common.Row:
-    """One row; raises `LabError` for a link that is not what it should be."""
+    """Measure one row. Raises `LabError` if a link does not have its rate."""
     case = setting.case(rounds)
     with Network([HUB, *case.sites]) as network:
         network.shape(Links(setting.lines()))

@@ -44,7 +44,7 @@ LIMIT = 120.0
 
 @dataclass(frozen=True)
 class Case:
-    """What is exchanged, and by whom."""
+    """Sites, fragments and codec of the exchanges."""
 
     sites: tuple[str, ...]
     mode: str
@@ -60,7 +60,7 @@ class Case:
     """TCP congestion control, if not the machine's."""
 
     def config(self, folder: Path, host: str) -> RunConfig:
-        """A run that exchanges this; its model is never built."""
+        """Return the run file of the case. Its model is never built."""
         network = {"host": host}
         if self.congestion is not None:
             network["congestion"] = self.congestion
@@ -101,7 +101,7 @@ class Turn:
 
 
 def run_case(network: Network, case: Case, root: Path) -> tuple[list[Turn], Path]:
-    """Run `case`; what every rank measured, and the folder of their timelines.
+    """Run `case`, and return the measurements of all ranks and the folder of their timelines.
 
     Raises `LabError` if a process fails or does not end.
     """

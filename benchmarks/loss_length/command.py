@@ -4,10 +4,10 @@ The cost of local steps shrinks in longer runs; that of a sparse codec shrinks l
 controller's loss table therefore has both lengths that are simulated here. Real runs of the engine
 that are long enough take half an hour or more each (`benchmarks.quality --regime long`); a
 simulation takes a minute or two. It is not the engine: four copies of a byte-level transformer of
-0.06M parameters train in one process, in one batched computation. They exchange through the engine's
-codecs, with residuals as in docs/algorithm.md, in one fragment, by the overlap rule `keep`. A batch
-has 4 sequences of 48 bytes per site and step. The text is Python's standard library: a contiguous quarter
-per site, or all of it at each site (--iid).
+0.06M parameters train in one process, in one batched computation. They exchange through the
+engine's codecs, with residuals as in docs/algorithm.md, in one fragment, by the overlap rule
+`keep`. A batch has 4 sequences of 48 bytes per site and step. The text is Python's standard
+library: a contiguous quarter per site, or all of it at each site (--iid).
 
 A row is one plan at one length and one inner learning rate. The shortest runs try four rates;
 longer ones try the best rate of the shorter ones and half of it; --rates sets others. Outer rates,

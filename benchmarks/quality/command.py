@@ -95,7 +95,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Train what is missing, print and write what came of it; 1 if a row could not be made."""
+    """Train the missing rows, print and write the results. Returns 1 if a row failed."""
     parser = arguments()
     options = parser.parse_args()
     common.end_on_signals()
@@ -123,7 +123,7 @@ def main() -> int:
 
 def write_loss_table(results: Path) -> None:
     """Make the controller's loss table anew, of the rows of the grid. Raises as
-    `quality_grid.measured_table`."""
+    `benchmarks.quality.grid.measured_table`."""
     rows = [row for row in _read_rows(results) if row["label"].startswith("grid ")]
     steps = sorted({row["steps"] for row in rows})
     about = (
@@ -155,9 +155,9 @@ class Bench:
         self._failures = 0
 
     def measure(self) -> int:
-        """The table: all jobs that have no row yet, then table, plot and verdicts.
+        """Train all jobs that have no row yet, then write table, plot and verdicts.
 
-        Tries and shorter runs are written to a file that was named, never among the results.
+        Trials and shorter runs are written only to the file of --json, never to the results.
         """
         path = self._options.json
         rows = _read_rows(path)
@@ -184,7 +184,7 @@ class Bench:
         return 1 if self._failures else 0
 
     def tune(self) -> int:
-        """The tuning trials that are not made yet: those of short runs, then those of long ones."""
+        """Make the missing tuning trials, first of short runs, then of long runs."""
         path = self._options.tuning
         rows = _read_rows(path)
         entries = quality_rows.tuning_entries()
@@ -205,9 +205,9 @@ class Bench:
     def _try_rates(
         self, regime: str, tuned_as: str, entry: quality_rows.Entry, rows: list[Row]
     ) -> bool:
-        """Make the open trials of one method and add them to `rows`; whether all of them are made.
+        """Make the missing trials of one method, add them to `rows`, and return whether all exist.
 
-        Trials on another text are not to be compared with: they end the program.
+        Trials on another text cannot be compared, so they end the program.
         """
         seed = quality_tuning.SEED if regime == LEAD[0] else quality_tuning.LONG_SEED
         while (trial := _open_trial(regime, tuned_as, entry, rows)) is not None:
@@ -224,7 +224,7 @@ class Bench:
         return True
 
     def _train(self, job: Job, to_come: Sequence[Job]) -> Row | None:
-        """One row, said in one line; none for a run that failed in any way but diverging."""
+        """Train a job, print a line, and return its row. None if it failed without diverging."""
         self._tokenise(job)
         run = self._folder / "run"
         log = self._folder / "run.log"
@@ -261,7 +261,7 @@ class Bench:
         self._seconds.setdefault(row["method"], []).append(row["seconds"] / row["steps"])
 
     def _remaining(self, jobs: Sequence[Job]) -> str:
-        """Expected time of `jobs`, from what a step of the same method, or of any, has taken."""
+        """Return the expected time of `jobs`, from the step times of the same or any method."""
         known = [value for values in self._seconds.values() for value in values]
         total = 0.0
         for job in jobs:
@@ -277,7 +277,7 @@ class Bench:
         return _same(row, job) and row["settings"] == job.settings_text and row["steps"] == steps
 
     def _write(self, path: Path | None, rows: Sequence[Row]) -> None:
-        """Whole or not at all: what was measured before is never lost."""
+        """Write the rows atomically, so that earlier measurements are never lost."""
         if path is None:
             return
         unfinished = path.with_name(f".{path.name}.unfinished")
@@ -288,7 +288,7 @@ class Bench:
         unfinished.replace(path)
 
     def _described(self, seed: int) -> dict[str, Any]:
-        """What the text of `seed` is; its digest says in which order it is trained on, too."""
+        """Return a description of the text of `seed`. Its digest covers the order of training."""
         return quality_data.describe(TokenFiles.open(self._text.mixture(seed)))
 
     def _settings(self) -> dict[str, Any]:
@@ -335,14 +335,14 @@ def _open_trial(
 
 
 def _draw(path: Path, rows: Sequence[Row]) -> None:
-    """The picture of all rows that there are, whichever were asked for."""
+    """Draw the picture of all existing rows, whichever rows this call requested."""
     known = quality_report.points(rows)
     if any(point.group == "core" for point in known):
         path.write_text(quality_plot.picture(known), encoding="utf-8")
 
 
 def _wikitext(given: Path | None) -> Path | None:
-    """The folder that was given, or the one beside the checkout; none if there is no such text."""
+    """Return the folder `given`, or the one beside the checkout. None if neither has the text."""
     folder = given or common.ROOT.parent / "shared" / "data"
     if any(folder.glob(quality_data.WIKITEXT)):
         return folder
@@ -353,7 +353,7 @@ def _wikitext(given: Path | None) -> Path | None:
 
 
 def _read(path: Path | None) -> dict[str, Any]:
-    """What an earlier call has written. Ends the program for a file of something else."""
+    """Return the content that an earlier call has written. Ends the program for another file."""
     if path is None or not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

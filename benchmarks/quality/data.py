@@ -80,10 +80,10 @@ def _quiet(_step: str, _share: float) -> None:
 
 @dataclass(frozen=True)
 class Text:
-    """The corpus in a folder, and its token files, which hang on the seed of a run.
+    """The corpus in a folder, and its token files, which depend on the seed of a run.
 
-    The seed decides what is held out, for the whole and for every site alike: a document that is
-    held out is trained on nowhere.
+    The seed decides which documents are held out, for the whole corpus and for every site alike: no
+    site trains on a held-out document.
     """
 
     folder: Path

@@ -92,7 +92,7 @@ class Load:
     """The model's hidden size."""
 
     def steps(self, usual: int) -> int:
-        """Steps instead of `usual` ones of the usual load: fewer as they are longer."""
+        """Return the number of this load's steps that take about as long as `usual` usual steps."""
         return max(1, usual * BATCH * WIDTH // (self.batch * self.width))
 
     @property
@@ -125,7 +125,7 @@ def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tu
 
 
 def made(lab: Lab, folder: Path, load: Load, settings: Settings, steps: int) -> RunConfig:
-    """A run of all of the lab's hosts."""
+    """Return the run file of a run at all of the lab's hosts."""
     own = {**settings, **load.settings}
     link = wan_run.slowest(lab)
     return in_lab(lab, wan_run.configuration(folder, len(lab.sites), own, steps, link))
@@ -205,7 +205,7 @@ def synchronous(
 
 
 def described(checked: Checked, result: RunResult, together: Sequence[str]) -> common.Row:
-    """What a run came to, and on which links."""
+    """Return the results of a run, and the measured links."""
     link = statistics.fmean(one.bits_per_second for one in checked.links)
     return {
         "method": result.method,
@@ -218,8 +218,8 @@ def described(checked: Checked, result: RunResult, together: Sequence[str]) -> c
 
 
 def speed_up(rows: Sequence[common.Row]) -> str | None:
-    """How much faster the blocks are than synchronous training on their link; none if that was
-    not measured."""
+    """Return the speed of the blocks over synchronous training on their link, as a sentence. None
+    if synchronous training was not measured."""
     slow = [row for row in rows if row["method"] == SYNCHRONOUS]
     if not slow:
         return None
@@ -240,7 +240,7 @@ def blocks_of(rows: Sequence[common.Row]) -> list[common.Row]:
 
 
 def report(every: Sequence[common.Row]) -> str:
-    """The blocks as a table, and what they come to."""
+    """Return the blocks as a table, followed by their medians."""
     percent = ".1%"
     rows = blocks_of(every)
     table = common.table(
@@ -305,7 +305,7 @@ def measured(
 
 
 def lacks_synchronous(rows: Sequence[common.Row], steps: int) -> bool:
-    """Steps of `allreduce` are asked for and not among the rows."""
+    """Return whether `steps` steps of `allreduce` are requested and not among the rows."""
     return steps > 0 and not any(row["method"] == SYNCHRONOUS for row in rows)
 
 

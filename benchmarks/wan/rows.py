@@ -89,14 +89,17 @@ def _row(inside: Sequence[Row], method: str, parameters: int) -> Row:
 
 
 def shares(inside: Sequence[Row], own: Sequence[Row]) -> list[float]:
-    """Each measurement of `own` over that without exchange; none where there is none."""
+    """Return the speed of each measurement of `own` over the speed without exchange.
+
+    Empty if nothing was measured without exchange.
+    """
     speeds = reference_speeds(inside, own)
     return [run["tokens_per_second"] / speed for run, speed in zip(own, speeds, strict=False)]
 
 
 def reference_speeds(inside: Sequence[Row], own: Sequence[Row]) -> list[float]:
-    """Tokens/s without exchange in the block of each measurement of `own`, or the median of all
-    blocks; empty where that was not measured."""
+    """Return the tokens/s without exchange for each measurement of `own`: in the same block, or
+    else the median of all blocks. Empty if nothing was measured without exchange."""
     without = reference(own[0]["method"])
     by_block = {r["block"]: r["tokens_per_second"] for r in inside if r["method"] == without}
     if not by_block:
@@ -128,7 +131,7 @@ def peer_efficiency(run: Row, step_seconds: float) -> float | None:
 
 
 def reference(method: str) -> str:
-    """What a method's speed is a share of."""
+    """Return the reference whose speed a method's speed is compared with."""
     if method in BY_NAME:
         return ALONE if BY_NAME[method].kind == "peer" else NONE
     return method
@@ -196,7 +199,8 @@ def table(known: Sequence[Row]) -> str:
 
 
 def verdicts(known: Sequence[Row]) -> list[str]:
-    """What was asked for, and whether it was reached; what `dilocox` gave up at other links."""
+    """Return lines with each aim and whether it was reached, and the loss of speed of `dilocox` at
+    other links."""
     said = []
     for row in known:
         name = row["method"]

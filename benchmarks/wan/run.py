@@ -42,7 +42,7 @@ of the link holds a beat up, if that is longer (below 1.6 Mbit/s)."""
 def configuration(
     folder: Path, sites: int, settings: Settings, steps: int, link: float = math.inf
 ) -> RunConfig:
-    """The run file of a measurement: the model and nothing else to do but to train it.
+    """Return the run file of a measurement, with as little work besides training as possible.
 
     `link`: bits per second that every site has. Raises `ConfigError`.
     """
@@ -81,8 +81,8 @@ def configuration(
 
 
 def engine_settings(method: Method, sites: int) -> Settings:
-    """What the run file of a method has. With more than two sites dense vectors are averaged in
-    parts, as all-reduce does; with two both ways send the same bytes."""
+    """Return the run-file keys of a method. With more than two sites dense vectors are averaged in
+    parts, as in an all-reduce; with two sites both ways send the same bytes."""
     settings = dict(method.settings)
     dense = method.bits > 8 and not method.overlaps
     if sites > 2 and dense:
@@ -175,7 +175,7 @@ def first_after(records: Sequence[Record], sites: Sequence[str], steps: int) -> 
 
 
 def engine_row(result: RunResult, link: float) -> Row:
-    """What a run came to on links of `link` bits per second."""
+    """Return the result row of a run on links of `link` bits per second."""
     window = result.window
     measured = [
         record
@@ -203,8 +203,8 @@ def engine_row(result: RunResult, link: float) -> Row:
 
 
 def efficiency(received: float, seconds: float, link: float) -> float | None:
-    """Payload bits over what a link of `link` bits per second carries in the seconds in which they
-    came; none where they are so few that the shaper's bucket let them through at once."""
+    """Return the received payload bits over the capacity of a link of `link` bits per second in
+    these seconds. None if payloads are so small that the shaper's bucket passes them at once."""
     found = received * 8 / (link * seconds) if seconds else None
     return None if found is None or found > MOST_EFFICIENT else found
 
@@ -228,6 +228,6 @@ def plans(records: Sequence[Record], first: int, last: int) -> str:
 
 
 def last_reason(records: Sequence[Record], last: int) -> str:
-    """Why the plan of round `last` is what it is."""
+    """Return the controller's reason for the plan of round `last`."""
     said = [r for r in records if r["kind"] == "plan" and r["round"] <= last and r.get("reason")]
     return str(said[-1]["reason"]) if said else ""
