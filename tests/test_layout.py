@@ -28,7 +28,6 @@ TOO_LARGE = {
     "cli.main._parser",
     "coordinator.client.client.CoordinatorClient.vote",
     "coordinator.client.enrolment.enrol",
-    "coordinator.server.plan_builder.make_plan",
     "coordinator.server.run_server.serve",
     "coordinator.server.service.Coordinator.__init__",
     "data.prepare._encode",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dilocox.coordinator.controller.choice import Choice, as_the_run_file_says
 from dilocox.coordinator.protocol.messages import RoundPlan
 from dilocox.coordinator.server.ledger import Ledger
-from dilocox.coordinator.server.plan_builder import make_plan
+from dilocox.coordinator.server.plan_builder import RoundInputs, make_plan
 from dilocox.coordinator.server.refusals import Refused
 from tests.support.coordinator_driver import Driver, numbers, run_config
 
@@ -32,9 +32,8 @@ def course(steps: int, choices: list[Choice], overlap: str = "keep") -> list[Rou
     while not plans or plans[-1].kind != "flush":
         chosen = choices[min(len(plans), len(choices) - 1)]
         before = plans[-1] if plans else None
-        plan = make_plan(
-            config, len(plans), tick, step, ["a", "b"], Ledger(), chosen, before=before
-        )
+        inputs = RoundInputs(len(plans), tick, step, ["a", "b"], chosen, before=before)
+        plan = make_plan(config, inputs, Ledger())
         plans.append(plan)
         tick, step = tick + plan.slots, step + plan.inner_steps
     return plans
@@ -49,8 +48,8 @@ def test_a_round_has_the_fragments_that_were_chosen_and_the_flush_all_pieces() -
     outer = {"rounds": 2, "inner_steps": 4, "fragments": 4}
     config = run_config("ab", outer=outer)
     chosen = replace(choice(4, 4, 1), fragments=2)
-    plan = make_plan(config, 0, 0, 0, ["a", "b"], Ledger(), chosen)
-    flush = make_plan(config, 2, 8, 8, ["a", "b"], Ledger(), chosen)
+    plan = make_plan(config, RoundInputs(0, 0, 0, ["a", "b"], chosen), Ledger())
+    flush = make_plan(config, RoundInputs(2, 8, 8, ["a", "b"], chosen), Ledger())
     assert (plan.kind, plan.fragments) == ("train", 2)
     assert (flush.kind, flush.fragments) == ("flush", 4)
 
@@ -193,7 +192,8 @@ def test_checkpoints_and_evaluations_are_as_far_apart_whatever_is_chosen() -> No
     for steps in (1, 3, 4, 8):
         found = []
         for round_, first in enumerate(range(0, 40, steps)):
-            plan = make_plan(config, round_, first, first, ["a"], Ledger(), choice(steps, steps, 1))
+            inputs = RoundInputs(round_, first, first, ["a"], choice(steps, steps, 1))
+            plan = make_plan(config, inputs, Ledger())
             found.append((plan.checkpoint, plan.evaluate))
         ends = [min(40, first + steps) for first in range(0, 40, steps)]
         kept = [end for end, (checkpoint, _) in zip(ends, found, strict=True) if checkpoint]
@@ -217,10 +217,11 @@ def test_slow_sites_take_fewer_steps_and_no_sequence_twice() -> None:
     before: RoundPlan | None = None
     steps, rows = [], []
     for round_ in range(4):
-        plan = make_plan(
-            config, round_, 5 * round_, 5 * round_, ["a", "b"], ledger,
+        inputs = RoundInputs(
+            round_, 5 * round_, 5 * round_, ["a", "b"],
             as_the_run_file_says(config), paces={"a": 1000, "b": 500}, before=before,
         )  # fmt: skip
+        plan = make_plan(config, inputs, ledger)
         steps.append([member.steps(plan.inner_steps) for member in plan.members.values()])
         rows += numbers(plan)
         for site, member in plan.members.items():
@@ -236,7 +237,6 @@ def test_slow_sites_take_fewer_steps_and_no_sequence_twice() -> None:
 def test_weights_follow_the_run_file(rule: str, expected: list[float]) -> None:
     config = run_config("ab", control={"adapt": "off", "weights": rule})
     paces = {"a": 1000, "b": 500}
-    plan = make_plan(
-        config, 0, 0, 0, ["a", "b"], Ledger(), as_the_run_file_says(config), paces=paces
-    )
+    inputs = RoundInputs(0, 0, 0, ["a", "b"], as_the_run_file_says(config), paces=paces)
+    plan = make_plan(config, inputs, Ledger())
     assert [member.weight for member in plan.members.values()] == pytest.approx(expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dilocox.config.codec_spec import parse_spec
 from dilocox.config.run_config import RunConfig
@@ -28,44 +28,91 @@ def space_of(config: RunConfig, site: str) -> str:
     return f"site/{site}" if config.sites[site].data is not None else "shared"
 
 
-def make_plan(
-    config: RunConfig,
-    round_: int,
-    first_tick: int,
-    first_step: int,
-    members: Sequence[str],
-    ledger: Ledger,
-    choice: Choice,
-    estimate: LinkEstimate | None = None,
-    paces: Mapping[str, int] | None = None,
-    before: RoundPlan | None = None,
-    ends_early: str = "",
-) -> RoundPlan:
-    """Return the plan of round `round_`; the flush if no steps are left or the run ends early.
+@dataclass(frozen=True)
+class RoundInputs:
+    """The facts from which the plan of one round is made, beside run file and ledger."""
+
+    round: int
+    """Number of the round."""
+    first_tick: int
+    """Slots before the round."""
+    first_step: int
+    """Inner steps of the typical site before the round."""
+    members: Sequence[str]
+    """Sites of the round, in run file order."""
+    choice: Choice
+    """Settings that the controller chose; the plan shortens them to the steps that are left."""
+    estimate: LinkEstimate | None = None
+    """The estimate behind the choice, for the plan."""
+    paces: Mapping[str, int] | None = None
+    """Pace by member; None: all take the same steps."""
+    before: RoundPlan | None = None
+    """Plan of the round before, for carried parts of a step and the residual decay."""
+    ends_early: str = ""
+    """Why the run ends early; empty if it does not."""
+
+
+def make_plan(config: RunConfig, inputs: RoundInputs, ledger: Ledger) -> RoundPlan:
+    """Return the plan of a round; the flush if no steps are left or the run ends early.
 
     Args:
         config: The run file.
-        round_: Number of the round.
-        first_tick: Slots before the round.
-        first_step: Inner steps of the typical site before the round.
-        members: Sites of the round, in run file order.
+        inputs: The facts about the round.
         ledger: Token ranges so far; it is not changed.
-        choice: Settings that the controller chose; shortened to the steps that are left.
-        estimate: The estimate behind the choice, for the plan.
-        paces: Pace by member; None: all take the same steps.
-        before: Plan of the round before, for carried parts of a step and the residual decay.
-        ends_early: Why the run ends early; empty if it does not.
     """
-    left = config.total_steps - first_step
-    flush = left <= 0 or bool(ends_early)
+    left = config.total_steps - inputs.first_step
+    flush = left <= 0 or bool(inputs.ends_early)
     outer = config.outer
-    choice = choice.shortened(left, outer.overlap)
+    choice = inputs.choice.shortened(left, outer.overlap)
     if flush:
-        choice = _of_the_flush(config, choice, before)
+        choice = _of_the_flush(config, choice, inputs.before)
     steps = 0 if flush else choice.inner_steps
-    paces = paces or dict.fromkeys(members, FULL)
+    last = steps >= left
+    whole = flush and not parse_spec(choice.codec).record.sparse
+    codec = config.sent_as(choice.codec)
+    if flush:
+        codec = FLUSH_CODEC if whole else choice.codec
+    decay = 1.0 if whole else choice.residual_decay
+
+    def due(every: int) -> bool:
+        # Intervals count rounds of the run file's length, since chosen ones may be one step long.
+        interval, first = every * outer.inner_steps, inputs.first_step
+        return every > 0 and (first + steps) // interval > first // interval
+
+    return RoundPlan(
+        round=inputs.round,
+        kind="flush" if flush else "train",
+        first_tick=inputs.first_tick,
+        first_step=inputs.first_step,
+        members=_members(config, inputs, ledger, steps),
+        inner_steps=steps,
+        slots=0 if flush else choice.slots,
+        fragments=outer.fragments if flush else choice.fragments,
+        delay=0 if flush else choice.delay,
+        overlap="none" if flush else outer.overlap,
+        keep=choice.keep,
+        learning_rate=choice.learning_rate,
+        momentum=choice.momentum,
+        codec=codec,
+        residual_decay=_of_what_was_withheld(inputs.before, codec, decay),
+        residual_view=0.0 if flush else choice.residual_view,
+        exchange=outer.exchange,
+        reason=("" if left <= 0 else inputs.ends_early) if flush else choice.reason,
+        estimate=inputs.estimate,
+        checkpoint=flush or (not last and due(config.checkpoint.every_rounds)),
+        evaluate=flush or (not last and due(config.evaluation.every_rounds)),
+        last=last,
+    )
+
+
+def _members(
+    config: RunConfig, inputs: RoundInputs, ledger: Ledger, steps: int
+) -> dict[str, MemberPlan]:
+    """Return weight, batch, token ranges and pace of each member in a round of `steps` steps."""
+    members = inputs.members
+    paces = inputs.paces or dict.fromkeys(members, FULL)
     batches = {site: config.site_batch(site) for site in members}
-    if outer.global_batch == "fixed":
+    if config.outer.global_batch == "fixed":
         everyone = {site: config.site_batch(site) for site in config.sites}
         batches = shared_batches(everyone, members, config.site.batch_unit)
     weights = site_weights(config.control.weights, batches, paces, steps)
@@ -76,7 +123,7 @@ def make_plan(
     planned: dict[str, MemberPlan] = {}
     for site in members:
         space, batch, pace = space_of(config, site), batches[site], paces[site]
-        carry, _ = carried(pace, _left(before, site), steps)
+        carry, _ = carried(pace, _left(inputs.before, site), steps)
         free = spare.setdefault(space, list(ledger.pool.get(space, [])))
         there = sum(count for _, count in free)
         needed = batch * steps_taken(pace, carry, steps)
@@ -86,42 +133,7 @@ def make_plan(
         planned[site] = MemberPlan(
             weight=weights[site], batch=batch, ranges=ranges, space=space, pace=pace, carry=carry
         )
-    last = steps >= left
-    whole = flush and not parse_spec(choice.codec).record.sparse
-    codec = config.sent_as(choice.codec)
-    if flush:
-        codec = FLUSH_CODEC if whole else choice.codec
-    decay = 1.0 if whole else choice.residual_decay
-
-    def due(every: int) -> bool:
-        # Intervals count rounds of the run file's length, since chosen ones may be one step long.
-        interval = every * outer.inner_steps
-        return every > 0 and (first_step + steps) // interval > first_step // interval
-
-    return RoundPlan(
-        round=round_,
-        kind="flush" if flush else "train",
-        first_tick=first_tick,
-        first_step=first_step,
-        members=planned,
-        inner_steps=steps,
-        slots=0 if flush else choice.slots,
-        fragments=outer.fragments if flush else choice.fragments,
-        delay=0 if flush else choice.delay,
-        overlap="none" if flush else outer.overlap,
-        keep=choice.keep,
-        learning_rate=choice.learning_rate,
-        momentum=choice.momentum,
-        codec=codec,
-        residual_decay=_of_what_was_withheld(before, codec, decay),
-        residual_view=0.0 if flush else choice.residual_view,
-        exchange=outer.exchange,
-        reason=("" if left <= 0 else ends_early) if flush else choice.reason,
-        estimate=estimate,
-        checkpoint=flush or (not last and due(config.checkpoint.every_rounds)),
-        evaluate=flush or (not last and due(config.evaluation.every_rounds)),
-        last=last,
-    )
+    return planned
 
 
 def _of_the_flush(config: RunConfig, choice: Choice, before: RoundPlan | None) -> Choice:

@@ -10,7 +10,7 @@ from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.contribution_rules import Evidence, judge
 from dilocox.coordinator.server.disputes import disputes, odd_one
 from dilocox.coordinator.server.exchange_votes import Exchange, RankKey
-from dilocox.coordinator.server.plan_builder import make_plan
+from dilocox.coordinator.server.plan_builder import RoundInputs, make_plan
 from dilocox.coordinator.server.plan_inputs import decided
 from dilocox.coordinator.server.site_state import BANNED
 from dilocox.coordinator.server.startup import begun, entry_round
@@ -83,10 +83,10 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
     first_tick = before.first_tick + before.slots if before else 0
     first_step = before.first_step + before.inner_steps if before else state.steps_before or 0
     paces, choice, estimate = decided(state, round_, active)
-    plan = make_plan(
-        state.config, round_, first_tick, first_step, active, state.ledger, choice, estimate,
-        paces, before, state.ends_early,
-    )  # fmt: skip
+    inputs = RoundInputs(
+        round_, first_tick, first_step, active, choice, estimate, paces, before, state.ends_early
+    )
+    plan = make_plan(state.config, inputs, state.ledger)
     return e.Planned(time, plan.model_dump(mode="json"))
 
 
