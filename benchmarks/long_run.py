@@ -39,6 +39,7 @@ from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.coordinator.server.event_log import _SOFT, EventLog
 from dilocox.coordinator.server.refusals import Caller
+from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.service import Coordinator
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
@@ -77,9 +78,11 @@ def opened(config: RunConfig) -> tuple[Coordinator, TransparencyLogSink, RunMetr
     core = Coordinator(
         config,
         folder,
-        on_report=recorder.report,
-        on_message=recorder.happened,
-        on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
+        listener=RunListener(
+            on_report=recorder.report,
+            on_message=recorder.happened,
+            on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
+        ),
         notary=notary,
         now=lambda: 0.0,
     )

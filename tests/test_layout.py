@@ -28,8 +28,6 @@ TOO_LARGE = {
     "cli.main._parser",
     "coordinator.client.client.CoordinatorClient.vote",
     "coordinator.client.enrolment.enrol",
-    "coordinator.server.run_server.serve",
-    "coordinator.server.service.Coordinator.__init__",
     "data.prepare._encode",
     "inner.pipeline.Pipeline.__init__",
     "inner.site_model.SiteModel.__init__",

@@ -28,6 +28,7 @@ from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import ExchangeKey
 from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.run_server import serve
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.tools.testbed import LabError, Network
@@ -146,7 +147,7 @@ def _failure(folder: Path, what: str) -> LabError:
 def _hub(network: Network, config: RunConfig, folder: Path, pipe: Any) -> None:
     network.enter(HUB)
     with _logged(folder / "hub.log"):
-        serve(config, folder / "coordinator", on_ready=pipe.send)
+        serve(config, folder / "coordinator", listener=RunListener(on_ready=pipe.send))
 
 
 def _site(

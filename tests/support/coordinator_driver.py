@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from dilocox.coordinator.identity import new_request
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.coordinator.server.refusals import Caller
+from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.service import Coordinator
+from dilocox.coordinator.server.startup import RunStart
 from dilocox.coordinator.server.state import CoordinatorState
 from dilocox.version import __version__
 
@@ -43,6 +46,15 @@ def run_config(sites: str = "abc", stages: int = 1, shards: int = 1, **sections:
     return resolve_run(raw)
 
 
+def open_coordinator(config: RunConfig, folder: Path, **options: Any) -> Coordinator:
+    """A coordinator; `options` are its own, or fields of its start or listener."""
+    facts = [each.name for each in dataclasses.fields(RunStart)]
+    start = RunStart(**{name: options.pop(name) for name in facts if name in options})
+    told = [each.name for each in dataclasses.fields(RunListener)]
+    listener = RunListener(**{name: options.pop(name) for name in told if name in options})
+    return Coordinator(config, folder, start, listener, **options)
+
+
 class Driver:
     """Plays all sites against a `Coordinator`."""
 
@@ -50,13 +62,13 @@ class Driver:
         self.clock = Clock()
         self.config, self.folder = config, folder
         self.options = {"now": self.clock, "wall": self.clock, **options}
-        self.core = Coordinator(config, folder, **self.options)
+        self.core = open_coordinator(config, folder, **self.options)
         self.incarnations: dict[str, int] = {}
 
     def reopen(self) -> None:
         """Kill the coordinator and start it on the same log."""
         self.core.close()
-        self.core = Coordinator(self.config, self.folder, **self.options)
+        self.core = open_coordinator(self.config, self.folder, **self.options)
 
     def enrol(self, site: str, own: RecordKey | None = None, **changes: Any) -> m.EnrolReply:
         """Enrol, with fields of the request changed; `own`: with this key, and the proof of it."""

@@ -30,6 +30,7 @@ from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, Round
 from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.ledger_audit import Audit, audit
+from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.run_server import serve
 from dilocox.errors import DilocoxError
 from dilocox.outer.contribution import Contribution, Outcome
@@ -395,7 +396,11 @@ def _serve(config: RunConfig, ready: Path) -> Any:
     ledgers: list[Audit] = []
     messages: list[str] = []
     status = serve(
-        config, config.folder / "coordinator", ready_file=ready, on_message=messages.append,
-        on_ledger=lambda ledger: ledgers.append(audit(ledger)),
-    )  # fmt: skip
+        config,
+        config.folder / "coordinator",
+        listener=RunListener(
+            on_message=messages.append, on_ledger=lambda ledger: ledgers.append(audit(ledger))
+        ),
+        ready_file=ready,
+    )
     return (status.phase, status.reason), asdict(ledgers[0]), messages

@@ -13,9 +13,8 @@ from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.coordinator.server.http_server import CoordinatorServer
-from dilocox.coordinator.server.service import Coordinator
 from dilocox.record.log.acceptance import OwnFacts, accept
-from tests.support.coordinator_driver import VERSIONS, Clock, run_config
+from tests.support.coordinator_driver import VERSIONS, Clock, open_coordinator, run_config
 
 
 class Run:
@@ -43,7 +42,7 @@ class Run:
 
     def up(self) -> None:
         """Start on the log of the folder, on the same port as before."""
-        self.core = Coordinator(
+        self.core = open_coordinator(
             self.config, self.folder, now=self.clock, wall=self.clock, **self.options
         )
         self.loop = asyncio.new_event_loop()

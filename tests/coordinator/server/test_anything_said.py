@@ -33,7 +33,7 @@ from dilocox.record.log.transparency_log import check_log, read_log
 from dilocox.record.log.verdict_statements import HandedIn
 from dilocox.record.verify.run_history import read_history
 from dilocox.record.writer.notary import TransparencyLogSink
-from tests.support.coordinator_driver import Driver, replayed, run_config
+from tests.support.coordinator_driver import Driver, open_coordinator, replayed, run_config
 from tests.support.served_run import Run
 
 pytestmark = pytest.mark.waits
@@ -308,7 +308,7 @@ def test_what_ends_a_run_is_read_again(tmp_path: Path, seed: int) -> None:
     recorder.finish(state.phase, state.reason)
     again = TransparencyLogSink.open(config, tmp_path, print)
     driver.options["notary"] = again
-    driver.core = Coordinator(config, tmp_path, **driver.options)
+    driver.core = open_coordinator(config, tmp_path, **driver.options)
     assert driver.core.state == state
     driver.core.close()
     again.close()

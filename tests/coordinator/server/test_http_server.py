@@ -33,6 +33,7 @@ from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.coordinator.server import http_server
+from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.run_server import serve
 from dilocox.errors import ExchangeError, JoinError, TrainingError
 from tests.support.coordinator_driver import VERSIONS, run_config
@@ -420,10 +421,13 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
     def target(resume: bool) -> None:
         ends.append(
             serve(
-                config, tmp_path, resume=resume, on_ready=announce,
-                on_report=lambda *args: reports.append(args), ready_file=tmp_path / "ready.json",
+                config,
+                tmp_path,
+                listener=RunListener(lambda *args: reports.append(args), on_ready=announce),
+                resume=resume,
+                ready_file=tmp_path / "ready.json",
             )
-        )  # fmt: skip
+        )
 
     own = RecordKey.new()
     for resume in (False, True):

@@ -14,6 +14,7 @@ from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server.events import Sized
 from dilocox.coordinator.server.refusals import Caller
 from dilocox.coordinator.server.service import Coordinator
+from dilocox.coordinator.server.startup import RunStart
 from dilocox.errors import TrainingError
 from tests.support.controller_inputs import menu
 from tests.support.coordinator_driver import Driver, replayed, run_config
@@ -227,9 +228,9 @@ def test_a_run_goes_on_where_a_newer_version_knows_more_codecs(tmp_path: Path) -
     config = run_config("ab", **LINK)
     sizes = menu(config)
     older = {name: sizes[name] for name in ("none", "int8", "int4")} | {"topk:999": sizes["topk:9"]}
-    Coordinator(config, tmp_path, payloads=older).close()
+    Coordinator(config, tmp_path, RunStart(payloads=older)).close()
     for _ in range(2):
-        Coordinator(config, tmp_path, payloads=sizes).close()
+        Coordinator(config, tmp_path, RunStart(payloads=sizes)).close()
     core = Coordinator(config, tmp_path)
     assert core.state.payloads == {**sizes, "topk:999": sizes["topk:9"]}
     assert [type(event) for event in core.log.events()].count(Sized) == 2

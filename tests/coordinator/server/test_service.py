@@ -11,6 +11,7 @@ from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server import replies as views
 from dilocox.coordinator.server.refusals import Caller, Refused
 from dilocox.coordinator.server.service import Coordinator
+from dilocox.coordinator.server.startup import RunStart
 from dilocox.errors import TrainingError
 from tests.support.coordinator_driver import VERSIONS, Driver, numbers, replayed, run_config
 
@@ -73,7 +74,7 @@ def test_wait_for_fewer_sites(tmp_path: Path) -> None:
     driver.enrol("b")
     assert driver.core.state.founder == "b"
     with pytest.raises(TrainingError, match="wait_for 9"):
-        Coordinator(run_config(), tmp_path / "other", wait_for=9)
+        Coordinator(run_config(), tmp_path / "other", RunStart(wait_for=9))
     driver.core.close()
 
 

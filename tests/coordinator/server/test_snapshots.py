@@ -23,7 +23,7 @@ from dilocox.coordinator.server.state import CoordinatorState
 from dilocox.errors import CheckpointError
 from tests.coordinator.server.test_core_log import run_two_rounds
 from tests.coordinator.server.test_properties import Watched, steps
-from tests.support.coordinator_driver import Driver, replayed, run_config
+from tests.support.coordinator_driver import Driver, open_coordinator, replayed, run_config
 
 pytestmark = pytest.mark.waits
 
@@ -179,7 +179,7 @@ def test_what_is_no_snapshot_is_passed_over(
     with sqlite3.connect(driver.folder / NAME) as database:
         database.execute(damage)
     database.close()
-    driver.core = type(driver.core)(driver.config, driver.folder, **driver.options)
+    driver.core = open_coordinator(driver.config, driver.folder, **driver.options)
     assert driver.core.state == before
 
 

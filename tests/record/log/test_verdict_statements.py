@@ -70,7 +70,8 @@ def test_a_verdict_is_in_the_log_once_and_for_all(audited: Scene) -> None:
 
 def test_what_is_bad_is_told_in_the_run(audited: Scene) -> None:
     told: list[str] = []
-    audited.driver.core._on_message = told.append
+    core = audited.driver.core
+    core.listener = replace(core.listener, on_message=told.append)
     give(audited, signed(audited, GOOD))
     assert told == []
     give(audited, signed(audited, BAD))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.budgets import Budgets
+from dilocox.coordinator.server.ledger import Ledger
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.coordinator.server.run_log import RunLog
 from dilocox.errors import DifferentAnchorsError, TrainingError
@@ -21,6 +24,24 @@ MAX_REPORT = 16 << 10
 LATEST = 8
 """A report may be about a round at most this far before the next round to be planned."""
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunListener:
+    """Callbacks of the process that runs a coordinator; None: the process is not told."""
+
+    on_report: Report | None = None
+    """Gets (site, round, kind, metrics). The server waits, so it must return soon."""
+    on_message: Callable[[str], None] | None = None
+    """Gets a line for people, for example when a site joins or leaves."""
+    on_plan: Callable[[m.RoundPlan], None] | None = None
+    """Gets every plan when it is made."""
+    on_resumed: Callable[[int], None] | None = None
+    """Gets the round of the checkpoint of a resume."""
+    on_ready: Callable[[Endpoint], None] | None = None
+    """Gets the server's endpoint when the server listens."""
+    on_ledger: Callable[[Ledger], None] | None = None
+    """Gets the ledger when the run has ended."""
 
 
 class Reports:

@@ -14,16 +14,15 @@ from pathlib import Path
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.endpoint import Endpoint
-from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.identity import write_private
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server import replies
 from dilocox.coordinator.server.door import raise_open_files
 from dilocox.coordinator.server.http_server import CoordinatorServer
-from dilocox.coordinator.server.ledger import Ledger
 from dilocox.coordinator.server.notary import RecordSink
-from dilocox.coordinator.server.service import Coordinator, Report
-from dilocox.coordinator.server.startup import EarlierRun
+from dilocox.coordinator.server.reports import RunListener
+from dilocox.coordinator.server.service import Coordinator
+from dilocox.coordinator.server.startup import RunStart
 from dilocox.errors import TrainingError
 from dilocox.utils.processes import Requests
 from dilocox.utils.storage import ROOM_PAUSE
@@ -37,20 +36,12 @@ done. It ends earlier once all ranks have closed their connections."""
 def serve(
     config: RunConfig,
     folder: str | Path,
+    start: RunStart | None = None,
+    listener: RunListener | None = None,
     *,
-    host: str | None = None,
     port: int | None = None,
-    wait_for: int | None = None,
-    payloads: Menu | None = None,
-    earlier: Callable[[], EarlierRun] | None = None,
     resume: bool | int = False,
-    on_report: Report | None = None,
-    on_message: Callable[[str], None] | None = None,
-    on_plan: Callable[[m.RoundPlan], None] | None = None,
-    on_resumed: Callable[[int], None] | None = None,
     notary: RecordSink | None = None,
-    on_ready: Callable[[Endpoint], None] | None = None,
-    on_ledger: Callable[[Ledger], None] | None = None,
     ready_file: str | Path | None = None,
 ) -> m.Status:
     """Serve the run of `config` until it has ended, and return its final status.
@@ -61,33 +52,18 @@ def serve(
     Args:
         config: The run file.
         folder: Folder of the event log and the keys.
-        host, port: Address to listen on; by default that of `[network]`.
-        wait_for, payloads, earlier: As for `Coordinator`.
+        start: The facts that a new run needs beside the run file.
+        listener: Callbacks that tell this process of the run.
+        port: Port to listen on; by default that of `[network]`.
         resume: True: resume from the latest complete checkpoint. A number: from that tick.
-        on_report: Gets (site, round, kind, metrics). The server waits, so it must return soon.
-        on_message: Gets a line for people, for example when a site joins or leaves.
-        on_plan: Gets every plan when it is made.
-        on_resumed: Gets the round of the checkpoint of a resume.
         notary: Writer of the run's record.
-        on_ready: Gets the server's endpoint when the server listens.
-        on_ledger: Gets the ledger when the run has ended.
         ready_file: File for the endpoint as JSON (mode 0600), written when the server listens.
 
     Raises `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
     """
     raise_open_files()
-    coordinator = Coordinator(
-        config,
-        folder,
-        wait_for=wait_for,
-        payloads=payloads,
-        earlier=earlier,
-        on_report=on_report,
-        on_message=on_message,
-        on_plan=on_plan,
-        on_resumed=on_resumed,
-        notary=notary,
-    )
+    listener = listener or RunListener()
+    coordinator = Coordinator(config, folder, start, listener, notary=notary)
     try:
         if resume is not False:
             coordinator.resume(None if resume is True else resume)
@@ -98,11 +74,11 @@ def serve(
                 "its last checkpoint, or start a new one in another folder"
             )
         elif coordinator.state.sequence:
-            _go_on(coordinator, on_message)
+            _go_on(coordinator, listener.on_message)
         if ready_file is not None:
             # A file from an earlier start would be taken for this server's endpoint.
             Path(ready_file).unlink(missing_ok=True)
-        where = (host or config.network.host, config.network.port if port is None else port)
+        where = (config.network.host, config.network.port if port is None else port)
 
         def ready(bound: int) -> None:
             name = config.network.advertise or reachable_name(where[0])
@@ -115,12 +91,12 @@ def serve(
             )
             if ready_file is not None:
                 write_private(Path(ready_file), json.dumps(endpoint.to_json()).encode())
-            if on_ready is not None:
-                on_ready(endpoint)
+            if listener.on_ready is not None:
+                listener.on_ready(endpoint)
 
         asyncio.run(_serve(coordinator, *where, ready))
-        if on_ledger is not None:
-            on_ledger(coordinator.state.ledger)
+        if listener.on_ledger is not None:
+            listener.on_ledger(coordinator.state.ledger)
         return replies.status(coordinator.state, 0)
     finally:
         coordinator.close()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dilocox.config.run_config import RunConfig
-from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.identity import Authority, server_names
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.timeouts import Timeouts
@@ -33,12 +32,11 @@ from dilocox.coordinator.server.name_standing import Standings
 from dilocox.coordinator.server.notary import RecordHook, RecordSink
 from dilocox.coordinator.server.plan_inputs import sizes_to_log
 from dilocox.coordinator.server.refusals import Caller, Refused, ended
-from dilocox.coordinator.server.reports import Report as Report
-from dilocox.coordinator.server.reports import Reports
+from dilocox.coordinator.server.reports import Reports, RunListener
 from dilocox.coordinator.server.restore import restored
 from dilocox.coordinator.server.resume import resume_point
 from dilocox.coordinator.server.run_log import RunLog
-from dilocox.coordinator.server.startup import EarlierRun, entered, entry_round, lacking
+from dilocox.coordinator.server.startup import RunStart, entered, entry_round, lacking
 from dilocox.coordinator.server.tokens import SiteTokens
 from dilocox.coordinator.server.topics import TOPICS
 from dilocox.coordinator.server.transitions import plan_round
@@ -52,36 +50,27 @@ class Coordinator:
         self,
         config: RunConfig,
         folder: str | Path,
+        start: RunStart | None = None,
+        listener: RunListener | None = None,
         *,
-        wait_for: int | None = None,
-        payloads: Menu | None = None,
-        earlier: Callable[[], EarlierRun] | None = None,
-        on_report: Report | None = None,
-        on_message: Callable[[str], None] | None = None,
-        on_plan: Callable[[m.RoundPlan], None] | None = None,
-        on_resumed: Callable[[int], None] | None = None,
         notary: RecordSink | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """Begin a run, or continue the run whose log and keys are in `folder`.
 
-        `wait_for`: number of sites that the run starts with; None: all of the run file. `payloads`:
-        bytes by codec, stage and piece (`dilocox.training.payload_sizes`); a new run with
-        `control.adapt = "link"` needs them. `earlier` reads the earlier run that a new run with
-        `model.handover` continues. `now` is a monotonic clock for liveness and `wall` stamps
-        events, both in seconds. `run_server.serve` explains the other arguments. Raises
-        `TrainingError`, and the errors of `earlier`.
+        `notary` writes the run's record. `now` is a monotonic clock for liveness and `wall` stamps
+        events, both in seconds. Raises `TrainingError`, and the errors of `RunStart.earlier`.
         """
-        folder = Path(folder)
+        folder, start = Path(folder), start or RunStart()
         self.config, self.timeouts = config, Timeouts.derive(config.network)
-        self.wait_for = len(config.sites) if wait_for is None else wait_for
+        self.wait_for = len(config.sites) if start.wait_for is None else start.wait_for
         if not config.outer.min_sites <= self.wait_for <= len(config.sites):
             raise TrainingError(
                 f"wait_for {self.wait_for}: give a number of sites from outer.min_sites = "
                 f"{config.outer.min_sites} to the {len(config.sites)} of the run file"
             )
-        self._on_message, self._on_plan, self._on_resumed = on_message, on_plan, on_resumed
+        self.listener = listener or RunListener()
         self.witness = RecordHook(notary)
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when waiting requests about this topic should be checked again."""
@@ -100,17 +89,17 @@ class Coordinator:
             self.standings = Standings(run, self.witness, self.hand_out)
             self.entries = Entries(run, self.budgets)
             self.saves = Saves(run, self.budgets, self.witness, self.resume)
-            self.reports = Reports(run, self.budgets, on_report)
+            self.reports = Reports(run, self.budgets, self.listener.on_report)
             self.store = Store(self.state, self._store, self.budgets)
             self.authority = Authority(folder, server_names(config.network))
             self.tokens = SiteTokens(folder, self.authority.fingerprint)
             self.verdicts = AuditVerdicts(run, self.budgets, self.witness, self.tokens, self._tell)
-            self._open(payloads, earlier)
+            self._open(start)
         except BaseException:
             self.log.close()
             raise
 
-    def _open(self, payloads: Menu | None, earlier: Callable[[], EarlierRun] | None) -> None:
+    def _open(self, start: RunStart) -> None:
         digest = self.config.digest()
         if self.state.digest and self.state.digest != digest:
             raise TrainingError(
@@ -120,13 +109,13 @@ class Coordinator:
         if not self.state.digest:
             self.run.append(e.Created(self.run.wall(), digest, self.config.run.name))
         if self.config.control.adapt == "link":
-            sizes = sizes_to_log(self.state.payloads, payloads)
+            sizes = sizes_to_log(self.state.payloads, start.payloads)
             if sizes is not None:
                 self.run.append(e.Sized(self.run.wall(), sizes))
         if self.config.model.handover and self.state.steps_before is None:
-            if earlier is None:
+            if start.earlier is None:
                 raise TrainingError("model.handover: the coordinator was given no earlier run")
-            found = earlier()
+            found = start.earlier()
             self.run.append(e.HandedOver(self.run.wall(), found.name, found.steps, found.ledger))
         for name in self.state.live:
             beaten = self.state.sites[name].role != "enrolled"
@@ -141,7 +130,7 @@ class Coordinator:
         `CheckpointError` if there is no such checkpoint."""
         event = resume_point(self.config, self.log, self.state, self.run.wall(), tick)
         self.run.append(event)
-        self.reports.tell(self._on_resumed, event.round)
+        self.reports.tell(self.listener.on_resumed, event.round)
         return event
 
     def close(self) -> None:
@@ -162,7 +151,7 @@ class Coordinator:
                 self.liveness.forget(site)
                 self.arrivals.forget(site)
         if isinstance(event, e.Planned):
-            self.reports.tell(self._on_plan, self.state.plans[event.plan["round"]])
+            self.reports.tell(self.listener.on_plan, self.state.plans[event.plan["round"]])
         if isinstance(event, e.Fetching | e.Decided | e.Retried):
             self.on_change(f"key/{event.key}")
         for topic in TOPICS.get(type(event), ()):
@@ -178,7 +167,7 @@ class Coordinator:
 
     def _tell(self, text: str) -> None:
         """Show a message to the run's operator."""
-        self.reports.tell(self._on_message, text)
+        self.reports.tell(self.listener.on_message, text)
 
     def _expect(self, site: str, limit: float) -> None:
         now = self.run.now()

@@ -5,9 +5,11 @@ All functions are pure.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.state import CoordinatorState
 
@@ -21,6 +23,19 @@ class EarlierRun:
     """Inner steps that the earlier run's fastest site had taken."""
     ledger: dict[str, Any]
     """Token ranges of the earlier run, in the form of `Ledger.to_json`."""
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """The facts that a coordinator needs to start a run, beside the run file."""
+
+    wait_for: int | None = None
+    """Number of sites that the run starts with; None: all of the run file."""
+    payloads: Menu | None = None
+    """Bytes by codec, stage and piece (`dilocox.training.payload_sizes`). A new run with
+    `control.adapt = "link"` needs them."""
+    earlier: Callable[[], EarlierRun] | None = None
+    """Reads the earlier run that a new run with `model.handover` continues."""
 
 
 def goes_on(state: CoordinatorState, site: str) -> bool:

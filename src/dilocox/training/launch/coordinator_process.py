@@ -21,8 +21,9 @@ from dilocox.coordinator.protocol.messages import StandingChange
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.ledger import Ledger
 from dilocox.coordinator.server.ledger_audit import audit
+from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.run_server import serve
-from dilocox.coordinator.server.startup import EarlierRun
+from dilocox.coordinator.server.startup import EarlierRun, RunStart
 from dilocox.coordinator.server.tokens import FOLDER as TOKENS
 from dilocox.errors import ConfigError, TrainingError
 from dilocox.record.writer.notary import TransparencyLogSink
@@ -192,18 +193,18 @@ def serve_run(
         status = serve(
             config,
             folder / "coordinator",
+            RunStart(wait_for, payloads, lambda: earlier_run(config)),
+            RunListener(
+                on_report=recorder.report,
+                on_message=recorder.happened,
+                on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
+                on_resumed=recorder.forget_after,
+                on_ready=on_ready,
+                on_ledger=lambda ledger: _check_ledger(folder, ledger, recorder),
+            ),
             port=port,
-            wait_for=wait_for,
-            payloads=payloads,
-            earlier=lambda: earlier_run(config),
             resume=resume,
-            on_report=recorder.report,
-            on_message=recorder.happened,
-            on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
-            on_resumed=recorder.forget_after,
             notary=notary,
-            on_ready=on_ready,
-            on_ledger=lambda ledger: _check_ledger(folder, ledger, recorder),
             ready_file=folder / "coordinator" / ENDPOINT,
         )
     summary = recorder.finish(status.phase, status.reason)
