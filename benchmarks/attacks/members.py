@@ -15,6 +15,7 @@ from typing import Any
 
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.protocol.messages import ExchangeKey
+from dilocox.coordinator.protocol.verdicts import RankVote
 from dilocox.transport.attempt import Attempt
 
 ALTERED = "rome"
@@ -58,8 +59,10 @@ def at_the_altered_site(member: Member) -> Iterator[None]:
 
 
 def _holds_nothing(honest: Callable[..., Any]) -> Callable[..., Any]:
-    def vote(self: CoordinatorClient, *arguments: Any, **named: Any) -> Any:
-        return honest(self, *arguments, **{**named, "held": [ALTERED]})
+    def vote(
+        self: CoordinatorClient, key: ExchangeKey, attempt: int, vote: RankVote, **named: Any
+    ) -> Any:
+        return honest(self, key, attempt, dataclasses.replace(vote, held=[ALTERED]), **named)
 
     return vote
 
@@ -83,10 +86,12 @@ def _infinitely_fast(honest: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reports_another(honest: Callable[..., Any]) -> Callable[..., Any]:
-    def vote(self: CoordinatorClient, key: ExchangeKey, attempt: int, **named: Any) -> Any:
-        if named.get("phase", "held") == "held":
+    def vote(
+        self: CoordinatorClient, key: ExchangeKey, attempt: int, vote: RankVote, **named: Any
+    ) -> Any:
+        if vote.phase == "held":
             return self.report_broken(key, attempt, ["oslo"])
-        return honest(self, key, attempt, **named)
+        return honest(self, key, attempt, vote, **named)
 
     return vote
 

@@ -20,7 +20,7 @@ from dilocox.compression import (
 )
 from dilocox.config.codec_spec import parse_spec
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, ExchangeMember, VoteReply
-from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankVote, VotePhase
 from dilocox.errors import ExchangeError
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.staging import HOST, staging_of
@@ -73,21 +73,11 @@ class SharedBallot:
             roles.append(ExchangeMember(site=site, incarnation=1, role=role))
         return BeginReply(epoch=1, attempt=1, members=roles, decided=False)
 
-    def vote(
-        self,
-        key: ExchangeKey,
-        attempt: int,
-        *,
-        held: Sequence[str],
-        contributes: bool,
-        phase: VotePhase,
-        digests: Mapping[str, str],
-        opinions: Mapping[str, RankOpinion],
-    ) -> VoteReply:
-        self.votes.append(list(held))
-        self.events.append((phase, ()))
-        self.store._values[phase, self.me] = (list(held), contributes)
-        return self.observe(key, attempt, phase=phase)
+    def vote(self, key: ExchangeKey, attempt: int, vote: RankVote) -> VoteReply:
+        self.votes.append(list(vote.held))
+        self.events.append((vote.phase, ()))
+        self.store._values[vote.phase, self.me] = (list(vote.held), vote.contributes)
+        return self.observe(key, attempt, phase=vote.phase)
 
     def observe(self, key: ExchangeKey, attempt: int, *, phase: VotePhase) -> VoteReply:
         voters = [site for site in self.members if site not in self.observers]

@@ -29,6 +29,7 @@ from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, RoundPlan, VoteReply
 from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.protocol.verdicts import RankVote
 from dilocox.coordinator.server.ledger_audit import Audit, audit
 from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.run_server import serve
@@ -163,14 +164,14 @@ class FailingNetwork(LinkBackend):
             self.strike("before")
         return super().commit(what, payload)
 
-    def vote(self, key: ExchangeKey, attempt: int, **fields: Any) -> VoteReply:
+    def vote(self, key: ExchangeKey, attempt: int, vote: RankVote) -> VoteReply:
         """`gather`: fails with all payloads and no vote; `reduce`: with the set, and its mean not
         handed round."""
         reduces = self.mode == "reduce"
         if key.fragment == 0 and not reduces:
             self.strike("reducing")
-        reply = super().vote(key, attempt, **fields)
-        if key.fragment == 0 and reduces and fields["phase"] == "held":
+        reply = super().vote(key, attempt, vote)
+        if key.fragment == 0 and reduces and vote.phase == "held":
             self.strike("reducing")
         return reply
 

@@ -20,6 +20,7 @@ from dilocox.compression import (
 )
 from dilocox.compression.base import Codec
 from dilocox.coordinator.protocol.messages import ExchangeKey, VoteReply
+from dilocox.coordinator.protocol.verdicts import RankVote
 from dilocox.outer.averaging import average
 from dilocox.outer.contribution import Contribution
 from dilocox.transport.exchange import exchange
@@ -319,10 +320,10 @@ class Voter(SharedBallot):
 
     voted: dict[str, str] = field(default_factory=dict)
 
-    def vote(self, key: ExchangeKey, *_: Any, **given: Any) -> VoteReply:
-        self.voted |= given["digests"]
-        self.events.append((given["phase"], ()))
-        decision = "average" if self.reduce and given["phase"] == "held" else "commit"
+    def vote(self, key: ExchangeKey, attempt: int, vote: RankVote) -> VoteReply:
+        self.voted |= vote.digests
+        self.events.append((vote.phase, ()))
+        decision = "average" if self.reduce and vote.phase == "held" else "commit"
         return VoteReply.model_validate(
             {"decision": decision, "set": [self.me], "attempt": 1, "epoch": 1, "waiting_for": []}
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from dilocox.compression import compressor
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankVote
 from dilocox.errors import ExchangeError
 from dilocox.outer.contribution import Contribution
 from dilocox.transport.exchange_worker import ExchangeWorker, LinkSlot, OrderedLock
@@ -39,17 +39,7 @@ class Later(SharedBallot):
 
     voted: dict[str, threading.Event] = field(default_factory=dict)
 
-    def vote(
-        self,
-        key: ExchangeKey,
-        attempt: int,
-        *,
-        held: Sequence[str],
-        contributes: bool,
-        phase: VotePhase,
-        digests: Mapping[str, str],
-        opinions: Mapping[str, RankOpinion],
-    ) -> VoteReply:
+    def vote(self, key: ExchangeKey, attempt: int, vote: RankVote) -> VoteReply:
         """Every second exchange is decided only when its payloads and the next one's are here."""
         self.voted.setdefault(key.text, threading.Event()).set()
         if key.fragment % 2 == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from dilocox.compression import compressor, frame_payload, pack_frame
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion, RankVote
 from dilocox.coordinator.server.exchange_votes import Exchange, Vote
 from dilocox.coordinator.server.payload_fetches import wanted
 from dilocox.outer.contribution import Contribution, Outcome
@@ -43,20 +43,11 @@ class Settled(SharedBallot):
     alters: Altered | None = None
     since: int = 0
 
-    def vote(
-        self,
-        key: ExchangeKey,
-        attempt: int,
-        *,
-        held: Sequence[str],
-        contributes: bool,
-        phase: VotePhase,
-        digests: Mapping[str, str],
-        opinions: Mapping[str, RankOpinion],
-    ) -> VoteReply:
-        self.votes.append(list(held))
-        said = {site: each.model_dump() for site, each in opinions.items()}
-        self.store._values[phase, self.me] = (list(held), digests[self.me], said)
+    def vote(self, key: ExchangeKey, attempt: int, vote: RankVote) -> VoteReply:
+        phase, held = vote.phase, list(vote.held)
+        self.votes.append(held)
+        said = {site: each.model_dump() for site, each in vote.opinions.items()}
+        self.store._values[phase, self.me] = (held, vote.digests[self.me], said)
         votes = {site: self._vote("held", site) for site in SITES}
         found = Exchange(key.text, key.round, 0, 1, [])
         for site, (holds, digest, seen) in votes.items():

@@ -18,7 +18,7 @@ from dilocox.compression import (
 )
 from dilocox.coordinator.client.errors import CoordinatorError
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankOpinion, RankVote, VotePhase
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
 from dilocox.outer.contribution import Contribution
@@ -60,28 +60,8 @@ class ExchangeBackend(Protocol):
     def attempt(self, key: ExchangeKey) -> int:
         """Return the current attempt number of `key`, without waiting."""
 
-    def vote(
-        self,
-        key: ExchangeKey,
-        attempt: int,
-        *,
-        held: Sequence[str],
-        contributes: bool,
-        phase: VotePhase,
-        digests: Mapping[str, str],
-        opinions: Mapping[str, RankOpinion],
-    ) -> VoteReply:
-        """Vote on an attempt and wait for the coordinator's decision.
-
-        Args:
-            key: The exchange.
-            attempt: Number of the attempt.
-            held: Sites whose payloads this rank holds whole.
-            contributes: False if this site's own contribution must not count.
-            phase: Which vote of the attempt this is.
-            digests: SHA-256 by site, hex, of the payload that the site has sent to all.
-            opinions: This rank's opinion of contributions, by site.
-        """
+    def vote(self, key: ExchangeKey, attempt: int, vote: RankVote) -> VoteReply:
+        """Vote, and wait for the decision."""
 
     def observe(self, key: ExchangeKey, attempt: int, *, phase: VotePhase) -> VoteReply:
         """Wait for the decision without voting."""
@@ -363,15 +343,14 @@ class Attempt:
                 reply = self._ballot.observe(key, attempt, phase=phase)
             else:
                 whole = set(held)
-                reply = self._ballot.vote(
-                    key,
-                    attempt,
+                vote = RankVote(
+                    phase=phase,
                     held=[site for site in self.senders if site in whole],
                     contributes=self.contribution.contributes,
-                    phase=phase,
                     digests={} if own_digest is None else {self.me: own_digest.hex()},
                     opinions=self.opinions,
                 )
+                reply = self._ballot.vote(key, attempt, vote)
         if reply.decision == "repeat":
             raise RepeatError("members changed")
         self.late = reply.late

@@ -31,6 +31,7 @@ from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
+from dilocox.coordinator.protocol.verdicts import RankVote
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.coordinator.server import http_server
 from dilocox.coordinator.server.reports import RunListener
@@ -192,7 +193,7 @@ def test_exchange_with_waiting_voters_and_a_death(tmp_path: Path) -> None:
         def exchange(client: CoordinatorClient) -> m.VoteReply:
             client.plan(0)
             client.begin(key)
-            return client.vote(key, 1, held=["a", "b", "c"], limit=20)
+            return client.vote(key, 1, RankVote(held=["a", "b", "c"]), limit=20)
 
         with ThreadPoolExecutor(6) as pool:
             voters = [client for (site, _), client in clients.items() if site != "b"]
@@ -209,7 +210,9 @@ def test_exchange_with_waiting_voters_and_a_death(tmp_path: Path) -> None:
             assert {reply.attempt for reply in replies} == {2}
             with pytest.raises(SiteGoneError, match="power cut"):
                 futures[-1].result(20)
-            again = [pool.submit(client.vote, key, 2, held=["a", "c"]) for client in voters]
+            again = [
+                pool.submit(client.vote, key, 2, RankVote(held=["a", "c"])) for client in voters
+            ]
             assert {tuple(future.result(20).set) for future in again} == {("a", "c")}
     finally:
         run.close()
@@ -225,7 +228,7 @@ def test_a_wait_ends_with_the_name_of_who_was_waited_for(run: Run) -> None:
     key = OUTER(0, 0, 0)
     clients["a"].attempt(key)
     with pytest.raises(ExchangeError, match=r"no decision after 0\.05 s; waited for b stage 0"):
-        clients["a"].vote(key, 1, held=["a"], limit=0.05)
+        clients["a"].vote(key, 1, RankVote(held=["a"]), limit=0.05)
     with pytest.raises(CoordinatorError, match="waited for the plan of round 1"):
         clients["a"].plan(2, limit=0.0)
     with pytest.raises(ExchangeError, match=f"epoch/{run.core.state.epoch}/x not set after 0.05"):
@@ -241,7 +244,7 @@ def test_too_few_sites_are_waited_for_without_a_limit(tmp_path: Path) -> None:
         clients["a"].attempt(key)
         clients["b"].leave("power cut", failed=True)
         with ThreadPoolExecutor(1) as pool:
-            vote = pool.submit(clients["a"].vote, key, 2, held=["a"], limit=0.01)
+            vote = pool.submit(clients["a"].vote, key, 2, RankVote(held=["a"]), limit=0.01)
             # Longer than the limit, and than it takes to ask again.
             with pytest.raises(TimeoutError):
                 vote.result(0.3)
@@ -284,7 +287,7 @@ def test_restart_while_a_rank_waits(run: Run) -> None:
     clients["a"].attempt(key)
     clients["a"].kv_set("site/a/address", b"10.0.0.1:5")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(clients["a"].vote, key, 1, held=["a", "b"])
+        waiting = pool.submit(clients["a"].vote, key, 1, RankVote(held=["a", "b"]))
         while not run.core.state.exchanges[key.text].votes:
             threading.Event().wait(0.001)
         before = run.core.state
@@ -292,7 +295,7 @@ def test_restart_while_a_rank_waits(run: Run) -> None:
         run.up()
         assert run.core.state == before
         assert clients["b"].kv_get(["site/a/address"], 5) == {"site/a/address": b"10.0.0.1:5"}
-        assert clients["b"].vote(key, 1, held=["a", "b"]).set == ["a", "b"]
+        assert clients["b"].vote(key, 1, RankVote(held=["a", "b"])).set == ["a", "b"]
         assert waiting.result(20).set == ["a", "b"]
 
 

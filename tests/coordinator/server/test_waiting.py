@@ -10,6 +10,7 @@ import pytest
 
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.verdicts import RankVote
 from tests.support.served_run import Run
 from tests.support.thread_sites import until
 
@@ -37,11 +38,11 @@ def test_all_are_waited_for_however_long_that_takes(run: Run) -> None:
         assert until(lambda: len(calls) > 10)
         assert not begun.done()
         assert clients["b"].begin(key).attempt == begun.result(20).attempt == 1
-        vote = pool.submit(patient.vote, key, 1, held=["a", "b"])
+        vote = pool.submit(patient.vote, key, 1, RankVote(held=["a", "b"]))
         before = len(calls)
         assert until(lambda: len(calls) > before + 10)
         assert not vote.done()
-        clients["b"].vote(key, 1, held=["a", "b"])
+        clients["b"].vote(key, 1, RankVote(held=["a", "b"]))
         assert vote.result(20).set == ["a", "b"]
 
 

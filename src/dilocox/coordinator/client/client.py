@@ -17,7 +17,7 @@ from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.round_plan import Message
 from dilocox.coordinator.protocol.timeouts import Timeouts
-from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankVote, VotePhase
 from dilocox.errors import ExchangeError
 
 
@@ -232,29 +232,23 @@ class CoordinatorClient:
         self,
         key: m.ExchangeKey,
         attempt: int,
+        vote: RankVote,
         *,
-        held: Sequence[str] = (),
-        contributes: bool = True,
-        phase: VotePhase = "held",
-        digests: Mapping[str, str] | None = None,
-        statement: str | None = None,
-        opinions: Mapping[str, RankOpinion] | None = None,
         limit: float | None = None,
     ) -> m.VoteReply:
         """Vote, wait for the decision ("commit", "average", "fetch" or "repeat") and return it.
 
-        `VoteRequest` explains the arguments; `statement` is the signed statement of the payload in
-        a recorded run. The call waits as `begin` does. Raises `ExchangeError` after `limit`
-        seconds, with the names of the missing ranks. Time in which all have voted but are fewer
-        than `outer.min_sites` sites does not count.
+        The call waits as `begin` does. Raises `ExchangeError` after `limit` seconds, with the names
+        of the missing ranks. Time in which all have voted but are fewer than `outer.min_sites`
+        sites does not count.
         """
         fields = {
-            "phase": phase,
-            "held": list(held),
-            "contributes": contributes,
-            "digests": dict(digests or {}),
-            "statement": statement,
-            "opinions": dict(opinions or {}),
+            "phase": vote.phase,
+            "held": list(vote.held),
+            "contributes": vote.contributes,
+            "digests": dict(vote.digests),
+            "statement": vote.statement,
+            "opinions": dict(vote.opinions),
         }
         return self._vote(key, attempt, fields, limit)
 

@@ -6,6 +6,8 @@ explains the codes; `messages` describes the protocol.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -58,6 +60,18 @@ class RankOpinion(Message):
     shares: Shares = Field(default_factory=list)
     """Shares of the contribution that should count: one per tensor (`clip`), one for all tensors
     (`rfa`), otherwise empty."""
+
+
+@dataclass(frozen=True)
+class RankVote:
+    """A rank's vote on one attempt of an exchange; `messages.VoteRequest` explains the fields."""
+
+    phase: VotePhase = "held"
+    held: Sequence[str] = ()
+    contributes: bool = True
+    digests: Mapping[str, str] = field(default_factory=dict)
+    statement: str | None = None
+    opinions: Mapping[str, RankOpinion] = field(default_factory=dict)
 
 
 class Fetch(Message):

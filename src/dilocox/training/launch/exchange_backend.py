@@ -6,8 +6,8 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.coordinator.protocol.timeouts import Timeouts
-from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankVote
 from dilocox.errors import ExchangeError
 from dilocox.outer.contribution import Contribution
 from dilocox.record.writer.rank_recorder import RankRecord
@@ -69,35 +69,13 @@ class LinkBackend:
             return lambda: None
         return self.record.keep(payloads)
 
-    def vote(
-        self,
-        key: ExchangeKey,
-        attempt: int,
-        *,
-        held: Sequence[str],
-        contributes: bool,
-        phase: VotePhase,
-        digests: Mapping[str, str],
-        opinions: Mapping[str, RankOpinion],
-    ) -> VoteReply:
-        """Send this rank's vote to the coordinator, and return the reply.
-
-        If the run is recorded, the vote carries a signature under this rank's own payload.
-        """
-        own = digests.get(self.place.site)
+    def vote(self, key: ExchangeKey, attempt: int, vote: RankVote) -> VoteReply:
+        """Vote with a signature under this rank's own payload, if the run is recorded."""
+        own = vote.digests.get(self.place.site)
         signed = None
         if self.record is not None and own is not None and key.kind == "outer":
             signed = self.record.sign(key, attempt, own)
-        return self.client.vote(
-            key,
-            attempt,
-            held=held,
-            contributes=contributes,
-            phase=phase,
-            digests=digests,
-            statement=signed,
-            opinions=opinions,
-        )
+        return self.client.vote(key, attempt, replace(vote, statement=signed))
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
         """Return the group of the members and the epoch of `begun`, and form it at the first call.
