@@ -26,7 +26,6 @@ TOO_LARGE = {
     "api.join",
     "api.train",
     "cli.main._parser",
-    "coordinator.client.enrolment.enrol",
     "data.prepare._encode",
     "inner.pipeline.Pipeline.__init__",
     "inner.site_model.SiteModel.__init__",

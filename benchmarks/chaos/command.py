@@ -52,7 +52,7 @@ from benchmarks.chaos import rows as chaos_rows
 from benchmarks.chaos import run as chaos_run
 from benchmarks.chaos.rows import Blow, Row
 from benchmarks.chaos.run import HEARTBEAT, HUB, RATE, SITES, SMALL_DISK, HangError, Run
-from dilocox.coordinator.client.enrolment import enrol
+from dilocox.coordinator.client.enrolment import Applicant, enrol
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.errors import JoinError
@@ -141,10 +141,7 @@ def rogue(run: Run, site: str, _draw: random.Random) -> None:
             enrol(
                 f"https://{run.address}",
                 str(forged),
-                site=site,
-                run_digest=run.config.digest(),
-                stages=2,
-                shards=1,
+                Applicant(site, run.config.digest(), stages=2, shards=1),
                 timeouts=Timeouts.derive(run.config.network),
             )
         except JoinError:

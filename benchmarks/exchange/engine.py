@@ -22,7 +22,7 @@ from dilocox.compression import Geometry, compressor
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
-from dilocox.coordinator.client.enrolment import enrol
+from dilocox.coordinator.client.enrolment import Applicant, enrol
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import ExchangeKey
@@ -165,10 +165,7 @@ def _site(
         identity, _ = enrol(
             endpoint.url,
             endpoint.tokens[site],
-            site=site,
-            run_digest=config.digest(),
-            stages=case.stages,
-            shards=1,
+            Applicant(site, config.digest(), case.stages, shards=1),
             timeouts=Timeouts.derive(config.network),
         )
         address = network.address(site)

@@ -23,7 +23,7 @@ import torch
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
-from dilocox.coordinator.client.enrolment import enrol
+from dilocox.coordinator.client.enrolment import Applicant, enrol
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, RoundPlan, VoteReply
@@ -222,9 +222,11 @@ class Site:
         self.me, self.told, self.round = me, Told(), 0
         limits = self.limits = Timeouts.derive(config.network)
         identity, _ = enrol(
-            endpoint.url, endpoint.tokens[me], site=me, run_digest=config.digest(),
-            stages=1, shards=1, timeouts=limits,
-        )  # fmt: skip
+            endpoint.url,
+            endpoint.tokens[me],
+            Applicant(me, config.digest(), stages=1, shards=1),
+            timeouts=limits,
+        )
         self.client = CoordinatorClient(
             endpoint.url, identity, limits, RankName(site=me, stage=0, shard=0)
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.coordinator.client.client import CoordinatorClient
-from dilocox.coordinator.client.enrolment import enrol
+from dilocox.coordinator.client.enrolment import Applicant, enrol
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.record_keys import RecordKey
@@ -83,11 +83,14 @@ class Run:
             "versions": VERSIONS,
             "stages": 1,
             "shards": self.config.site.shards,
+            "record_key": self.keys.setdefault(site, RecordKey.new()),
         }
         fields.update(changes)
-        limits = self.core.timeouts
-        fields.setdefault("record_key", self.keys.setdefault(site, RecordKey.new()))
-        identity, reply = enrol(self.url, fields.pop("token"), site=site, timeouts=limits, **fields)
+        token, own = fields.pop("token"), fields.pop("record_key")
+        applicant = Applicant(site, **fields)
+        identity, reply = enrol(
+            self.url, token, applicant, timeouts=self.core.timeouts, record_key=own
+        )
         self.identities[site] = identity
         if reply.record_run:
             said = (fields.get("data_digest"), None, "0" * 64, VERSIONS.model_dump())

@@ -20,7 +20,7 @@ from dilocox.cli import main
 from dilocox.config.run_config import NetworkSection
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
-from dilocox.coordinator.client.enrolment import enrol
+from dilocox.coordinator.client.enrolment import Applicant, enrol
 from dilocox.coordinator.client.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
@@ -81,10 +81,11 @@ def test_wrong_secret_never_leaves_for_another_server(run: Run, tmp_path: Path) 
     try:
         with pytest.raises(JoinError, match="certificate is not the one of this run"):
             enrol(
-                other.url, run.token("a"), site="a",
-                run_digest=run.config.digest(), versions=VERSIONS, stages=1, shards=1,
+                other.url,
+                run.token("a"),
+                Applicant("a", run.config.digest(), stages=1, shards=1, versions=VERSIONS),
                 timeouts=run.core.timeouts,
-            )  # fmt: skip
+            )
     finally:
         other.close()
 
@@ -440,10 +441,12 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         assert ready.wait(20)
         assert Endpoint.load(tmp_path / "ready.json") == endpoint[-1]
         identity, _ = enrol(
-            endpoint[-1].url, endpoint[-1].tokens["a"], site="a", run_digest=config.digest(),
-            stages=1, shards=1, versions=VERSIONS, timeouts=Timeouts.derive(config.network),
+            endpoint[-1].url,
+            endpoint[-1].tokens["a"],
+            Applicant("a", config.digest(), stages=1, shards=1, versions=VERSIONS),
+            timeouts=Timeouts.derive(config.network),
             record_key=own,
-        )  # fmt: skip
+        )
         timeouts = Timeouts.derive(config.network)
         client = CoordinatorClient(
             endpoint[-1].url, identity, timeouts, m.RankId(site="a", stage=0, shard=0)
@@ -490,9 +493,10 @@ def test_no_listener_is_reported_with_the_mend() -> None:
         port = free.getsockname()[1]
         with pytest.raises(JoinError, match="is it running"):
             enrol(
-                f"127.0.0.1:{port}", f"dilocox1-{'0' * 64}-{'0' * 32}", site="a",
-                run_digest="0" * 64, versions=VERSIONS, stages=1, shards=1,
+                f"127.0.0.1:{port}",
+                f"dilocox1-{'0' * 64}-{'0' * 32}",
+                Applicant("a", "0" * 64, stages=1, shards=1, versions=VERSIONS),
                 timeouts=replace(Timeouts.derive(NetworkSection()), link=0.1, request=0.1),
-            )  # fmt: skip
+            )
     with pytest.raises(JoinError, match="write it as HOST:PORT"):
         pool_of_stranger("nowhere", "0" * 64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
@@ -31,27 +32,37 @@ def installed_versions() -> m.Versions:
     )
 
 
+@dataclass(frozen=True)
+class Applicant:
+    """A site that asks to join, as it describes itself; `EnrolRequest` explains the fields."""
+
+    site: str
+    run_digest: str
+    stages: int
+    shards: int
+    versions: m.Versions | None = None
+    """Versions at the site; None: those of this process."""
+    data_digest: str | None = None
+
+
 def enrol(
     url: str,
     token: str,
+    applicant: Applicant,
     *,
-    site: str,
-    run_digest: str,
-    stages: int,
-    shards: int,
-    versions: m.Versions | None = None,
-    data_digest: str | None = None,
     timeouts: Timeouts,
     record_key: RecordKey | None = None,
 ) -> tuple[Identity, m.EnrolReply]:
     """Enrol a site, once for each of its starts.
 
     The server's certificate is checked against the token before the token is sent. An unreachable
-    coordinator is tried for `timeouts.link` seconds. `EnrolRequest` explains the other arguments.
+    coordinator is tried for `timeouts.link` seconds.
 
     Args:
         url: Address of the coordinator, `https://HOST:PORT` or `HOST:PORT`.
-        versions: Versions at the site; None: those of this process.
+        token: The site's join token.
+        applicant: The site, as it describes itself.
+        timeouts: Time limits of the run.
         record_key: The key with which the site joined before; None: a new key.
 
     Returns:
@@ -60,19 +71,19 @@ def enrol(
     Raises:
         JoinError: The site may not join. Its subclass `RetryLaterError`: a later try may succeed.
     """
-    parsed = JoinToken.parse(token)
+    parsed, site = JoinToken.parse(token), applicant.site
     key, csr = new_request(site)
     own = record_key or RecordKey.new()
     try:
         request = m.EnrolRequest(
             site=site,
             token=str(parsed),
-            run_digest=run_digest,
-            versions=versions or installed_versions(),
-            stages=stages,
-            shards=shards,
+            run_digest=applicant.run_digest,
+            versions=applicant.versions or installed_versions(),
+            stages=applicant.stages,
+            shards=applicant.shards,
             csr=csr,
-            data_digest=data_digest,
+            data_digest=applicant.data_digest,
             record_key=own.public,
             record_proof=own.prove(site, parsed.fingerprint, csr),
         )

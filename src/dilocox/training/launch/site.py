@@ -19,7 +19,7 @@ from typing import Any
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
-from dilocox.coordinator.client.enrolment import enrol, installed_versions
+from dilocox.coordinator.client.enrolment import Applicant, enrol, installed_versions
 from dilocox.coordinator.client.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
@@ -163,12 +163,7 @@ def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
     identity, reply = enrol(
         endpoint.url,
         endpoint.tokens[site],
-        site=site,
-        run_digest=config.digest(),
-        stages=config.site.stages,
-        shards=config.site.shards,
-        versions=versions,
-        data_digest=data,
+        Applicant(site, config.digest(), config.site.stages, config.site.shards, versions, data),
         timeouts=Timeouts.derive(config.network),
         record_key=RecordKey.kept(endpoint.key_file or key_file(config.folder, site)),
     )
