@@ -39,7 +39,6 @@ TOO_LARGE = {
     "training.builder.build_rank",
     "training.launch.torchrun.join_as_rank",
     "training.round_meter.RoundMetrics.end",
-    "transport.exchange.reduce",
 }
 """Functions that are longer, or have more parameters, than they should. None may be added."""
 

@@ -326,28 +326,10 @@ def reduce(attempt: Attempt) -> Outcome:
         for site, (start, end) in bounds.items()
         if end > start
     }
-    mine: dict[str, torch.Tensor] = {}
-    frames: dict[str, torch.Tensor] = {}
-    if not attempt.observes:
-        assert what.values is not None
-        with tracing.span("encode", values=what.length):
-            for site, part in chunks.items():
-                start, end = bounds[site]
-                mine[site] = part.encode(what.values[start:end])
-                frames[site] = what.pack(part, mine[site])
+    mine = {} if attempt.observes else _encoded_chunks(what, bounds, chunks)
+    frames = {site: what.pack(chunks[site], payload) for site, payload in mine.items()}
     own = chunks.get(me)
-    arrived = attempt.swap(
-        outgoing=frames, incoming={} if own is None else dict.fromkeys(owners, own), phase=1
-    )
-    if own is None:
-        payloads = dict.fromkeys(owners, torch.empty(0, dtype=torch.uint8))
-    else:
-        payloads = attempt.unpack(
-            {**arrived, me: frames[me]},
-            dict.fromkeys(owners, own),
-            contributions=True,
-            check=lambda payload: _usable(own, there(payload)),
-        )
+    payloads = _swapped_chunks(attempt, own, frames)
     index = None if attempt.observes else chunk_index(frames.values())
     if what.values is not None and all_zero(what.values):
         attempt.opinions[me] = RankOpinion(code="zero")
@@ -368,13 +350,8 @@ def reduce(attempt: Attempt) -> Outcome:
     means: dict[str, torch.Tensor] = {}
     second = None
     if own is not None and counted:
-        with tracing.span("decode and average", values=own.values, sites=len(counted)):
-            mean = attempt.average((own.decode(there(payloads[site])) for site in counted), counted)
-        assert mean is not None
-        with tracing.span("encode", values=own.values):
-            again = requantise(own, mean, sum(what.weights[site] for site in counted))
-            means[me] = what.pack(own, again.payload)
-        second = (bounds[me][0], again.second_error)
+        means[me], second_error = _mean_of_chunk(attempt, own, payloads, counted)
+        second = (bounds[me][0], second_error)
     means |= attempt.swap(
         outgoing=dict.fromkeys(attempt.receivers, means[me]) if me in means else {},
         incoming=chunks if counted else {},
@@ -404,6 +381,54 @@ def reduce(attempt: Attempt) -> Outcome:
     passed = [] if index is None else [index, *own_payloads, *others]
     outcome = _outcome(attempt, result, decision.set, sent, second)
     return replace(outcome, payloads=tuple(passed))
+
+
+def _encoded_chunks(
+    what: Contribution, bounds: Mapping[str, tuple[int, int]], chunks: Mapping[str, Part]
+) -> dict[str, torch.Tensor]:
+    """Return this site's payload for each chunk, uint8, by the chunk's owner."""
+    assert what.values is not None
+    with tracing.span("encode", values=what.length):
+        return {
+            site: part.encode(what.values[slice(*bounds[site])]) for site, part in chunks.items()
+        }
+
+
+def _swapped_chunks(
+    attempt: Attempt, own: Part | None, frames: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Send each owner its chunk; return the sites' payloads of this site's chunk `own`, by site.
+
+    If this site owns no chunk, the payloads are empty.
+    """
+    owners, there = attempt.senders, attempt.contribution.staging.to_device
+    arrived = attempt.swap(
+        outgoing=frames, incoming={} if own is None else dict.fromkeys(owners, own), phase=1
+    )
+    if own is None:
+        return dict.fromkeys(owners, torch.empty(0, dtype=torch.uint8))
+    return attempt.unpack(
+        {**arrived, attempt.me: frames[attempt.me]},
+        dict.fromkeys(owners, own),
+        contributions=True,
+        check=lambda payload: _usable(own, there(payload)),
+    )
+
+
+def _mean_of_chunk(
+    attempt: Attempt, own: Part, payloads: Mapping[str, torch.Tensor], counted: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the frame of the requantised mean of this site's chunk, and the mean's second error.
+
+    The mean is over the payloads of the `counted` sites.
+    """
+    what, there = attempt.contribution, attempt.contribution.staging.to_device
+    with tracing.span("decode and average", values=own.values, sites=len(counted)):
+        mean = attempt.average((own.decode(there(payloads[site])) for site in counted), counted)
+    assert mean is not None
+    with tracing.span("encode", values=own.values):
+        again = requantise(own, mean, sum(what.weights[site] for site in counted))
+        return what.pack(own, again.payload), again.second_error
 
 
 def chunk_index(frames: Iterable[torch.Tensor]) -> torch.Tensor:
