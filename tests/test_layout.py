@@ -29,7 +29,6 @@ TOO_LARGE = {
     "data.prepare._encode",
     "inner.pipeline.Pipeline.__init__",
     "inner.site_model.SiteModel.__init__",
-    "outer.loop.OuterLoop.__init__",
     "record.verify.replay.replay_steps",
     "tools.planner.plan.plan_run",
     "tools.planner.predict.predict",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
-from dilocox.outer.loop import OuterLoop
+from dilocox.outer.loop import LoopPlace, OuterLoop
 from tests.outer.test_loop import plan
 from tests.support.simulator import LoopbackExchange
 
@@ -56,7 +56,7 @@ class Sites:
                 self._exchange(contribution, there)
             return future
 
-        return OuterLoop(states, live, site, 0, 1, submit, lambda: None)
+        return OuterLoop(states, live, LoopPlace(site), submit, lambda: None)
 
     def _exchange(
         self, what: Contribution, there: dict[str, tuple[Contribution, Future[Outcome]]]

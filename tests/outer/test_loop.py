@@ -17,7 +17,7 @@ from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.in_flight import Pending
 from dilocox.outer.layout import Layout, split_pieces
-from dilocox.outer.loop import OuterLoop
+from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.outer.snapshot import Snapshot
 
 pytestmark = pytest.mark.waits
@@ -95,7 +95,11 @@ class Rank:
             for name in ("a", "b")
         ]
         self.loop = OuterLoop(
-            states, self.live, "paris", stage, stages, self.wire.submit, self.wire.touch
+            states,
+            self.live,
+            LoopPlace("paris", stage, stages),
+            self.wire.submit,
+            self.wire.touch,
         )
 
     def train(self, by: float = 1.0) -> None:

@@ -12,7 +12,7 @@ from dilocox.compression.second_moments import PERIOD, SecondMoments, due_rows, 
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
-from dilocox.outer.loop import OuterLoop
+from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.outer.second_moments import row_means, take_means, told_by
 from tests.outer.test_loop import plan
 
@@ -169,7 +169,7 @@ class Pair:
         states = [FragmentState(Layout.of({"a": (70, 4)}), live, error_feedback=True)]
         second = grown(self.second[site])
         return OuterLoop(
-            states, live, site, 0, 1, lambda given: self._submit(site, given), lambda: None,
+            states, live, LoopPlace(site), lambda given: self._submit(site, given), lambda: None,
             second=lambda: second,
         )  # fmt: skip
 

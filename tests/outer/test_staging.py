@@ -14,7 +14,7 @@ from dilocox.outer import staging
 from dilocox.outer.contribution import Contribution
 from dilocox.outer.fragment_state import FragmentState, tensors_digest
 from dilocox.outer.layout import Layout
-from dilocox.outer.loop import OuterLoop
+from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.outer.staging import HOST, sha256_of, snapshot, staging_of
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.round_document import Document
@@ -183,7 +183,7 @@ def alone(codec: str) -> tuple[OuterLoop, dict[str, torch.Tensor], ExchangeWorke
     worker = ExchangeWorker(ballot, "paris")
     states = [FragmentState(Layout.of({"a": (96, 64)}), live, error_feedback=True)]
     loop = OuterLoop(
-        states, live, "paris", 0, 1, worker.submit, lambda: None, hash_beside=True
+        states, live, LoopPlace("paris"), worker.submit, lambda: None, hash_beside=True
     )  # fmt: skip
     return loop, live, worker
 

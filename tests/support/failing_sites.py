@@ -37,7 +37,7 @@ from dilocox.errors import DilocoxError
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.fragment_state import FragmentState, tensors_digest
 from dilocox.outer.layout import Layout, split_pieces
-from dilocox.outer.loop import OuterLoop
+from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.training.builder import RankPlace
 from dilocox.training.launch.exchange_backend import LinkBackend
 from dilocox.transport.exchange_worker import ExchangeWorker
@@ -242,7 +242,7 @@ class Site:
         names = split_pieces(dict.fromkeys(SHAPES, 960), 2)
         self.layouts = [Layout.of({name: SHAPES[name] for name in group}) for group in names]
         states = [FragmentState(each, self.live, error_feedback=True) for each in self.layouts]
-        self.loop = OuterLoop(states, self.live, me, 0, 1, self.submit, self.control.touch)
+        self.loop = OuterLoop(states, self.live, LoopPlace(me), self.submit, self.control.touch)
         for number, layout in enumerate(self.layouts):
             for sums in (self.told.given, self.told.sent):
                 sums[number] = np.zeros(layout.length)

@@ -26,7 +26,7 @@ from dilocox.coordinator.server.notary import Decision
 from dilocox.data import TokenFiles, prepare
 from dilocox.outer.averaging import average
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.outer.loop import OuterLoop
+from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.statements import Signer
@@ -219,7 +219,7 @@ class Neighbour:
         self.tell: Callable[[Any], Any] = lambda compressor: compressor
         """Sets the second moments that it sends."""
         self.outer = OuterLoop(
-            self.rank.states, self.rank.live, name, 0, 1,
+            self.rank.states, self.rank.live, LoopPlace(name),
             lambda given: registry.exchange(name, self._given(given)), lambda: None,
             second=self.rank.model.second_moments,
         )  # fmt: skip

@@ -39,6 +39,15 @@ class Admission:
     gate: Gate | None = None
 
 
+@dataclass(frozen=True)
+class LoopPlace:
+    """Where the rank of an outer loop stands: its site, its stage, and the stages of a site."""
+
+    site: str
+    stage: int = 0
+    stages: int = 1
+
+
 Submit = Callable[[Contribution], "Future[Outcome]"]
 
 
@@ -50,9 +59,7 @@ class OuterLoop:
         states: outer state of each piece. A fragment of a plan has consecutive pieces
             (`dilocox.coordinator.protocol.fragment_groups`).
         live: local parameters, full name to fp32 tensor. Landings change them in place.
-        me: name of this site.
-        stage: this rank's stage.
-        stages: number of stages of a site.
+        place: site and stage of this rank.
         submit: starts an exchange beside training.
         touch: called while this rank waits, so that it still counts as alive.
         hash_beside: compute digests of landed pieces in another thread, beside training.
@@ -64,9 +71,7 @@ class OuterLoop:
         self,
         states: Sequence[FragmentState],
         live: Mapping[str, torch.Tensor],
-        me: str,
-        stage: int,
-        stages: int,
+        place: LoopPlace,
         submit: Submit,
         touch: Callable[[], None],
         hash_beside: bool = False,
@@ -88,9 +93,9 @@ class OuterLoop:
         """Held-out loss and gradient for the gate of a site of several ranks. None otherwise."""
         self.non_finite: str | None = None
         """First non-finite value of a boundary's pseudo-gradient. The reader clears it."""
-        self._me = me
-        self._stage = stage
-        self._stages = stages
+        self._me = place.site
+        self._stage = place.stage
+        self._stages = place.stages
         self._submit = submit
         self._touch = touch
         self._hash_beside = hash_beside

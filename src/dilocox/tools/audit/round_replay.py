@@ -21,7 +21,7 @@ from dilocox.coordinator.protocol.messages import PlanReply, RoundPlan
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError, ExchangeError, RecordError
-from dilocox.outer.loop import OuterLoop
+from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.record.log.blob_store import DOCUMENT_BYTES, Store, Stores
 from dilocox.record.log.digests import TensorDigest
 from dilocox.record.log.round_document import Document, Fingerprint, checksum, fingerprint
@@ -198,7 +198,7 @@ def _repeat(job: RankJob, rank: RankParts, progress: Progress) -> RankReplay:
     )
     nobody = NullControlPlane()
     outer = OuterLoop(
-        rank.states, rank.live, place.site, place.stage, config.site.stages,
+        rank.states, rank.live, LoopPlace(place.site, place.stage, config.site.stages),
         exchanges.submit, nobody.touch,
         second=rank.model.second_moments,
     )  # fmt: skip

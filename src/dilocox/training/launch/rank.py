@@ -38,7 +38,7 @@ from dilocox.inner.flight_recorder import record_collectives
 from dilocox.inner.garbage import Collector
 from dilocox.models import count_parameters
 from dilocox.outer.first_state import FirstState
-from dilocox.outer.loop import OuterLoop
+from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.statements import Signer
 from dilocox.record.writer.rank_recorder import RankRecord, SigningIdentity
@@ -277,9 +277,7 @@ def _take_part(
     outer = OuterLoop(
         rank.states,
         rank.live,
-        place.site,
-        place.stage,
-        config.site.stages,
+        LoopPlace(place.site, place.stage, config.site.stages),
         worker.submit if record is None else record.watching(worker.submit),
         control.touch,
         hash_beside=rank.mesh.device.type != "cpu",
