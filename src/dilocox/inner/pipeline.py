@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -127,6 +128,16 @@ def computes_head_with_loss(schedule: str) -> bool:
     return schedule not in ZERO_BUBBLE or weight_half_takes_functions()
 
 
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """The shape of the values between chunks, without the sequence length."""
+
+    rows: int
+    """Rows of a micro-batch."""
+    hidden_size: int
+    """Last dimension of the values."""
+
+
 class Pipeline:
     """Runs the micro-batches of one rank: training passes, and forward passes alone.
 
@@ -136,8 +147,7 @@ class Pipeline:
         schedule: name of the pipeline schedule.
         computation: compute dtype and copies of parameters.
         loss: mean loss of a micro-batch, of logits and labels.
-        micro_batch_size: rows of a micro-batch.
-        hidden_size: last dimension of the values between chunks.
+        shape: rows and width of the values between chunks.
         whole_gradients: reduce gradients over shards once per step, see `SiteModel`.
         compiled: compile the loss of a chunk of tokens.
     """
@@ -149,8 +159,7 @@ class Pipeline:
         schedule: str,
         computation: Computation,
         loss: LossFunction,
-        micro_batch_size: int,
-        hidden_size: int,
+        shape: MicroBatchShape,
         whole_gradients: bool = False,
         compiled: bool = False,
     ) -> None:
@@ -160,8 +169,8 @@ class Pipeline:
         self._schedule_name = schedule
         self._computation = computation
         self.loss = loss
-        self._rows = micro_batch_size
-        self._hidden_size = hidden_size
+        self._rows = shape.rows
+        self._hidden_size = shape.hidden_size
         self._numbers = chunks_of_stage(schedule, mesh.stages, len(chunks), mesh.stage)
         self._total = mesh.stages * len(chunks)
         self._built: dict[tuple[int, int], Any] = {}

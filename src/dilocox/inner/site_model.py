@@ -22,6 +22,7 @@ from dilocox.inner.own_optimizer import OptimizerFactory, OwnOptimizer
 from dilocox.inner.pipeline import (
     Computation,
     LossFunction,
+    MicroBatchShape,
     Pipeline,
     cast_boundary,
     chunks_of_stage,
@@ -101,8 +102,7 @@ class SiteModel:
             site.schedule,
             computation,
             loss,
-            site.micro_batch_size,
-            hidden_size,
+            MicroBatchShape(site.micro_batch_size, hidden_size),
             self.whole_gradients,
             compiled=self._compilation is not None and mesh.device.type == "cuda",
         )
