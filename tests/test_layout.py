@@ -27,7 +27,6 @@ TOO_LARGE = {
     "api.train",
     "cli.main._parser",
     "data.prepare._encode",
-    "inner.site_model.SiteModel.__init__",
     "record.verify.replay.replay_steps",
     "tools.planner.plan.plan_run",
     "tools.planner.predict.predict",

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from dilocox.config.run_config import ModelSection
 from dilocox.config.site import InnerSection, SiteSection
 from dilocox.errors import ConfigError
-from dilocox.inner import SiteMesh, SiteModel, determinism_facts
+from dilocox.inner import ChunkSettings, SiteMesh, SiteModel, determinism_facts
 from dilocox.inner.compilation import Compile, compiles, fallback
 from dilocox.models.activation_checkpointing import Checkpointing
 from tests.support import toy_model
@@ -93,8 +93,7 @@ def site_model(monkeypatch: pytest.MonkeyPatch, setting: Compile, chunk: nn.Modu
         SiteMesh.create(1, 1, CPU),
         SiteSection(batch_size=4, micro_batch_size=2),
         InnerSection(),
-        hidden_size=toy_model.WIDTH,
-        compile_layers=setting,
+        ChunkSettings(hidden_size=toy_model.WIDTH, compile_layers=setting),
     )
 
 

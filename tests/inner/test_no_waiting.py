@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilocox.config.run_config import ModelSection
 from dilocox.config.site import InnerSection, SiteSection
-from dilocox.inner import SiteMesh, SiteModel
+from dilocox.inner import ChunkSettings, SiteMesh, SiteModel
 from dilocox.models import load_model_config, materialise, open_weights, tied_pair
 from dilocox.models.unpacked_rows import unpacked_rows
 from tests.support.architectures import ARCHITECTURES, ROUTED, VOCABULARY, chunk_of, token_ids
@@ -56,9 +56,7 @@ def site_model(name: str, attention: str, precision: torch.dtype) -> SiteModel:
         SiteMesh.create(1, 1, CPU),
         SiteSection(batch_size=8, micro_batch_size=2),
         InnerSection(),
-        hidden_size=32,
-        precision=precision,
-        tied=tied_pair(config),
+        ChunkSettings(hidden_size=32, precision=precision, tied=tied_pair(config)),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dilocox.config.site import InnerSection, SiteSection
 from dilocox.errors import TrainingError
-from dilocox.inner import SiteMesh, SiteModel, chunks_of_stage, mean_cross_entropy
+from dilocox.inner import ChunkSettings, SiteMesh, SiteModel, chunks_of_stage, mean_cross_entropy
 from dilocox.inner.muon import gather_matrices, scatter_matrices
 from dilocox.inner.optimizer import InnerOptimizer
 from tests.support import toy_model
@@ -65,11 +65,13 @@ def build(
         mesh,
         site,
         inner or InnerSection(),
-        hidden_size=toy_model.WIDTH,
-        precision=precision,
-        tied=(toy_model.OWNER, toy_model.COPY) if tied else None,
-        compile_layers=compile_layers,
-        whole_gradients=whole_gradients,
+        ChunkSettings(
+            hidden_size=toy_model.WIDTH,
+            precision=precision,
+            tied=(toy_model.OWNER, toy_model.COPY) if tied else None,
+            compile_layers=compile_layers,
+            whole_gradients=whole_gradients,
+        ),
     )
 
 

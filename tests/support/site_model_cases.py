@@ -13,7 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from dilocox.config.run_config import ModelSection
 from dilocox.config.site import InnerSection, SiteSection
-from dilocox.inner import SiteMesh, SiteModel, chunks_of_stage, head_loss, start_site_group
+from dilocox.inner import (
+    ChunkSettings,
+    SiteMesh,
+    SiteModel,
+    chunks_of_stage,
+    head_loss,
+    start_site_group,
+)
 from tests.support import toy_model
 from tests.support.process_starts import ARCHITECTURE
 from tests.support.site_cases import CPU, build, rows_of
@@ -150,9 +157,9 @@ def real_model(
             micro_batch_size=1,
         ),
         InnerSection(clip=0.5),
-        hidden_size=32,
-        tied=tied_pair(hf_config),
-        precision=getattr(torch, precision),
+        ChunkSettings(
+            hidden_size=32, tied=tied_pair(hf_config), precision=getattr(torch, precision)
+        ),
     )
     values = []
     for step in range(3):
@@ -183,8 +190,7 @@ def model_types(shards: int, tied: bool) -> dict[str, list[float]]:
             mesh,
             SiteSection(shards=shards, batch_size=4, micro_batch_size=1),
             InnerSection(),
-            hidden_size=32,
-            tied=tied_pair(hf_config),
+            ChunkSettings(hidden_size=32, tied=tied_pair(hf_config)),
         )
         values = found.setdefault(name, [])
         for step in range(2):
@@ -218,8 +224,7 @@ def saved_buffers(stages: int, shards: int) -> dict[str, list[float]]:
         mesh,
         SiteSection(stages=stages, shards=shards, batch_size=8, micro_batch_size=1),
         InnerSection(),
-        hidden_size=32,
-        precision=torch.bfloat16,
+        ChunkSettings(hidden_size=32, precision=torch.bfloat16),
     )
     ids, labels = (rows_of(mesh.shard, shards, part) for part in toy_model.batch(8, seed=0))
     model.inner_step(ids, labels, 0.01)

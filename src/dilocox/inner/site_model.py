@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,23 @@ Fill = Callable[[nn.Module, torch.device], None]
 ExchangeGradients = Callable[[dict[str, Tensor]], None]
 
 
+@dataclass(frozen=True)
+class ChunkSettings:
+    """How the chunks of a rank compute, beside the run file's `[site]` and `[inner]`."""
+
+    hidden_size: int
+    """Last dimension of the chunks' outputs."""
+    precision: torch.dtype = torch.float32
+    """Compute dtype. Parameters, gradients and optimizer state are fp32."""
+    tied: tuple[str, str] | None = None
+    """Full names (owner, copy) of a tensor that the first and the last chunk share."""
+    compile_layers: Compile = False
+    """`model.compile` of the run file."""
+    whole_gradients: bool = False
+    """Shards of one stage gather parameters and reduce gradients once per step, and hold both whole
+    until then. Otherwise they do so once per micro-batch."""
+
+
 class SiteModel:
     """The chunks that one rank of a site holds, trained together with the site's other ranks.
 
@@ -50,14 +68,9 @@ class SiteModel:
         mesh: this rank's place in the site.
         site: section `[site]` of the run file.
         inner: section `[inner]` of the run file.
-        hidden_size: last dimension of the chunks' outputs.
-        precision: compute dtype. Parameters, gradients and optimizer state are fp32.
-        tied: full names (owner, copy) of a tensor that the first and the last chunk share.
+        settings: how the chunks compute.
         loss: mean over a micro-batch, of logits [b, L, V] and labels [b, L].
         optimizer: makes an optimizer that replaces the one of `inner`.
-        compile_layers: `model.compile` of the run file.
-        whole_gradients: shards of one stage gather parameters and reduce gradients once per step,
-            and hold both whole until then. Otherwise they do so once per micro-batch.
 
     Raises `ConfigError` if the settings cannot run together, and `ModelError` if a tied tensor is
     not in the expected chunks.
@@ -70,14 +83,10 @@ class SiteModel:
         mesh: SiteMesh,
         site: SiteSection,
         inner: InnerSection,
+        settings: ChunkSettings,
         *,
-        hidden_size: int,
-        precision: torch.dtype = torch.float32,
-        tied: tuple[str, str] | None = None,
         loss: LossFunction = mean_cross_entropy,
         optimizer: OptimizerFactory | None = None,
-        compile_layers: Compile = False,
-        whole_gradients: bool = False,
     ) -> None:
         numbers = chunks_of_stage(site.schedule, mesh.stages, site.chunks, mesh.stage)
         if len(chunks) != len(numbers):
@@ -87,13 +96,14 @@ class SiteModel:
             )
         self._mesh = mesh
         self._clip = inner.clip
-        self.whole_gradients = whole_gradients and mesh.stages == 1 and mesh.sharded
+        precision, tied = settings.precision, settings.tied
+        self.whole_gradients = settings.whole_gradients and mesh.stages == 1 and mesh.sharded
         self._chunks = list(chunks)
         computation = Computation(precision, sharded=mesh.sharded)
         total = mesh.stages * site.chunks
         self._compilation: Compilation | None = None
-        if compiles(compile_layers, site, mesh.device):
-            self._compilation = Compilation(required=compile_layers is True)
+        if compiles(settings.compile_layers, site, mesh.device):
+            self._compilation = Compilation(required=settings.compile_layers is True)
         for number, chunk in zip(numbers, chunks, strict=True):
             self._prepare(chunk, computation, number == total - 1, fill, precision)
         self._pipeline = Pipeline(
@@ -102,7 +112,7 @@ class SiteModel:
             site.schedule,
             computation,
             loss,
-            MicroBatchShape(site.micro_batch_size, hidden_size),
+            MicroBatchShape(site.micro_batch_size, settings.hidden_size),
             self.whole_gradients,
             compiled=self._compilation is not None and mesh.device.type == "cuda",
         )

@@ -16,6 +16,7 @@ from dilocox.config.site import SiteSection
 from dilocox.data import TokenFiles, held_out
 from dilocox.errors import ConfigError
 from dilocox.inner import (
+    ChunkSettings,
     SiteMesh,
     SiteModel,
     chunks_of_stage,
@@ -295,13 +296,15 @@ def build_rank(
         mesh,
         config.site,
         config.inner,
-        hidden_size=blueprint.hf_config.hidden_size,
-        precision=resolve_precision(config.site, device),
-        tied=blueprint.tied,
+        ChunkSettings(
+            hidden_size=blueprint.hf_config.hidden_size,
+            precision=resolve_precision(config.site, device),
+            tied=blueprint.tied,
+            compile_layers=config.model.compile,
+            whole_gradients=_sums_whole_gradients(config, blueprint, mesh),
+        ),
         loss=hooks.loss,
         optimizer=hooks.optimizer,
-        compile_layers=config.model.compile,
-        whole_gradients=_sums_whole_gradients(config, blueprint, mesh),
     )
     live = model.local_tensors()
     if blueprint.tied is not None:

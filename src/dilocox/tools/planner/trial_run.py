@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dilocox.config.run_config import RunConfig, resolve_run
-from dilocox.inner import SiteMesh, SiteModel
+from dilocox.inner import ChunkSettings, SiteMesh, SiteModel
 from dilocox.models import build_chunk, materialise, open_weights
 from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.step_time import OPTIMIZER_BYTES, orthonormalising_flops
@@ -162,8 +162,10 @@ def build_model(
         SiteMesh.create(1, 1, device),
         run.site,
         run.inner,
-        hidden_size=int(outline.hf_config.hidden_size),
-        precision=precision,
-        tied=outline.blueprint.tied,
-        compile_layers=compiled and run.model.compile,
+        ChunkSettings(
+            hidden_size=int(outline.hf_config.hidden_size),
+            precision=precision,
+            tied=outline.blueprint.tied,
+            compile_layers=compiled and run.model.compile,
+        ),
     )
