@@ -33,7 +33,6 @@ TOO_LARGE = {
     "tools.planner.render.as_json",
     "tools.report.charts.line_chart",
     "tools.testbed.results.result_of",
-    "training.builder.build_rank",
     "training.launch.torchrun.join_as_rank",
     "training.round_meter.RoundMetrics.end",
 }

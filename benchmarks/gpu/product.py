@@ -110,7 +110,7 @@ def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
         torch.manual_seed(7)
         rank = builder.build_rank(
             config, blueprint, builder.RankPlace("north", 0, 0), builder.Hooks(),
-            store=None, local_rank=0, ranks_here=1, timeout=600.0,
+            builder.RankWiring(store=None, local_rank=0, ranks_here=1, timeout=600.0),
         )  # fmt: skip
     return Site(rank, *batch_of(shape), blueprint.cut[0].compute)
 

@@ -21,7 +21,7 @@ from dilocox.inner.determinism_mode import (
     settle_determinism,
 )
 from dilocox.training import builder
-from dilocox.training.builder import Hooks, ModelPlan, RankParts, RankPlace, build_rank
+from dilocox.training.builder import Hooks, ModelPlan, RankParts, RankPlace, RankWiring, build_rank
 from dilocox.training.determinism_class import facts_here
 from tests.support.neighbours import run_config
 
@@ -177,7 +177,7 @@ def built(tmp_path: Path, hooks: Hooks) -> tuple[RankParts, dict[str, Any]]:
     config = run_config(tmp_path, "run")
     rank = build_rank(
         config, ModelPlan.of(config, 270), RankPlace("paris", 0, 0), hooks,
-        store=None, local_rank=0, ranks_here=1, timeout=60.0,
+        RankWiring(store=None, local_rank=0, ranks_here=1, timeout=60.0),
     )  # fmt: skip
     return rank, facts_here(config, CPU)
 

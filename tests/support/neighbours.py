@@ -34,7 +34,15 @@ from dilocox.record.writer.notary import TransparencyLogSink, code_digest
 from dilocox.record.writer.rank_recorder import RankRecord, SigningIdentity
 from dilocox.record.writer.state_recorder import InnerRecord, RecordingPolicy
 from dilocox.tools.audit.round_replay import NullControlPlane, RepeatingTrainer
-from dilocox.training.builder import Batches, Hooks, ModelPlan, RankParts, RankPlace, build_rank
+from dilocox.training.builder import (
+    Batches,
+    Hooks,
+    ModelPlan,
+    RankParts,
+    RankPlace,
+    RankWiring,
+    build_rank,
+)
 from dilocox.training.checkpointing import Checkpointer, record_state
 from dilocox.training.determinism_class import facts_here
 from dilocox.training.evaluator import Evaluator
@@ -205,7 +213,7 @@ class Neighbour:
         self.name = name
         self.rank: RankParts = build_rank(
             config, ModelPlan.of(config, files.vocabulary_size), place, Hooks(),
-            store=None, local_rank=0, ranks_here=1, timeout=60.0,
+            RankWiring(store=None, local_rank=0, ranks_here=1, timeout=60.0),
         )  # fmt: skip
         author = SigningIdentity(registry.notary.run, rank, signer)
         self.store = Store(config.record_store)

@@ -220,47 +220,41 @@ class RankParts:
     """Operations of the model that lack a deterministic kernel at any rank of the site."""
 
 
+@dataclass(frozen=True)
+class RankWiring:
+    """How a rank's process meets the other ranks of its site, and shares its machine with some."""
+
+    store: dist.Store | None
+    """Where the site's ranks meet; None if they have met already."""
+    local_rank: int
+    """Number of this rank on its machine, from 0."""
+    ranks_here: int
+    """Ranks on this machine."""
+    timeout: float
+    """Seconds, of collectives inside the site."""
+
+
 def build_rank(
     config: RunConfig,
     blueprint: ModelPlan,
     place: RankPlace,
     hooks: Hooks,
-    *,
-    store: dist.Store | None,
-    local_rank: int,
-    ranks_here: int,
-    timeout: float,
+    wiring: RankWiring,
     progress: Callable[[], None] = lambda: None,
 ) -> RankParts:
     """Build this rank's part of the model and fill it with weights. Collective over the site.
 
-    Args:
-        store: rendezvous store of the site's ranks. May be None if their process group exists.
-        local_rank: number of this rank among the ranks on this machine, from 0.
-        ranks_here: number of ranks on this machine.
-        timeout: time limit of collectives inside the site, in seconds.
-        progress: called before each tensor is read.
-
-    Raises:
-        DilocoxError: the model cannot be built, or it does not fit into the GPU's memory.
+    `progress` is called before each tensor that is read.
     """
-    set_threads(config.site.threads, ranks_here)
-    device = resolve_device(config.site, local_rank)
-    set_determinism(config.site.deterministic, device, config.model.attention)
-    set_sdpa_backends(config.model.attention, config.data.sequence_length, device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    else:
-        use_expandable_segments()
-    stay_near(device, fit_threads=config.site.threads == 0)
+    device = _set_up_device(config, wiring)
     mesh = start_site_group(
         config.site.stages,
         config.site.shards,
         device,
-        timedelta(seconds=timeout),
+        timedelta(seconds=wiring.timeout),
         replicas=config.site.replicas,
         rank=place.rank_of(config.site),
-        store=store,
+        store=wiring.store,
     )
     numbers = chunks_of_stage(
         config.site.schedule, config.site.stages, config.site.chunks, place.stage
@@ -273,7 +267,7 @@ def build_rank(
         place.stage,
         device,
         resolve_precision(config.site, device),
-        ranks_here,
+        wiring.ranks_here,
     )
     chunks = [
         build_chunk(
@@ -314,6 +308,23 @@ def build_rank(
     rank.states = build_states(config, rank)
     rank.not_deterministic = _settle_determinism(config, rank)
     return rank
+
+
+def _set_up_device(config: RunConfig, wiring: RankWiring) -> torch.device:
+    """Set threads, determinism and memory of this process as its device needs; return the device.
+
+    Call this before the first CUDA operation (see `set_determinism`).
+    """
+    set_threads(config.site.threads, wiring.ranks_here)
+    device = resolve_device(config.site, wiring.local_rank)
+    set_determinism(config.site.deterministic, device, config.model.attention)
+    set_sdpa_backends(config.model.attention, config.data.sequence_length, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        use_expandable_segments()
+    stay_near(device, fit_threads=config.site.threads == 0)
+    return device
 
 
 def _settle_determinism(config: RunConfig, rank: RankParts) -> tuple[str, ...]:

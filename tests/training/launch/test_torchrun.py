@@ -300,8 +300,8 @@ def test_a_rank_says_that_it_lives_before_it_builds(
         def close(self) -> None:
             done.append("closed")
 
-    def build(*_: object, **options: Any) -> None:
-        assert options["store"] is store
+    def build(_config: object, _model: object, _place: object, _hooks: object, *more: Any) -> None:
+        assert more[0].store is store
         done.append("build")
         raise StopError
 

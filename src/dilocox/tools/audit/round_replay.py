@@ -30,7 +30,15 @@ from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.state_recorder import Capture
 from dilocox.tools.audit.recorded_exchanges import PayloadCheck, RecordedExchanges
 from dilocox.tools.audit.state_document import UNFIT, DocumentError, check_tensors
-from dilocox.training.builder import Batches, Hooks, ModelPlan, RankParts, RankPlace, build_rank
+from dilocox.training.builder import (
+    Batches,
+    Hooks,
+    ModelPlan,
+    RankParts,
+    RankPlace,
+    RankWiring,
+    build_rank,
+)
 from dilocox.training.checkpointing import Checkpointer
 from dilocox.training.determinism_class import facts_here
 from dilocox.training.evaluator import Evaluator
@@ -177,10 +185,12 @@ def _build(job: RankJob) -> RankParts:
         ModelPlan.of(config, files.vocabulary_size),
         place,
         Hooks(),
-        store=store if config.site.ranks > 1 else None,
-        local_rank=place.rank_of(config.site),
-        ranks_here=config.site.ranks,
-        timeout=Timeouts.derive(config.network).stall,
+        RankWiring(
+            store=store if config.site.ranks > 1 else None,
+            local_rank=place.rank_of(config.site),
+            ranks_here=config.site.ranks,
+            timeout=Timeouts.derive(config.network).stall,
+        ),
     )
 
 

@@ -50,6 +50,7 @@ from dilocox.training.builder import (
     ModelPlan,
     RankParts,
     RankPlace,
+    RankWiring,
     admission_of,
     build_rank,
     probe_batch,
@@ -225,11 +226,8 @@ def _build(
             blueprint,
             place,
             job.hooks,
-            store=store,
-            local_rank=job.local_rank,
-            ranks_here=job.ranks_here,
-            timeout=timeouts.stall,
-            progress=progress,
+            RankWiring(store, job.local_rank, job.ranks_here, timeouts.stall),
+            progress,
         )
     torch.manual_seed(random_seed(config, place))
     return rank
