@@ -108,7 +108,12 @@ def under_a_launcher(folder: Path, grouped: bool) -> None:
     variables = RankVariables(1, 2, 1, 2, "127.0.0.1", "1")
     endpoint = Endpoint("https://localhost:1", {"paris": "token"}, "")
     code = torchrun.join_as_rank(
-        config, "paris", endpoint, variables, lambda: None, lambda: None, False
+        config,
+        "paris",
+        endpoint,
+        variables,
+        torchrun.Preparation(check=lambda: None, fetch=lambda: None),
+        False,
     )
     sys.exit(code + 10)
 

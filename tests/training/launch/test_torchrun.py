@@ -50,6 +50,9 @@ def nothing() -> None:
     return
 
 
+NOTHING = torchrun.Preparation(check=nothing, fetch=nothing)
+
+
 def all_agree(
     prepares: list[Callable[[], object]], enrol: Callable[[], str], store: Any = None
 ) -> list[Any]:
@@ -215,10 +218,8 @@ def run(tmp_path: Path, **site: Any) -> RunConfig:
 def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
     config = run(tmp_path, stages=2)
     endpoint = Endpoint("https://localhost:1", {"paris": "token"}, "")
-    with pytest.raises(JoinError, match="3 ranks were started, but the run file asks for stages x"):
-        torchrun.join_as_rank(
-            config, "paris", endpoint, variables(0, 3), nothing, nothing, debug=False
-        )
+    with pytest.raises(JoinError, match="3 ranks were started, the run file asks for stages x"):
+        torchrun.join_as_rank(config, "paris", endpoint, variables(0, 3), NOTHING, debug=False)
 
 
 def test_all_is_checked_before_a_group_or_cuda_is_there(
@@ -392,7 +393,7 @@ def test_a_rank_that_was_asked_to_go_says_so_in_its_exit_code(
     monkeypatch.setattr(RankVariables, "export", nothing_of)
     endpoint = Endpoint("https://localhost:1", {"paris": "token"}, "")
     code = torchrun.join_as_rank(
-        run(tmp_path), "paris", endpoint, variables(0, 1), nothing, nothing, debug=False
+        run(tmp_path), "paris", endpoint, variables(0, 1), NOTHING, debug=False
     )
     assert code == 130
     until(lambda: bool(line.said))

@@ -42,7 +42,7 @@ from dilocox.training.launch.cuda_driver import check_driver, machine_has_gpu
 from dilocox.training.launch.site import keep_site
 from dilocox.training.launch.supervisor import listening, print_error
 from dilocox.training.launch.tokenizer_check import check_handed_tokenizer, check_tokenizer
-from dilocox.training.launch.torchrun import join_as_rank
+from dilocox.training.launch.torchrun import Preparation, join_as_rank
 from dilocox.training.launch.torchrun_env import rank_variables
 from dilocox.training.payload_sizes import payload_sizes
 from dilocox.training.portable_checkpoint import check_handover
@@ -476,8 +476,11 @@ def join(
     if variables is not None:
         return join_as_rank(
             config, site, endpoint, variables,
-            lambda: _check_site(config, site, None, hooks, variables.local_world),
-            lambda: fetch_weights(config), debug, trace, hooks,
+            Preparation(
+                check=lambda: _check_site(config, site, None, hooks, variables.local_world),
+                fetch=lambda: fetch_weights(config),
+            ),
+            debug, trace, hooks,
         )  # fmt: skip
     display = Display(config)
     _check_site(config, site, display, hooks)

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,31 +44,30 @@ LAST_WORDS = 10.0
 """Seconds for which the first rank waits until the others have read why it gives up."""
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """The work of a site's ranks before the site enrols."""
+
+    check: Callable[[], object]
+    """For the first rank: refuses what cannot run, and prepares the data."""
+    fetch: Callable[[], object]
+    """For the other ranks: fetches what each machine needs."""
+
+
 def join_as_rank(
     config: RunConfig,
     site: str,
     endpoint: Endpoint,
     variables: RankVariables,
-    check: Callable[[], object],
-    fetch: Callable[[], object],
+    prepare: Preparation,
     debug: bool,
     trace: bool = False,
     hooks: Hooks | None = None,
 ) -> int:
     """Take part in a run as one rank that a launcher has started, and return the exit code.
 
-    When all ranks have called `check` or `fetch`, the first rank enrols the site, and gives the
-    site's identity to the other ranks.
-
-    Args:
-        variables: the launcher's variables for this rank.
-        check: called by the first rank: checks the run and prepares the data.
-        fetch: called by all other ranks: fetches the files that each machine needs.
-        trace: record this rank's timeline.
-        hooks: the user's own functions. None: dilocox's functions are used.
-
-    Raises:
-        JoinError: a rank of the site cannot go on. All ranks raise it.
+    When all ranks are through with `prepare`, the first one enrols the site and tells the others
+    who they are. Raises `JoinError` at all of them if one cannot go on.
     """
     if variables.world != config.site.ranks:
         raise JoinError(
@@ -83,7 +83,7 @@ def join_as_rank(
             store,
             variables.rank,
             variables.world,
-            check if variables.rank == 0 else fetch,
+            prepare.check if variables.rank == 0 else prepare.fetch,
             lambda: enrol_site(config, site, endpoint).to_text(),
             Seal(endpoint.tokens[site], site),
         )
@@ -107,17 +107,7 @@ def join_as_rank(
         )
         if place.leads:
             site_log.note_joined(config, site, endpoint.url.removeprefix("https://"))
-        errors: list[str] = []
-
-        def failed(line: str, _permanent: bool) -> None:
-            errors.append(line)
-            print_error(line)
-
-        going = Going(SiteLine(config, site, endpoint, job.identity))
-        with listening(asked=going):
-            code = run_rank(job, failed)
-        # After a request to leave, the rank's rounds are done and its checkpoint is written.
-        code = 130 if going.times else code
+        code, errors = _train(job, SiteLine(config, site, endpoint, job.identity))
     if trace and place.exchanges:
         try:
             merge_rank(config.folder, site, place.stage, place.shard)
@@ -131,6 +121,21 @@ def join_as_rank(
         # The other ranks are ended by the launcher, or learn of the end from the coordinator.
         processes.exit_now(code)
     return code
+
+
+def _train(job: RankJob, line: SiteLine) -> tuple[int, list[str]]:
+    """Train as the rank of `job` until its end. Return the exit code and the lines of errors."""
+    errors: list[str] = []
+
+    def failed(error: str, _permanent: bool) -> None:
+        errors.append(error)
+        print_error(error)
+
+    going = Going(line)
+    with listening(asked=going):
+        code = run_rank(job, failed)
+    # Its rounds are done, and its part of a checkpoint is written.
+    return 130 if going.times else code, errors
 
 
 class Going(Asked):
