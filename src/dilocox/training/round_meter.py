@@ -212,20 +212,46 @@ class RoundMetrics:
             sums, counts, lost, outer.behind, self._first_alone, self._memory.read(), self._peak
         )
         shared = _over_ranks(rank, self.dropped, own)
-        self.behind, seconds = shared.behind, shared.seconds
-        member = plan.members.get(rank.place.site)
-        sequences = steps * member.batch if member else 0
-        tokens = sequences * self._config.data.sequence_length
-        sites = len(plan.members)
-        dense = 8 * (sites - 1) / sites * self._parameters if sites else 0.0
+        self.behind = shared.behind
         if self._results:
             passed = self._passed()
             self._paced = (0.0, 0) if passed is None else (passed, plan.slots - self._from)
         self._start, self._held, self._from = time.monotonic(), 0.0, 0
         self._first = self._first_alone = 0.0
+        record = self._record(plan, rank, shared, steps)
+        record["contributors"] = min(counts.contributors, default=0)
+        record["repeated_exchanges"] = counts.attempts - counts.exchanges
+        record["anchor_digest"] = None if shared.behind else shared.digest
+        record |= shared.devices.record(rank, record["tokens_per_second"])
+        self.dropped = shared.dropped
+        if shared.effective_rank is not None:
+            record["effective_rank"] = shared.effective_rank
+        like_others = steps - (shared.first_seconds > 0)
+        self.measured = self._measured(shared, like_others) if like_others else None
+        # Of the steps that were taken: one that met values that are not finite has no loss.
+        if sums["finite"]:
+            record["loss"] = sums["loss"] / sums["finite"]
+        taken = [result for result in self._results if result.finite]
+        if taken:
+            record["grad_norm"] = taken[-1].grad_norm
+        if self.dropped:
+            record["dropped"] = self.dropped
+        # A pace that is asked for before the next round begins is that of whole rounds.
+        self._results = []
+        return record
+
+    def _record(
+        self, plan: RoundPlan, rank: RankParts, shared: Shared, steps: int
+    ) -> dict[str, Any]:
+        """Return the figures that every round's record has: text, times, and bytes."""
+        seconds, payload = shared.seconds, shared.payload_bytes
+        member = plan.members.get(rank.place.site)
+        sequences = steps * member.batch if member else 0
+        tokens = sequences * self._config.data.sequence_length
+        sites = len(plan.members)
+        dense = 8 * (sites - 1) / sites * self._parameters if sites else 0.0
         factor = sites - 1 if plan.exchange == "gather" else 2 * (sites - 1) / max(sites, 1)
-        payload = shared.payload_bytes
-        record: dict[str, Any] = {
+        return {
             "site": rank.place.site,
             "step": plan.first_step + plan.inner_steps,
             "steps": steps,
@@ -245,40 +271,25 @@ class RoundMetrics:
             "ratio_per_transfer": 4 * shared.values * factor / payload if payload else 0.0,
             "ratio_per_token": steps * dense / payload if payload else 0.0,
             "members": sites,
-            "contributors": min(counts.contributors, default=0),
-            "repeated_exchanges": counts.attempts - counts.exchanges,
         }
-        record["anchor_digest"] = None if shared.behind else shared.digest
-        record |= shared.devices.record(rank, record["tokens_per_second"])
-        self.dropped = shared.dropped
-        if shared.effective_rank is not None:
-            record["effective_rank"] = shared.effective_rank
-        self.measured = None
-        like_others = steps - (shared.first_seconds > 0)
-        if like_others:
-            alone = seconds - shared.wait_seconds - shared.first_seconds
-            self.measured = Measured(
-                step_us=max(1, round(alone / like_others * 1e6)),
-                exchange_bytes=sum(size for _, _, size in shared.link),
-                exchange_us=round(busy_seconds(shared.link) * 1e6),
-                exchanges=-(-len(shared.link) // self._config.site.shards),
-                overhead_us=round(shared.overhead_seconds * 1e6),
-                work_us=round(shared.lost_seconds * 1e6),
-                effective_rank_milli=None
-                if shared.effective_rank is None
-                else round(shared.effective_rank * 1000),
-            )
-        # The mean is over finite steps only: a step with non-finite values has no loss.
-        if sums["finite"]:
-            record["loss"] = sums["loss"] / sums["finite"]
-        taken = [result for result in self._results if result.finite]
-        if taken:
-            record["grad_norm"] = taken[-1].grad_norm
-        if self.dropped:
-            record["dropped"] = self.dropped
-        # Until the next round begins, `slot_seconds` must only count whole rounds.
-        self._results = []
-        return record
+
+    def _measured(self, shared: Shared, like_others: int) -> Measured:
+        """Return the measurements for later plans.
+
+        `like_others`: inner steps of the round without a process's first one.
+        """
+        alone = shared.seconds - shared.wait_seconds - shared.first_seconds
+        return Measured(
+            step_us=max(1, round(alone / like_others * 1e6)),
+            exchange_bytes=sum(size for _, _, size in shared.link),
+            exchange_us=round(busy_seconds(shared.link) * 1e6),
+            exchanges=-(-len(shared.link) // self._config.site.shards),
+            overhead_us=round(shared.overhead_seconds * 1e6),
+            work_us=round(shared.lost_seconds * 1e6),
+            effective_rank_milli=None
+            if shared.effective_rank is None
+            else round(shared.effective_rank * 1000),
+        )
 
 
 def peak_here(config: RunConfig, device: torch.device) -> float | None:
