@@ -27,7 +27,6 @@ TOO_LARGE = {
     "api.train",
     "cli.main._parser",
     "data.prepare._encode",
-    "record.verify.replay.replay_steps",
     "tools.planner.plan.plan_run",
     "tools.planner.predict.predict",
     "tools.planner.render.as_json",

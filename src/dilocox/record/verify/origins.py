@@ -25,6 +25,7 @@ from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.replay import (
     Get,
     Stage,
+    StartTensors,
     behind,
     payload_tensor,
     read_listing,
@@ -271,10 +272,8 @@ def replay_from(
     Steps that the origin includes already are skipped.
     """
     if origin is None:
-        names = stage.names(run)
-        start = {name: stage.load(get, name) for name in names}
-        moving = stage.momentum(get, names)
-        return replay_steps(steps, stage, run, start, moving, shard, get, momentum_dtype, on_step)
+        start = StartTensors.load(stage, stage.names(run), get)
+        return replay_steps(steps, stage, run, start, shard, get, momentum_dtype, on_step)
     anchor, momentum = origin.load(stage, run, get, momentum_dtype)
     left = list(_left(origin, steps, on_step))
     replay_flat(left, stage, run, anchor, momentum, shard, get, on_step)

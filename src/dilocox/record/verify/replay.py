@@ -175,15 +175,14 @@ def replay_stage(
     for run, steps in stage.blocks(course.of(stage.stage)):
         names = stage.names(run)
         if replay is None:
-            start = {name: stage.load(get, name) for name in names}
-            moving = stage.momentum(get, names)
+            start = StartTensors.load(stage, names, get)
         parts = []
         for shard in range(stage.shards):
             if replay is not None:
                 anchor, _ = replay(shard, run, steps)
             else:
                 anchor, _ = replay_steps(
-                    steps, stage, run, start, moving, shard, get, course.momentum_dtype, on_step
+                    steps, stage, run, start, shard, get, course.momentum_dtype, on_step
                 )
             parts.append(stage.layout(run, shard).views(anchor))
         for name in names:
@@ -192,18 +191,33 @@ def replay_stage(
     return {name: whole[name] for name in stage.tensors}
 
 
+@dataclass(frozen=True)
+class StartTensors:
+    """Whole tensors, fp32 by full name, from which a replay of outer steps starts."""
+
+    theta: Mapping[str, Tensor]
+    """Of theta_0."""
+    momentum: Mapping[str, Tensor]
+    """Of the outer momentum that the run begins with; empty: zero."""
+
+    @classmethod
+    def load(cls, stage: Stage, names: Sequence[str], get: Get) -> StartTensors:
+        """Load the tensors `names` of a stage. Raises `RecordError`."""
+        return cls({name: stage.load(get, name) for name in names}, stage.momentum(get, names))
+
+
 def replay_steps(
     steps: Sequence[Step],
     stage: Stage,
     run: range,
-    start: Mapping[str, Tensor],
-    moving: Mapping[str, Tensor],
+    start: StartTensors,
     shard: int,
     get: Get,
     momentum_dtype: str,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Replay `steps` for one rank and one range of pieces, from theta_0.
+    """Anchor and momentum of a `run` of pieces at a rank after `steps`, each of some of these
+    pieces, in order, from `start`: flat fp32, the momentum flat as the run keeps it.
 
     Args:
         steps: Outer steps of these pieces, in order.
@@ -223,8 +237,8 @@ def replay_steps(
         RecordError: A step cannot be replayed; the message names the step.
     """
     layout = stage.layout(run, shard)
-    start, moving = stage.rows(start, shard), stage.rows(moving, shard)
-    anchor = layout.pack(start)
+    moving = stage.rows(start.momentum, shard)
+    anchor = layout.pack(stage.rows(start.theta, shard))
     if momentum_dtype not in MOMENTUM_DTYPES:
         raise RecordError(f"this dilocox knows no outer momentum in {momentum_dtype}")
     kept = MOMENTUM_DTYPES[momentum_dtype]
