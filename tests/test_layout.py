@@ -26,7 +26,6 @@ TOO_LARGE = {
     "api.join",
     "api.train",
     "cli.main._parser",
-    "data.prepare._encode",
     "tools.planner.plan.plan_run",
     "tools.planner.predict.predict",
     "tools.planner.render.as_json",

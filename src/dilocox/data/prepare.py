@@ -200,7 +200,9 @@ def _fill(
     encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, total, report)
     begin = encoder.begin_of_text if data.begin_of_text else ()
     special = SpecialText(encoder.tokenizer)
-    splits = _encode(partial, data, sources, held, encoder, begin, total, report, special.look)
+    splits = _encode(
+        partial, data, _Text(sources, held, total), encoder, begin, report, special.look
+    )
     content = {
         "dtype": splits["train"].dtype.name,
         "vocabulary_size": encoder.vocabulary_size,
@@ -295,14 +297,23 @@ class Sample:
                 return
 
 
+@dataclass(frozen=True)
+class _Text:
+    """The documents that a folder of token files is made of."""
+
+    sources: list[Source]
+    held: HoldoutSplit
+    """Which documents are held out."""
+    total: int | None
+    """Bytes of all documents; None: unknown."""
+
+
 def _encode(
     partial: Path,
     data: DataSection,
-    sources: list[Source],
-    held: HoldoutSplit,
+    text: _Text,
     encoder: Encoder,
     begin: tuple[int, ...],
-    total: int | None,
     report: Progress,
     look: Callable[[list[str]], None],
 ) -> dict[str, Packer]:
@@ -311,14 +322,14 @@ def _encode(
     done = 0
     try:
         places: list[Place] = []
-        for batch in _batches(_noting(places, _placed(sources, data, held.own_from))):
+        for batch in _batches(_noting(places, _placed(text.sources, data, text.held.own_from))):
             look(batch)
             parts: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
             origins: dict[str, list[Place]] = {split: [] for split in SPLITS}
             sizes = dict.fromkeys(SPLITS, 0)
-            for text, ids, place in zip(batch, encoder.encode(batch), places, strict=True):
-                raw = text.encode()
-                split = "validation" if held.holds_out(place, raw) else "train"
+            for document, ids, place in zip(batch, encoder.encode(batch), places, strict=True):
+                raw = document.encode()
+                split = "validation" if text.held.holds_out(place, raw) else "train"
                 parts[split].append(ids)
                 origins[split].append(place)
                 sizes[split] += len(raw)
@@ -326,7 +337,7 @@ def _encode(
             for split in SPLITS:
                 packers[split].add(parts[split], sizes[split], origins[split])
             done += sum(sizes.values())
-            report("encoding", min(0.99, done / total) if total else 0.0)
+            report("encoding", min(0.99, done / text.total) if text.total else 0.0)
     finally:
         for packer in packers.values():
             packer.close()
