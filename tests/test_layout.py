@@ -28,7 +28,6 @@ TOO_LARGE = {
     "cli.main._parser",
     "tools.planner.plan.plan_run",
     "tools.planner.predict.predict",
-    "tools.planner.render.as_json",
     "tools.report.charts.line_chart",
     "tools.testbed.results.result_of",
 }

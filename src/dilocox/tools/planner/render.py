@@ -269,21 +269,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             }
             for name, place, link in zip(plan.config.sites, plan.places, plan.links, strict=True)
         ],
-        "memory": {
-            "fits": plan.fits,
-            "needed_bytes": plan.needed,
-            "available_bytes": plan.available,
-            "host_needed_bytes": None if plan.host is None else plan.host.needed,
-            "host_available_bytes": None if plan.host is None else plan.host.available,
-            "exact": plan.exact,
-            "inner_bytes_per_parameter": inner_bytes_per_parameter(plan.config),
-            "outer_bytes_per_parameter": outer_bytes_per_parameter(plan.config),
-            "stages": [_footprint(each, plan.fullest.device.reserved) for each in plan.footprints],
-            "advice": [
-                {"set": dict(change.values), "needed_bytes": change.needed, "fits": change.fits}
-                for change in plan.advice
-            ],
-        },
+        "memory": _memory_json(plan),
         "step": {
             "seconds": plan.step.seconds,
             "compute": plan.step.compute,
@@ -321,6 +307,24 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             | {link.source for link in plan.links}
             | {place.device.host.source for place in plan.places}
         ),
+    }
+
+
+def _memory_json(plan: RunPlan) -> dict[str, Any]:
+    return {
+        "fits": plan.fits,
+        "needed_bytes": plan.needed,
+        "available_bytes": plan.available,
+        "host_needed_bytes": None if plan.host is None else plan.host.needed,
+        "host_available_bytes": None if plan.host is None else plan.host.available,
+        "exact": plan.exact,
+        "inner_bytes_per_parameter": inner_bytes_per_parameter(plan.config),
+        "outer_bytes_per_parameter": outer_bytes_per_parameter(plan.config),
+        "stages": [_footprint(each, plan.fullest.device.reserved) for each in plan.footprints],
+        "advice": [
+            {"set": dict(change.values), "needed_bytes": change.needed, "fits": change.fits}
+            for change in plan.advice
+        ],
     }
 
 
