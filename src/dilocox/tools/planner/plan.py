@@ -140,12 +140,7 @@ def plan_run(
         ModelError: The model cannot be built or cut into stages.
     """
     config = with_sites(config, len(places))
-    for place in places:
-        if not place.device.shared and place.gpus < config.site.ranks:
-            raise ConfigError(
-                f"--gpu {place.text}: {place.gpus} GPUs for {_product(config.site)} = "
-                f"{config.site.ranks} ranks at each site; lower them, or give more GPUs per site"
-            )
+    _check_gpus(config, places)
     left = _steps_left(config) if tokens is None else 0
     if tokens is not None:
         batches = sum(config.site_batch(name) for name in config.sites)
@@ -174,18 +169,12 @@ def plan_run(
         progress(f"method {method}")
         rows.append(_row(config, method, places, links, fabric, outline, prediction))
     progress("other settings")
-
-    def filled(run: RunConfig, rounds: Choice) -> tuple[int, int]:
-        largest = at_site(run, max(run.sites, key=run.site_batch))
-        place, _, most = _fullest(largest, outline, places, rounds)
-        return most, place.device.memory
-
     others = options(
         config,
         places,
         prediction,
         lambda run: _predict(run, places, links, fabric, outline),
-        filled,
+        lambda run, rounds: _filled(run, rounds, outline, places),
     )
     times = [
         step_time(at_site(config, name), outline, place, fabric)
@@ -212,6 +201,25 @@ def plan_run(
         hybrid=_hybrid(config, outline, places, fabric, prediction),
         options=others,
     )
+
+
+def _check_gpus(config: RunConfig, places: Sequence[GpuPlacement]) -> None:
+    """Raise `ConfigError` for a site with fewer GPUs than ranks."""
+    for place in places:
+        if not place.device.shared and place.gpus < config.site.ranks:
+            raise ConfigError(
+                f"--gpu {place.text}: {place.gpus} GPUs for {_product(config.site)} = "
+                f"{config.site.ranks} ranks at each site; lower them, or give more GPUs per site"
+            )
+
+
+def _filled(
+    run: RunConfig, rounds: Choice, outline: ModelOutline, places: Sequence[GpuPlacement]
+) -> tuple[int, int]:
+    """Return the bytes that the fullest device needs with these settings, and those that it has."""
+    largest = at_site(run, max(run.sites, key=run.site_batch))
+    place, _, most = _fullest(largest, outline, places, rounds)
+    return most, place.device.memory
 
 
 def _hybrid(
