@@ -29,7 +29,7 @@ from benchmarks.wan import rows as wan_rows
 from benchmarks.wan import run as wan_run
 from dilocox.config.run_config import RunConfig
 from dilocox.tools.planner.hardware_table import Device, HardwareTable, Link
-from dilocox.tools.planner.predict import predict
+from dilocox.tools.planner.predict import Simulation, predict
 
 RESULTS = common.RESULTS / "overlap-cpu.json"
 WAN = common.RESULTS / "wan-cpu.json"
@@ -65,7 +65,7 @@ def check_overlap(measured: dict[str, Any], table: HardwareTable) -> list[common
                 link,
                 list(overlap.SITES),
                 step_seconds=alone["round_seconds"] / settings["inner_steps"],
-                at_once=1,
+                simulation=Simulation(at_once=1),
             )
             compared.append(
                 {
@@ -132,7 +132,7 @@ def compare(
         Link(link / 8, link / 8, rtt),
         list(run.sites),
         step_seconds=step,
-        rounds=ROUNDS_CHOSEN if run.control.adapt == "link" else ROUNDS,
+        simulation=Simulation(ROUNDS_CHOSEN if run.control.adapt == "link" else ROUNDS),
     )
     # What training loses is predicted, processor time was measured.
     processor_share = min(1.0, cores / run.site.ranks)

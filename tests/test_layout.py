@@ -26,7 +26,6 @@ TOO_LARGE = {
     "api.join",
     "api.train",
     "cli.main._parser",
-    "tools.planner.predict.predict",
     "tools.report.charts.line_chart",
     "tools.testbed.results.result_of",
 }

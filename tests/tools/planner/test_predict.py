@@ -14,7 +14,7 @@ from dilocox.config.methods import METHODS
 from dilocox.config.run_config import RunConfig, with_sites
 from dilocox.errors import ConfigError
 from dilocox.tools.planner.model_outline import ModelOutline
-from dilocox.tools.planner.predict import Prediction, menu_of, predict
+from dilocox.tools.planner.predict import Prediction, Simulation, menu_of, predict
 from dilocox.tools.planner.variants import with_method
 
 OUTLINE = ModelOutline.of(run())
@@ -27,7 +27,13 @@ def fixed(method: str, **outer: Any) -> RunConfig:
 
 def of(config: RunConfig, rate: float, sites: int = 2, step: float = 1.0) -> Prediction:
     return predict(
-        config, device(), link(rate), sites, step_seconds=step, rounds=6, outline=OUTLINE
+        config,
+        device(),
+        link(rate),
+        sites,
+        step_seconds=step,
+        simulation=Simulation(rounds=6),
+        outline=OUTLINE,
     )
 
 

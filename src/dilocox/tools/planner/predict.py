@@ -66,6 +66,18 @@ class Prediction:
         return sent / self.course.settled_tokens
 
 
+@dataclass(frozen=True)
+class Simulation:
+    """How the rounds behind a prediction are simulated."""
+
+    rounds: int = ROUNDS
+    pair_rate: float | None = None
+    """Bytes per second of the narrowest path between two sites, if that is narrower than their
+    links."""
+    at_once: int = AT_ONCE
+    """Exchange threads of a rank."""
+
+
 def predict(
     config: RunConfig,
     device: Device | GpuPlacement | Sequence[Device | GpuPlacement],
@@ -74,32 +86,17 @@ def predict(
     *,
     step_seconds: float | Sequence[float] | None = None,
     fabric: float = 12.5e9,
-    pair_rate: float | None = None,
-    rounds: int = ROUNDS,
-    at_once: int = AT_ONCE,
+    simulation: Simulation | None = None,
     outline: ModelOutline | None = None,
 ) -> Prediction:
     """Predict the speed of a run.
 
-    `device`, `link` and `step_seconds` are either one value for all sites or one value per site.
-
-    Args:
-        config: The run.
-        device: A site's `GpuPlacement`, or the `Device` of each of its ranks.
-        link: Link of a site to the others.
-        sites: Number of sites, or their names.
-        step_seconds: Measured seconds of an inner step. None: the cost model's figure.
-        fabric: Bytes per second of a node's network inside its site.
-        pair_rate: Bytes per second of the narrowest path between two sites. None: no path is
-            narrower than the sites' links.
-        rounds: Rounds to simulate at most.
-        at_once: Exchange threads of a rank.
-        outline: Outline of the same model and layout. None: it is built here.
-
-    Raises:
-        ConfigError: The run is not possible, or a list has the wrong length.
-        ModelError: The model cannot be built or cut into stages.
+    `device` (a whole `GpuPlacement`, or a single one per rank), `link` and `step_seconds` are one
+    for all sites or one for each. `step_seconds`, if known, replaces the cost model's step.
+    `fabric` is the bytes per second of a node's network inside its site. `outline`: of the same
+    model and layout, if it is there already. Raises `ConfigError` and `ModelError`.
     """
+    given = simulation or Simulation()
     config = with_sites(config, sites)
     outline = ModelOutline.of(config) if outline is None else outline
     count = len(config.sites)
@@ -131,7 +128,8 @@ def predict(
         for name, step, own, place in zip(config.sites, steps, links, places, strict=True)
     ]
     menu = menu_of(config, outline)
-    return _settled(config, menu, simulate(config, sim_sites, menu, rounds, pair_rate, at_once))
+    course = simulate(config, sim_sites, menu, given.rounds, given.pair_rate, given.at_once)
+    return _settled(config, menu, course)
 
 
 def menu_of(config: RunConfig, outline: ModelOutline) -> Menu:
