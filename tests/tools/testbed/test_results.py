@@ -9,7 +9,14 @@ import pytest
 
 from dilocox.tools.testbed.commands import LabError
 from dilocox.tools.testbed.netns import Counters
-from dilocox.tools.testbed.results import RunResult, between, result_of, rounds_by_site, window_of
+from dilocox.tools.testbed.results import (
+    Recording,
+    RunResult,
+    between,
+    result_of,
+    rounds_by_site,
+    window_of,
+)
 from dilocox.tools.testbed.testbed import HUB
 
 pytestmark = pytest.mark.alone
@@ -54,7 +61,12 @@ def result(rounds: int = 5) -> RunResult:
         for t, when in ((t, 100.0 + t) for t in range(2 * rounds + 3))
     ]
     return result_of(
-        "run", "dilocox", SITES, HUB, records(rounds), samples, {}, Path("x"), warm_up=2
+        "run",
+        "dilocox",
+        SITES,
+        HUB,
+        Recording(records(rounds), samples, {}, Path("x")),
+        warm_up=2,
     )
 
 
@@ -86,7 +98,8 @@ def test_a_site_by_itself_sends_to_the_coordinator_alone() -> None:
     """Whatever the coordinators of other runs on the same host hear meanwhile."""
     own = [r for r in records(5) if r.get("site", "paris") == "paris"]
     samples = [(100.0 + t, counted(100 * t, 200 * t, 500 * t)) for t in range(13)]
-    found = result_of("run", "none", ["paris"], HUB, own, samples, {}, Path("x"), warm_up=2)
+    recording = Recording(own, samples, {}, Path("x"))
+    found = result_of("run", "none", ["paris"], HUB, recording, warm_up=2)
     assert found.control_bytes == 2 * 100 * 12
     assert found.exchange_wire_bytes == 0
     assert found.control_per_round == pytest.approx(found.sites["paris"].wire_per_round)

@@ -97,22 +97,31 @@ class RunResult:
         return self.exchange_wire_bytes / self.payload_bytes - 1 if self.payload_bytes else 0.0
 
 
+@dataclass(frozen=True)
+class Recording:
+    """The files and counters of a run that has ended."""
+
+    records: list[Record]
+    samples: Sequence[Sample]
+    """The interfaces' counters, from before the run's start to its end."""
+    summary: Record
+    folder: Path
+
+
 def result_of(
     name: str,
     method: str,
     sites: Sequence[str],
     hub: str,
-    records: list[Record],
-    samples: Sequence[Sample],
-    summary: Record,
-    folder: Path,
+    recording: Recording,
     warm_up: int = WARM_UP,
 ) -> RunResult:
-    """Return the results of a run.
+    """A run of `sites` from its records and counters.
 
     `records`: of its `metrics.jsonl`. `samples`: interface counters from before its start to its
     end. `hub`: host of the coordinator. Raises `LabError` if a site missed a round.
     """
+    records, samples = recording.records, recording.samples
     rounds = rounds_by_site(records, sites)
     window = window_of(rounds, warm_up)
     flush = {r["site"]: r for r in records if r["kind"] == "flush"}
@@ -145,9 +154,9 @@ def result_of(
         control_bytes=control.sent_bytes + control.received_bytes,
         control_per_round=heard / window.rounds / len(sites),
         exchange_wire_bytes=sum(counted[s].sent_bytes for s in sites) - getattr(control, field),
-        summary=summary,
+        summary=recording.summary,
         records=records,
-        folder=folder,
+        folder=recording.folder,
     )
 
 

@@ -25,7 +25,14 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import DilocoxError
 from dilocox.tools.testbed.commands import LabError
-from dilocox.tools.testbed.results import WARM_UP, Record, RunResult, Sample, result_of
+from dilocox.tools.testbed.results import (
+    WARM_UP,
+    Record,
+    Recording,
+    RunResult,
+    Sample,
+    result_of,
+)
 from dilocox.tools.testbed.testbed import HUB, Lab
 from dilocox.training.builder import Hooks
 from dilocox.training.launch import preflight
@@ -243,10 +250,7 @@ class Run:
             method=self.config.outer.method,
             sites=list(self.config.sites),
             hub=HUB,
-            records=self.records,
-            samples=self.samples,
-            summary=summary,
-            folder=self.folder,
+            recording=Recording(self.records, self.samples, summary, self.folder),
             warm_up=warm_up,
         )
 
