@@ -95,6 +95,36 @@ def _parser() -> argparse.ArgumentParser:
         help="override a key of the run file; may be given several times",
     )
 
+    _add_train(commands, common, run_file)
+    _add_coordinator(commands, common, run_file)
+    _add_join(commands, common)
+    _add_leave(commands, common)
+    _add_handover(commands, common)
+    planning = commands.add_parser("plan", parents=[common], help=plan.HELP)
+    plan.add_arguments(planning)
+    _add_data(commands, common, run_file)
+    _add_export(commands, common)
+    verifying = commands.add_parser("verify", parents=[common], help=verify.HELP)
+    verify.add_arguments(verifying)
+
+    asking = commands.add_parser("status", parents=[common], help=status.HELP)
+    status.add_arguments(asking)
+    reporting = commands.add_parser("report", parents=[common], help=report.HELP)
+    report.add_arguments(reporting)
+    publishing = commands.add_parser("publish", parents=[common], help=publish.HELP)
+    publish.add_arguments(publishing)
+    auditing = commands.add_parser("audit", parents=[common], help=audit.HELP)
+    audit.add_arguments(auditing)
+    auditor = commands.add_parser("auditor", parents=[common], help=audit.AUDITOR_HELP)
+    audit.add_auditor_arguments(auditor)
+    _add_generate(commands, common)
+    lab_command.add_to(commands, common, run_file)
+    return parser
+
+
+def _add_train(
+    commands: Any, common: argparse.ArgumentParser, run_file: argparse.ArgumentParser
+) -> None:
     train = commands.add_parser(
         "train", parents=[common, run_file], help="train a run with all its sites on this machine"
     )
@@ -105,6 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(train, "trace.json")
     train.set_defaults(call=_train)
 
+
+def _add_coordinator(
+    commands: Any, common: argparse.ArgumentParser, run_file: argparse.ArgumentParser
+) -> None:
     coordinator = commands.add_parser(
         "coordinator",
         parents=[common, run_file],
@@ -120,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     coordinator.add_argument("--verbose", action="store_true", help="also print all time-outs")
     coordinator.set_defaults(call=_coordinator)
 
+
+def _add_join(commands: Any, common: argparse.ArgumentParser) -> None:
     join = commands.add_parser("join", parents=[common], help="join a run as one site")
     join.add_argument("address", metavar="HOST:PORT", help="the coordinator's address")
     join.add_argument("--site", required=True, help="name of this site in the run file")
@@ -143,6 +179,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(join, "trace-SITE.json")
     join.set_defaults(call=_join)
 
+
+def _add_leave(commands: Any, common: argparse.ArgumentParser) -> None:
     leave = commands.add_parser(
         "leave", parents=[common], help="let a site finish its round and leave the run"
     )
@@ -172,6 +210,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     leave.set_defaults(call=_leave)
 
+
+def _add_handover(commands: Any, common: argparse.ArgumentParser) -> None:
     handing = commands.add_parser(
         "handover",
         parents=[common],
@@ -187,9 +227,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     handing.set_defaults(call=_hand_over)
 
-    planning = commands.add_parser("plan", parents=[common], help=plan.HELP)
-    plan.add_arguments(planning)
 
+def _add_data(
+    commands: Any, common: argparse.ArgumentParser, run_file: argparse.ArgumentParser
+) -> None:
     data = commands.add_parser("data", help="prepare and show token files")
     actions = data.add_subparsers(metavar="ACTION", required=True)
     prepare = actions.add_parser(
@@ -226,6 +267,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.set_defaults(call=_data_show)
 
+
+def _add_export(commands: Any, common: argparse.ArgumentParser) -> None:
     export = commands.add_parser(
         "export", parents=[common], help="copy a run's model to a Hugging Face folder"
     )
@@ -260,20 +303,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     export.set_defaults(call=_export)
 
-    verifying = commands.add_parser("verify", parents=[common], help=verify.HELP)
-    verify.add_arguments(verifying)
 
-    asking = commands.add_parser("status", parents=[common], help=status.HELP)
-    status.add_arguments(asking)
-    reporting = commands.add_parser("report", parents=[common], help=report.HELP)
-    report.add_arguments(reporting)
-    publishing = commands.add_parser("publish", parents=[common], help=publish.HELP)
-    publish.add_arguments(publishing)
-    auditing = commands.add_parser("audit", parents=[common], help=audit.HELP)
-    audit.add_arguments(auditing)
-    auditor = commands.add_parser("auditor", parents=[common], help=audit.AUDITOR_HELP)
-    audit.add_auditor_arguments(auditor)
-
+def _add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     generate = commands.add_parser(
         "generate", parents=[common], help="sample text from a run's model"
     )
@@ -291,8 +322,6 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default="cpu", help="PyTorch's device name, such as cuda (default: cpu)"
     )
     generate.set_defaults(call=_generate)
-    lab_command.add_to(commands, common, run_file)
-    return parser
 
 
 def _add_trace(command: argparse.ArgumentParser, name: str) -> None:
