@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from dilocox.tools.report import charts
 from dilocox.tools.report.charts import (
+    Heading,
     Series,
+    Wording,
     bar_chart,
     line_chart,
     log_ticks,
@@ -26,7 +28,9 @@ def say(value: float) -> str:
 
 
 def test_a_line_from_corner_to_corner() -> None:
-    chart = line_chart("a", "A", "step", [0, 10], [Series("v", "l", [0.0, 5.0])], say=say)
+    chart = line_chart(
+        Heading("a", "A", "step"), [0, 10], [Series("v", "l", [0.0, 5.0])], Wording(say)
+    )
     assert chart is not None
     assert chart.places == (charts.LEFT, charts.WIDTH - charts.RIGHT)
     low, high = charts.HEIGHT - charts.BOTTOM, charts.TOP
@@ -39,7 +43,7 @@ def test_a_line_from_corner_to_corner() -> None:
 def test_gaps_break_a_line_and_are_bridged_where_values_are_sparse() -> None:
     values = [1.0, None, 2.0, 3.0]
     lines = [Series("a", "l", values), Series("b", "l", values, sparse=True)]
-    chart = line_chart("a", "A", "x", [0, 1, 2, 3], lines, say=say)
+    chart = line_chart(Heading("a", "A", "x"), [0, 1, 2, 3], lines, Wording(say))
     assert chart is not None
     assert [line.path.count("M") for line in chart.lines] == [2, 1]
     assert [len(line.dots) for line in chart.lines] == [0, 3]
@@ -49,7 +53,7 @@ def test_gaps_break_a_line_and_are_bridged_where_values_are_sparse() -> None:
 
 def test_a_logarithmic_scale() -> None:
     series = [Series("v", "l", [10.0, 100.0, 1000.0])]
-    chart = line_chart("a", "A", "x", [0, 1, 2], series, logarithmic=True, say=say)
+    chart = line_chart(Heading("a", "A", "x"), [0, 1, 2], series, Wording(say), logarithmic=True)
     assert chart is not None
     assert [tick.text for tick in chart.y_ticks] == ["10", "100", "1000"]
     assert chart.marks[1][0] == pytest.approx(charts.TOP + INSIDE / 2)
@@ -68,10 +72,10 @@ def test_bars_stand_on_each_other() -> None:
 
 
 def test_nothing_to_draw() -> None:
-    assert line_chart("a", "A", "x", [], [Series("v", "l", [])], say=say) is None
-    assert line_chart("a", "A", "x", [0], [Series("v", "l", [None])], say=say) is None
+    assert line_chart(Heading("a", "A", "x"), [], [Series("v", "l", [])], Wording(say)) is None
+    assert line_chart(Heading("a", "A", "x"), [0], [Series("v", "l", [None])], Wording(say)) is None
     assert bar_chart("a", "A", "x", [1], [Series("v", "l", [0.0])], say=say) is None
-    one = line_chart("a", "A", "x", [7], [Series("v", "l", [2.0])], say=say)
+    one = line_chart(Heading("a", "A", "x"), [7], [Series("v", "l", [2.0])], Wording(say))
     assert one is not None
     assert len(one.lines[0].dots) == 1
 

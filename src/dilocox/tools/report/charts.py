@@ -82,35 +82,39 @@ class Chart:
     """Rows of the table of values: the name of the place, then one cell per series."""
 
 
+@dataclass(frozen=True)
+class Heading:
+    """The names of a chart."""
+
+    id: str
+    title: str
+    x_name: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a chart writes its values."""
+
+    say: Say
+    """Writes a value in a reading."""
+    axis: Say | None = None
+    """Writes a value at the axis; None: as `say`."""
+    x_label: Callable[[float], str] = lambda value: f"{value:g}"
+    """Writes a place along x."""
+
+
 def line_chart(
-    id_: str,
-    title: str,
-    x_name: str,
+    heading: Heading,
     x: Sequence[float],
     series: Sequence[Series],
+    wording: Wording,
     *,
-    note: str = "",
     logarithmic: bool = False,
     from_zero: bool = False,
-    say: Say,
-    axis: Say | None = None,
-    x_label: Callable[[float], str] = lambda value: f"{value:g}",
 ) -> Chart | None:
-    """Return a line chart. None if there is no value to draw.
-
-    Args:
-        id_: HTML id.
-        title: Heading of the chart.
-        x_name: Name of the x axis.
-        x: Value of each place, in rising order.
-        series: Lines, each with one value per place.
-        note: Text below the chart.
-        logarithmic: Whether the y axis is logarithmic. Values of 0 or less are then left out.
-        from_zero: Whether the y axis includes 0.
-        say: Formats a value in a reading.
-        axis: Formats a value at the y axis. None: `say`.
-        x_label: Formats a value of `x`.
-    """
+    """Lines over `x`, which rises; none if there is no value to draw."""
+    say, x_label = wording.say, wording.x_label
     keep = thinned(len(x))
     x = [x[index] for index in keep]
     drawn = [
@@ -142,13 +146,13 @@ def line_chart(
     )  # fmt: skip
     x_ticks = [t for t in nice_ticks(first, last) if first <= t <= last] or [first]
     return Chart(
-        id=id_, title=title, note=note, x_name=x_name,
+        id=heading.id, title=heading.title, note=heading.note, x_name=heading.x_name,
         names=tuple((each.name, each.look) for each in drawn),
         x_ticks=tuple(Tick(round(along(t), 1), x_label(t)) for t in x_ticks),
-        y_ticks=tuple(Tick(round(scale(t), 1), (axis or say)(t)) for t in ticks),
+        y_ticks=tuple(Tick(round(scale(t), 1), (wording.axis or say)(t)) for t in ticks),
         lines=lines, bars=(), places=places,
         marks=tuple(tuple(ys[n] for ys in heights) for n in range(len(x))),
-        readings=_readings(x_name, x, drawn, say, x_label),
+        readings=_readings(heading.x_name, x, drawn, say, x_label),
         rows=_rows(x, drawn, say, x_label),
     )  # fmt: skip
 

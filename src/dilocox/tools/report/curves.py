@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from dilocox.tools.report.charts import Chart, Series, bar_chart, line_chart
+from dilocox.tools.report.charts import Chart, Heading, Series, Wording, bar_chart, line_chart
 from dilocox.tools.report.history import History, SiteRound
 from dilocox.utils.formatting import number, size
 
@@ -22,10 +22,12 @@ def learning(history: History, sites: Sequence[str]) -> list[Chart]:
     charts = [
         _loss(history, sites),
         line_chart(
-            "learning-rate", "Learning rate of the inner steps", "step", steps,
+            Heading("learning-rate", "Learning rate of the inner steps", "step",
+                    "At the round's end, mean over the sites."),
+            steps,
             [Series("learning rate", "look-all", _mean(history, lambda r: r.learning_rate))],
-            note="At the round's end, mean over the sites.",
-            from_zero=True, say=lambda v: f"{v:.3g}", x_label=_count,
+            Wording(lambda v: f"{v:.3g}", x_label=_count),
+            from_zero=True,
         ),
     ]  # fmt: skip
     return [chart for chart in charts if chart is not None]
@@ -51,10 +53,13 @@ def _loss(history: History, sites: Sequence[str]) -> Chart | None:
         values = [held_out.get(step) for step in steps]
         series.append(Series("held-out", "look-other", values, sparse=True))
     return line_chart(
-        "loss", "Loss", "step", [float(step) for step in steps], series,
-        note="Nats per token. Sites: mean over a round's inner steps. Held-out: of the anchor, the "
-        "model that the sites share, on text that no site trains on.",
-        say=lambda v: f"{v:.3f}", axis=lambda v: f"{v:.4g}", x_label=_count,
+        Heading(
+            "loss", "Loss", "step",
+            "Nats per token. Sites: mean over a round's inner steps. Held-out: of the anchor, the "
+            "model that the sites share, on text that no site trains on.",
+        ),
+        [float(step) for step in steps], series,
+        Wording(lambda v: f"{v:.3f}", lambda v: f"{v:.4g}", _count),
     )  # fmt: skip
 
 
@@ -66,16 +71,22 @@ def traffic(history: History) -> list[Chart]:
     dense = list(accumulate(row.allreduce_bytes for row in rows))
     charts = [
         line_chart(
-            "bytes", "Bytes between the sites, so far", "step", steps,
+            Heading(
+                "bytes", "Bytes between the sites, so far", "step",
+                "Synchronous training: an all-reduce of fp32 gradients in every inner step. The "
+                "scale is logarithmic; the final flush comes on top.",
+            ),
+            steps,
             [Series("sent", "look-all", sent), Series("synchronous training", "look-other", dense)],
-            note="Synchronous training: an all-reduce of fp32 gradients in every inner step. The "
-            "scale is logarithmic; the final flush is not included.",
-            logarithmic=True, say=size, axis=_short_size, x_label=_count,
+            Wording(size, _short_size, _count),
+            logarithmic=True,
         ),
         line_chart(
-            "tokens", "Tokens trained on, so far", "step", steps,
+            Heading("tokens", "Tokens trained on, so far", "step"),
+            steps,
             [Series("tokens", "look-all", list(accumulate(row.tokens for row in rows)))],
-            from_zero=True, say=lambda v: f"{v:,.0f}", axis=_count, x_label=_count,
+            Wording(lambda v: f"{v:,.0f}", _count, _count),
+            from_zero=True,
         ),
     ]  # fmt: skip
     return [chart for chart in charts if chart is not None]
@@ -97,17 +108,22 @@ def times(history: History) -> list[Chart]:
             say=lambda v: seconds(v * unit), axis=lambda v: f"{v:g} {name}",
         ),
         line_chart(
-            "speed", "Speed", "round", rounds,
+            Heading("speed", "Speed", "round", "All sites together."),
+            rounds,
             [Series("tokens per second", "look-all", [row.tokens_per_second for row in rows])],
-            note="All sites together.", from_zero=True,
-            say=lambda v: f"{v:,.0f}", axis=_count,
+            Wording(lambda v: f"{v:,.0f}", _count),
+            from_zero=True,
         ),
         line_chart(
-            "mfu", "Model FLOPs utilisation", "round", rounds,
+            Heading(
+                "mfu", "Model FLOPs utilisation", "round",
+                "The model's own operations over the GPUs' peak, waiting included. Operations "
+                "that are computed again for the backward pass do not count.",
+            ),
+            rounds,
             [Series("MFU", "look-all", [row.mfu for row in rows])],
-            note="Operations of the model as a share of the GPUs' peak, waiting included. "
-            "Operations that the backward pass computes again do not count.",
-            from_zero=True, say=lambda v: f"{v:.1%}", axis=lambda v: f"{v:.0%}",
+            Wording(lambda v: f"{v:.1%}", lambda v: f"{v:.0%}"),
+            from_zero=True,
         ),
     ]  # fmt: skip
     return [chart for chart in charts if chart is not None]
