@@ -22,11 +22,11 @@ LINES, FUNCTION, PARAMETERS = 500, 80, 8
 """Most lines of a module, most lines of a function, most parameters of a function."""
 PACKAGES, MODULES = 13, 4
 """Most packages, and most modules beside `__init__` and `__main__`, at the top of dilocox."""
-TOO_LARGE = {
-    "api.join",
-    "api.train",
-}
-"""Functions that are longer, or have more parameters, than they should. None may be added."""
+TOO_LARGE = {"api.join", "api.train"}
+"""Functions with more lines or parameters than the limits. None may be added.
+
+Users call these two with keywords, so their signatures stay as they are.
+"""
 
 
 def modules() -> Iterator[tuple[str, str]]:
