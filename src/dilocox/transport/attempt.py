@@ -61,7 +61,7 @@ class ExchangeBackend(Protocol):
         """Return the current attempt number of `key`, without waiting."""
 
     def vote(self, key: ExchangeKey, attempt: int, vote: RankVote) -> VoteReply:
-        """Vote, and wait for the decision."""
+        """Vote on an attempt and wait for the coordinator's decision."""
 
     def observe(self, key: ExchangeKey, attempt: int, *, phase: VotePhase) -> VoteReply:
         """Wait for the decision without voting."""

@@ -218,7 +218,7 @@ def run(tmp_path: Path, **site: Any) -> RunConfig:
 def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
     config = run(tmp_path, stages=2)
     endpoint = Endpoint("https://localhost:1", {"paris": "token"}, "")
-    with pytest.raises(JoinError, match="3 ranks were started, the run file asks for stages x"):
+    with pytest.raises(JoinError, match="3 ranks were started, but the run file asks for stages x"):
         torchrun.join_as_rank(config, "paris", endpoint, variables(0, 3), NOTHING, debug=False)
 
 

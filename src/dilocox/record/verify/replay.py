@@ -216,15 +216,13 @@ def replay_steps(
     momentum_dtype: str,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Anchor and momentum of a `run` of pieces at a rank after `steps`, each of some of these
-    pieces, in order, from `start`: flat fp32, the momentum flat as the run keeps it.
+    """Replay `steps` for one rank and one range of pieces, from theta_0.
 
     Args:
         steps: Outer steps of these pieces, in order.
         stage: The stage's theta_0.
         run: The range of pieces.
-        start: Whole tensors of theta_0 by name.
-        moving: Whole tensors of the initial momentum by name; empty: zero.
+        start: Whole tensors of theta_0 and of the initial momentum.
         shard: The rank's shard.
         get: Returns the bytes of a digest.
         momentum_dtype: Dtype in which the run keeps the outer momentum.

@@ -74,7 +74,7 @@ def traffic(history: History) -> list[Chart]:
             Heading(
                 "bytes", "Bytes between the sites, so far", "step",
                 "Synchronous training: an all-reduce of fp32 gradients in every inner step. The "
-                "scale is logarithmic; the final flush comes on top.",
+                "scale is logarithmic; the final flush is not included.",
             ),
             steps,
             [Series("sent", "look-all", sent), Series("synchronous training", "look-other", dense)],

@@ -116,10 +116,10 @@ def result_of(
     recording: Recording,
     warm_up: int = WARM_UP,
 ) -> RunResult:
-    """A run of `sites` from its records and counters.
+    """Return the results of a run.
 
-    `records`: of its `metrics.jsonl`. `samples`: interface counters from before its start to its
-    end. `hub`: host of the coordinator. Raises `LabError` if a site missed a round.
+    `recording`: the run's `metrics.jsonl` and interface counters. `hub`: host of the coordinator.
+    Raises `LabError` if a site missed a round.
     """
     records, samples = recording.records, recording.samples
     rounds = rounds_by_site(records, sites)

@@ -70,7 +70,10 @@ class LinkBackend:
         return self.record.keep(payloads)
 
     def vote(self, key: ExchangeKey, attempt: int, vote: RankVote) -> VoteReply:
-        """Vote with a signature under this rank's own payload, if the run is recorded."""
+        """Send this rank's vote to the coordinator, and return the reply.
+
+        If the run is recorded, the vote carries a signature under this rank's own payload.
+        """
         own = vote.digests.get(self.place.site)
         signed = None
         if self.record is not None and own is not None and key.kind == "outer":
