@@ -159,27 +159,19 @@ def plan_run(
     progress("memory")
     fullest, stages, bytes_ = _fullest(largest, outline, places, prediction.choice)
     there = on_device(largest, fullest.device)
-    available = fullest.device.memory
-    changes = []
-    if bytes_ > available:
-        fewest = min((p.gpus for p in places if not p.device.shared), default=fullest.gpus)
-        changes = advice(there, outline, fullest, fewest)
+    changes = _changes(there, outline, fullest, places, bytes_)
     rows = []
     for method in METHODS if methods is None else methods:
         progress(f"method {method}")
         rows.append(_row(config, method, places, links, fabric, outline, prediction))
     progress("other settings")
     others = options(
-        config,
-        places,
-        prediction,
+        config, places, prediction,
         lambda run: _predict(run, places, links, fabric, outline),
         lambda run, rounds: _filled(run, rounds, outline, places),
-    )
-    times = [
-        step_time(at_site(config, name), outline, place, fabric)
-        for name, place in zip(config.sites, places, strict=True)
-    ]
+    )  # fmt: skip
+    slowest = prediction.course.slowest
+    site = at_site(config, list(config.sites)[slowest])
     total = left * prediction.course.tokens_per_step if tokens is None else tokens
     return RunPlan(
         config=config,
@@ -189,11 +181,11 @@ def plan_run(
         fullest=fullest,
         footprints=stages,
         needed=bytes_,
-        available=available,
+        available=fullest.device.memory,
         host=host_memory(stages, places, largest),
         exact=counted(there, outline).exact,
         advice=changes,
-        step=times[prediction.course.slowest],
+        step=step_time(site, outline, places[slowest], fabric),
         prediction=prediction,
         methods=rows,
         budget=budget(config, outline, prediction, places, links, total),
@@ -201,6 +193,20 @@ def plan_run(
         hybrid=_hybrid(config, outline, places, fabric, prediction),
         options=others,
     )
+
+
+def _changes(
+    there: RunConfig,
+    outline: ModelOutline,
+    fullest: GpuPlacement,
+    places: Sequence[GpuPlacement],
+    needed: float,
+) -> list[Change]:
+    """Return settings that need less memory, if `needed` bytes do not fit into the fullest GPU."""
+    if needed <= fullest.device.memory:
+        return []
+    fewest = min((p.gpus for p in places if not p.device.shared), default=fullest.gpus)
+    return advice(there, outline, fullest, fewest)
 
 
 def _check_gpus(config: RunConfig, places: Sequence[GpuPlacement]) -> None:
