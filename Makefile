@@ -40,7 +40,7 @@ check: $(VENV)/.ready-dev style
 	$(MAKE) --no-print-directory -j 2 types test-units
 
 test-units: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" $(UNITS)
+	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" -n 2 $(UNITS)
 
 test-computing: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" -n 2
