@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     arguments = parser.parse_args()
     console = Console(
-        record=True, force_terminal=True, width=142, file=io.StringIO(), highlight=False
+        record=True, force_terminal=True, width=160, file=io.StringIO(), highlight=False
     )
     display = Display(load_run(arguments.folder / "run.toml"), console)
     console.print("$ make quickstart")
