@@ -33,6 +33,18 @@ ROOT = Path(__file__).parents[1]
 """The repository."""
 RESULTS = ROOT / "benchmarks" / "results"
 CONFIDENCE = 0.95
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+"""Architecture of the small model of the benchmarks `overlap`, `record` and `wan`."""
 
 
 @dataclass(frozen=True)

@@ -97,19 +97,7 @@ def run_file(root: Path, name: str, setting: Setting, sites: Sequence[str], roun
     """Write a run file and return its path."""
     content = {
         "run": {"name": name, "folder": str(root / "coordinator" / "{name}")},
-        "model": {
-            "architecture": {
-                "model_type": "qwen3",
-                "hidden_size": 128,
-                "intermediate_size": 384,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-                "max_position_embeddings": 128,
-                "tie_word_embeddings": True,
-            }
-        },
+        "model": {"architecture": common.MODEL},
         "data": {
             "source": "python-stdlib",
             "folder": str(root / "data"),

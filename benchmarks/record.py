@@ -104,13 +104,7 @@ def run_file(root: Path, name: str, record: Mapping[str, Any], rounds: int) -> P
     """Write a run file and return its path."""
     content = {
         "run": {"name": name, "folder": str(root / "{name}")},
-        "model": {
-            "architecture": {
-                "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 384,
-                "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-                "head_dim": 32, "max_position_embeddings": 128, "tie_word_embeddings": True,
-            }
-        },
+        "model": {"architecture": common.MODEL},
         "data": {
             "source": "python-stdlib", "folder": str(root / "data"), "vocabulary_size": 1024,
             "sequence_length": 128, "max_documents": 100, "validation_sequences": 8,

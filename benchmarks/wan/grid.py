@@ -13,21 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from benchmarks import common
 from dilocox.tools.testbed.shaping import FRAME_BYTES, SEGMENT_BYTES
 
 Settings = dict[str, Any]
 
-MODEL: Settings = {
-    "model_type": "qwen3",
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+MODEL: Settings = common.MODEL
 VOCABULARY = 1024
 SEQUENCE_LENGTH = 64
 SEQUENCES = 16
