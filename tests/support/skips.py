@@ -12,7 +12,8 @@ machine: its processor, its kernel, the rights of its user."""
 
 
 def as_in_ci(report: pytest.TestReport) -> pytest.TestReport:
-    """The report of a test, failed if the setup should have brought what the test lacks."""
+    """Return a test's report as CI counts it: a skip fails if `make setup-dev` installs the missing
+    package or program."""
     if not report.skipped or hasattr(report, "wasxfail"):
         return report
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext

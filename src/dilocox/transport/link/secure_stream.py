@@ -153,7 +153,9 @@ class SecureStream:
         return count
 
     def _read_block(self) -> int | None:
-        """Read from the socket into the block; return the bytes, 0 at the end, None if none wait.
+        """Read from the socket into the block. Return the number of bytes.
+
+        0: the connection has ended. None: the kernel holds no bytes now.
 
         With a raised `SO_RCVLOWAT` the read must not sleep: after it has taken some bytes, only as
         many bytes again would wake it, and these may never come. The kernel also ends a poll early
