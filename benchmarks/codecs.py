@@ -48,12 +48,12 @@ QUICK_SIZES = (1 << 20, 1 << 24)
 FULL_SIZES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)
 COLUMNS = 1024
 SHORTEST = 0.02
-"""Seconds that a timed loop takes at least."""
+"""Shortest duration of a timed loop, in seconds."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A codec at work on one buffer."""
+    """The calls of a codec on one buffer, and the bits per value that it sends."""
 
     bits: float
     encode: Callable[[], object]
@@ -62,7 +62,10 @@ class Work:
 
 
 def work(spec: str, values: Tensor, target: Tensor) -> Work:
-    """Prepare `spec` for a buffer, fp32 [n], to decode into `target`; n is whole rows."""
+    """Prepare the codec `spec` for a buffer `values`, fp32 [n], which it decodes into `target`.
+
+    n must be a multiple of `COLUMNS`.
+    """
     n = values.numel()
     made = compressor(spec, Geometry(((n // COLUMNS, COLUMNS),), (0,), n))
     if isinstance(made, LowRank):
@@ -78,7 +81,7 @@ def work(spec: str, values: Tensor, target: Tensor) -> Work:
 
 
 def low_rank(made: LowRank, values: Tensor) -> Work:
-    """The three messages of `lowrank`."""
+    """Prepare `lowrank`: encoding, decoding and the owner's work for its three messages."""
     warm = made.first_warm()
     factors = [made.project(values, warm)] * 2
     basis = made.orthonormalise(factors)
@@ -93,7 +96,7 @@ def low_rank(made: LowRank, values: Tensor) -> Work:
 
 
 def seconds(act: Callable[[], object], times: int) -> float:
-    """Mean time of `times` runs in a row."""
+    """Return the mean CPU seconds of `act` over `times` calls in a row."""
     start = time.process_time()
     for _ in range(times):
         act()
@@ -103,7 +106,7 @@ def seconds(act: Callable[[], object], times: int) -> float:
 def between(
     act: Callable[[], object], copy: Callable[[], object], copies: int, repetitions: int
 ) -> tuple[list[float], list[float]]:
-    """Times of `act`, and of a copy around each, per repetition."""
+    """Return CPU seconds of `act`, and of the copies before and after it, per repetition."""
     times = max(1, round(SHORTEST / max(seconds(act, 1), 1e-9)))
     found, around = [], []
     before = seconds(copy, copies)
@@ -116,7 +119,7 @@ def between(
 
 
 def row(spec: str, values: Tensor, repetitions: int) -> common.Row:
-    """Measure one codec on one buffer."""
+    """Measure one codec on one buffer, and return the row."""
     target = torch.empty_like(values)
 
     def copy() -> object:
@@ -151,12 +154,12 @@ def row(spec: str, values: Tensor, repetitions: int) -> common.Row:
 
 
 def speed(values: Tensor, time_taken: float) -> float:
-    """Gigabytes of fp32 per second."""
+    """Return gigabytes of fp32 per second, in three digits."""
     return float(f"{values.nbytes / time_taken / 1e9:.3g}")
 
 
 def measure(quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
-    """All codecs on all sizes; rows and settings."""
+    """Measure all codecs at all sizes. Returns the rows and the settings."""
     sizes, repetitions = (QUICK_SIZES, 5) if quick else (FULL_SIZES, 9)
     generator = torch.Generator().manual_seed(0)
     rows = []
@@ -172,7 +175,7 @@ def measure(quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write. Returns the exit code."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
     on = common.machine()

@@ -49,7 +49,7 @@ MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and the limits between which it lies with `CONFIDENCE`."""
+    """A median, and the limits between which it lies with confidence `CONFIDENCE`."""
 
     median: float
     low: float
@@ -57,14 +57,14 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Half the interval, relative to the median."""
+        """Half of the interval's width, relative to the median. 0 if the median is 0."""
         return (self.high - self.low) / 2 / abs(self.median) if self.median else 0.0
 
 
 def median_interval(values: Sequence[float], resamples: int = 4000) -> Interval:
-    """Median of `values` with a percentile-bootstrap interval; the seed is fixed.
+    """Return the median of `values` with a percentile-bootstrap interval. The seed is fixed.
 
-    Raises `ValueError` without values.
+    Raises `ValueError` if `values` is empty.
     """
     if not values:
         raise ValueError("no values were measured")
@@ -77,7 +77,10 @@ def median_interval(values: Sequence[float], resamples: int = 4000) -> Interval:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Arguments that every benchmark takes: `--quick` and `--json FILE`."""
+    """Return a parser of the arguments that every benchmark takes: `--quick`, `--json FILE`.
+
+    The first line of `description` is the summary of `--help`, the whole text its epilog.
+    """
     made = argparse.ArgumentParser(
         description=description.strip().splitlines()[0],
         epilog=description,
@@ -89,7 +92,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM and SIGHUP end the benchmark as Ctrl-C does, so that it cleans up."""
+    """Let SIGTERM and SIGHUP raise an exception, as Ctrl-C does, so that the process cleans up."""
 
     def leave(number: int, _frame: object) -> None:
         sys.exit(128 + number)
@@ -99,13 +102,13 @@ def end_on_signals() -> None:
 
 
 CANNOT = 3
-"""Exit code of a benchmark that cannot be made on this machine."""
+"""Exit code of a benchmark that cannot run on this machine."""
 AS_FAST = 1.25
-"""Times by which one machine's speed differs from one measurement to the next."""
+"""Largest factor by which speeds of the same machine differ between two measurements."""
 
 
 def cannot(benchmark: str, reason: str | None) -> bool:
-    """Return whether `reason` is given, and print it: why nothing can be measured here."""
+    """Print `reason`, why the benchmark cannot run here. Returns whether there is a reason."""
     if reason is not None:
         print(f"{benchmark}: cannot be measured here: {reason}", file=sys.stderr)
     return reason is not None
@@ -120,7 +123,7 @@ def machine() -> dict[str, Any]:
     from dilocox.utils import processes
 
     def quiet(_step: str, _share: float) -> None:
-        """Report no progress: both measurements take a second at most."""
+        """Report no progress, because both measurements take a second at most."""
 
     return {
         "cpu": _cpu_model(),
@@ -138,7 +141,7 @@ def machine() -> dict[str, Any]:
 
 
 def _ask_for_gpu(_progress: Callable[[str, float], None]) -> str | None:
-    # In a child: a process that has asked CUDA cannot fork ranks that use it.
+    # In a child process: a process that has started CUDA cannot fork ranks that use it.
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -181,12 +184,12 @@ def _told() -> list[str]:
 
 
 def today() -> str:
-    """Return the date in UTC. A file has that of its last call; a row may have its own."""
+    """Return the date in UTC. A file has the date of its last call; a row may have its own."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
 def commit() -> str | None:
-    """Return the measured commit, with + if files were changed. None without git."""
+    """Return the measured commit, followed by + if files were changed. None without git."""
     here = Path(__file__).parent
     try:
         said = subprocess.run(
@@ -233,8 +236,10 @@ def write_json(
 
 
 def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) -> list[Row]:
-    """Return the rows that an earlier start with the same settings has written. Ends the program
-    if the file is of another benchmark or has other settings."""
+    """Return the rows that an earlier call with the same settings has written.
+
+    Ends the program if the file is of another benchmark or has other settings.
+    """
     if path is None or not path.exists():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -265,7 +270,8 @@ def refuse_other_machine(path: Path | None, on: Mapping[str, Any]) -> None:
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Any], str] | str]) -> str:
-    """Rows as aligned text. `columns`: key to a format such as `,.0f`, or to a function."""
+    """Return the rows as aligned text. `columns` maps a key to a format such as `,.0f` or to a
+    function."""
     lines = [list(columns)]
     for row in rows:
         line = []
@@ -306,8 +312,10 @@ def course_of(rounds: Sequence[Mapping[str, Any]]) -> Course:
 
 
 def tokens_at(course: Course, moment: float) -> float:
-    """Return the tokens that a site had trained on at `moment`, interpolated within its rounds.
-    Raises `ValueError` for a moment outside of them."""
+    """Return the number of tokens that a site had trained on at `moment`.
+
+    Interpolates within a round. Raises `ValueError` if no round of the site includes `moment`.
+    """
     for (start, before), (end, after) in itertools.pairwise(course):
         if start <= moment <= end:
             return before + (after - before) * (moment - start) / (end - start)
@@ -315,12 +323,12 @@ def tokens_at(course: Course, moment: float) -> float:
 
 
 def say(text: str) -> None:
-    """Print a line of progress to stderr. Only the table goes to standard output."""
+    """Print a line of progress to stderr. Standard output is for the table only."""
     print(text, file=sys.stderr, flush=True)
 
 
 def mebibytes(value: float) -> str:
-    """Bytes as MiB."""
+    """Return bytes as text in MiB."""
     return f"{value / 2**20:,.0f} MiB"
 
 

@@ -33,7 +33,7 @@ class Layout:
     stages: int
     shards: int = 1
     takes_over: bool = True
-    """False: the run that is left alone."""
+    """False for the uninterrupted run."""
 
 
 ALONE = Layout("left alone", 2, 2, takes_over=False)
@@ -72,7 +72,7 @@ def run_file(root: Path, layout: Layout, rounds: int, codec: str) -> Path:
 
 
 def train(root: Path, layout: Layout, rounds: int, codec: str) -> common.Row:
-    """Train, and return the run's result row."""
+    """Train a run, and return its result row."""
     common.say(f"{codec}, {layout.name}")
     path = run_file(root, layout, rounds, codec)
     command = [sys.executable, "-m", "dilocox", "train", str(path)]
@@ -104,7 +104,7 @@ def compare(codec: str, rounds: int) -> list[common.Row]:
 
 
 def main() -> int:
-    """Train, print, write."""
+    """Train, print and write. Returns the exit code."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
     on = common.machine()

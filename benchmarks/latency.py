@@ -33,18 +33,19 @@ LINK = "20mbit"
 ROUND_TRIPS_MS = (0, 30, 100)
 QUICK_MS = (100,)
 LIMIT = 600.0
-"""Seconds after which a run is given up."""
+"""Seconds after which a run is aborted."""
 NONE_ROUNDS, NONE_STEPS = 3, 60
 METHODS: dict[str, tuple[Settings, int, int | None]] = {
     "dilocox": ({}, 400, None),
     "diloco": ({"outer.method": "diloco", "outer.inner_steps": 50}, 150, 1),
     "allreduce": ({"outer.method": "allreduce", "outer.inner_steps": 1}, 16, 2),
 }
-"""Keys of the run file, inner steps, rounds that are not measured (none: half of the steps)."""
+"""Keys of the run file, inner steps, and rounds that are not measured. None: half of the steps are
+not measured."""
 
 
 def measure(milliseconds: int, folder: Path) -> list[common.Row]:
-    """All methods at one round trip. Raises `LabError`."""
+    """Measure all methods at one round trip, in milliseconds. Raises `LabError`."""
     rows: list[common.Row] = []
     with Lab(list(SITES[:2]), LINK, delay=milliseconds / 2000) as lab:
         alone = wan_run.measure_none(lab, folder, NONE_ROUNDS, NONE_STEPS)
@@ -94,7 +95,7 @@ COLUMNS = {
 
 
 def main() -> int:
-    """Measure, print, write; 1 if something could not be measured."""
+    """Measure, print and write. Returns 1 if a round trip could not be measured."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
     if common.cannot("latency", unsupported_reason()):
@@ -110,7 +111,7 @@ def main() -> int:
                 common.say(f"{milliseconds} ms: {error}")
                 failures += 1
     print(common.table(rows, COLUMNS))
-    # What is committed holds all round trips, or stays.
+    # The committed file has all round trips; a partial result must not replace it.
     path = options.json or (None if options.quick or failures else RESULTS)
     if path and rows:
         common.write_json(path, "latency", on, {"link": LINK, "quota_of_machine": 0.9}, rows)

@@ -45,11 +45,11 @@ COLUMNS: dict[str, Callable[[Any], str] | str] = {
     "cpu_s_per_gb": ".2f",
 }
 Move = Callable[[torch.Tensor | None, torch.Tensor | None, int], None]
-"""(to send, to fill, number): return when both are through."""
+"""(tensor to send, tensor to fill, number). Returns when both transfers are complete."""
 
 
 def over_links(identity: Identity, store: MemoryStore, _: Path) -> Move:
-    """Moves tensors over a link."""
+    """Return a function that moves tensors over a link."""
     timeouts = Timeouts.derive(NetworkSection())
     endpoint = LinkEndpoint(identity, Door(0, None, None, False), "127.0.0.1", timeouts)
     group = PeerGroup(endpoint, store, "g", SITES, LIMIT, LIMIT, lambda: False)
@@ -66,7 +66,7 @@ def over_links(identity: Identity, store: MemoryStore, _: Path) -> Move:
 
 
 def over_gloo(identity: Identity, _: MemoryStore, folder: Path) -> Move:
-    """Moves tensors over Gloo."""
+    """Return a function that moves tensors over Gloo."""
     me = SITES.index(identity.site)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/gloo", rank=me, world_size=len(SITES)
@@ -91,7 +91,10 @@ def side(
     times: int,
     pipe: Connection,
 ) -> None:
-    """Run one end of the link; send (seconds, processor seconds) of `times` tensors to `pipe`."""
+    """Run one end: move `times` tensors, and send (wall-clock, CPU) seconds to `pipe`.
+
+    `both`: tensors travel in both directions at once; otherwise only the first site sends.
+    """
     torch.set_num_threads(1)
     move = make(identity, store, folder)
     first = identity.site == SITES[0]
@@ -118,7 +121,7 @@ WAYS: dict[str, Callable[[Identity, MemoryStore, Path], Move]] = {
 
 
 def measure(over: str, both: bool, times: int, identities: Sequence[Identity]) -> dict[str, float]:
-    """Run one turn, and return Gbit/s of one direction and processor seconds per GB."""
+    """Run one measurement. Returns Gbit/s of one direction, and CPU seconds per GB."""
     with CONTEXT.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         store, pipes, started = MemoryStore(manager.dict()), [], []
         for identity in identities:
@@ -144,7 +147,7 @@ def measure(over: str, both: bool, times: int, identities: Sequence[Identity]) -
 
 
 def identities_in(folder: Path) -> list[Identity]:
-    """Certificates of the two sites."""
+    """Return the certificates of the two sites, from an authority in `folder`."""
     authority = Authority(folder, ["localhost"])
     found = []
     for site in SITES:
@@ -155,7 +158,7 @@ def identities_in(folder: Path) -> list[Identity]:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write. Returns the exit code."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
     on, turns, times = common.machine(), 1 if options.quick else 5, 2 if options.quick else 8

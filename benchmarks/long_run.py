@@ -52,11 +52,11 @@ STAGES, SHARDS, FRAGMENTS = 2, 4, 4
 PLACES = [(i, j) for i in range(STAGES) for j in range(SHARDS)]
 CHECKPOINT_EVERY = 50
 ROWS = 10
-"""Rows of the run, evenly spaced."""
+"""Number of rows of the run, at even distances."""
 
 
 def run_config(folder: Path, rounds: int) -> RunConfig:
-    """The run, with its folder below `folder`."""
+    """Return the run file of the simulated run, whose run folder is `folder`."""
     return resolve_run(
         {
             "run": {"name": "long", "folder": str(folder)},
@@ -70,7 +70,7 @@ def run_config(folder: Path, rounds: int) -> RunConfig:
 
 
 def opened(config: RunConfig) -> tuple[Coordinator, TransparencyLogSink, RunMetrics]:
-    """The coordinator as `dilocox coordinator` opens it."""
+    """Open the coordinator, its record and its metrics, as `dilocox coordinator` does."""
     config.folder.mkdir(parents=True, exist_ok=True)
     folder = config.folder / "coordinator"
     recorder = RunMetrics(config, config.folder, lambda record: None)
@@ -90,7 +90,7 @@ def opened(config: RunConfig) -> tuple[Coordinator, TransparencyLogSink, RunMetr
 
 
 class Sites:
-    """Plays all ranks against a coordinator, call by call."""
+    """Sends the calls of all ranks to a coordinator, one after the other."""
 
     def __init__(self, core: Coordinator, run: str) -> None:
         self.core, self.run = core, run
@@ -103,7 +103,7 @@ class Sites:
         }
 
     def start(self) -> None:
-        """All enrol and are ready."""
+        """Enrol all sites, and report all ranks as ready."""
         versions = m.Versions(dilocox=__version__, torch="2.13.0", python="3.12.1")
         _, csr = new_request("anyone")
         issues = self.core.state.token_issues
@@ -120,7 +120,7 @@ class Sites:
             self.core.ready(m.ReadyRequest(rank=rank))
 
     def accept(self, site: str, versions: m.Versions) -> None:
-        """Sign the run's manifest."""
+        """Sign the run's manifest for a site."""
         signer, entry = self.signers[site], self.core.witness.manifest
         facts = OwnFacts(None, None, "1" * 64, versions.model_dump())
         said = Acceptance(site, 1, signer.public, digest_of_entry(entry), facts, 0)
@@ -128,7 +128,7 @@ class Sites:
         self.core.witness.state(m.StateRequest(rank=self.ranks[site][0], statement=text))
 
     def round(self, number: int) -> None:
-        """One round: its plan, exchanges, reports, and perhaps a checkpoint."""
+        """Play one round: its plan, exchanges, reports, and a checkpoint if one is due."""
         plan = self.core.plan(number, Caller(SITES[0], 1)).plan
         assert plan is not None, number
         keys = [
@@ -151,7 +151,7 @@ class Sites:
         self.core.expire()
 
     def exchange(self, key: ExchangeKey) -> None:
-        """All ranks of a stage commit, and vote."""
+        """Send the commitments of all ranks of a stage to one exchange, then their votes."""
         ranks = [r for ranks in self.ranks.values() for r in ranks if r.stage == key.stage]
         digests = {
             (r.site, r.shard): hashlib.sha256(f"{key.text} {r.site} {r.shard}".encode()).hexdigest()
@@ -174,7 +174,7 @@ class Sites:
 
 
 def metrics(number: int) -> dict[str, Any]:
-    """What a site reports of a round."""
+    """Return the metrics that a site reports of a round."""
     return {
         "step": 4 * number + 4, "tokens": 16384, "seconds": 1.5, "tokens_per_second": 10922.7,
         "wait_share": 0.01, "payload_bytes": 10**6, "allreduce_bytes": 10**8,
@@ -185,13 +185,13 @@ def metrics(number: int) -> dict[str, Any]:
 
 
 def memory_mb() -> float:
-    """Resident memory of this process now."""
+    """Return the resident memory of this process now, in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def disk_mb(folder: Path) -> dict[str, float]:
-    """What is on the disk, by its kind."""
+    """Return the size of the run's files on the disk in MB, by kind of file."""
     sizes = {"log_mb": 0.0, "events_mb": 0.0, "metrics_mb": 0.0}
     for name, key in (
         ("record/statements.jsonl", "log_mb"),
@@ -204,13 +204,13 @@ def disk_mb(folder: Path) -> dict[str, float]:
 
 
 class Disk:
-    """What the coordinator's thread waits for the disk."""
+    """Time that the coordinator's thread waits for the disk."""
 
     def __init__(self) -> None:
         self.calls, self.seconds, self.longest = 0, 0.0, 0.0
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, its time noted where this thread makes it."""
+        """Return `call`, changed so that its time counts if the main thread calls it."""
 
         def noted(*arguments: Any) -> Any:
             began = time.perf_counter()
@@ -226,7 +226,7 @@ class Disk:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note all that is written in this block so that it survives a power cut."""
+        """Count all writes in this block that have to survive a power cut."""
         append, hard, sync = EventLog.append, self.timed(EventLog.append), os.fsync
 
         def appended(log: EventLog, event: Any) -> None:
@@ -239,7 +239,7 @@ class Disk:
             EventLog.append, os.fsync = append, sync  # type: ignore[method-assign]
 
     def row(self) -> common.Row:
-        """What was noted so far."""
+        """Return the counts so far."""
         return {
             "disk_calls": self.calls, "disk_seconds": round(self.seconds, 2),
             "disk_longest_ms": round(self.longest * 1000, 1),
@@ -247,7 +247,7 @@ class Disk:
 
 
 def drive(config: RunConfig, rounds: int) -> list[common.Row]:
-    """Go through the rounds; a row per tenth of them."""
+    """Play the rounds. Returns one row per tenth of the rounds."""
     core, notary, _ = opened(config)
     sites, rows, disk = Sites(core, notary.run), [], Disk()
     began, busy = time.perf_counter(), time.process_time()
@@ -267,14 +267,14 @@ def drive(config: RunConfig, rounds: int) -> list[common.Row]:
                 }
             )  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
-    # What is restarted has no clean end: only the locks are let go of, as by a kill.
+    # The restart must find no clean end. So only the locks are released, as after a kill.
     notary.writer.release()
     core.close()
     return rows
 
 
 def restarted(config: RunConfig) -> common.Row:
-    """Start the coordinator on what is there."""
+    """Start the coordinator on an existing run folder, and return time and memory as a row."""
     before, began, busy = memory_mb(), time.perf_counter(), time.process_time()
     core, notary, _ = opened(config)
     seconds, busy = time.perf_counter() - began, time.process_time() - busy
@@ -289,7 +289,7 @@ def restarted(config: RunConfig) -> common.Row:
 
 
 def verified(config: RunConfig) -> common.Row:
-    """Read and judge the record, all but what needs payloads."""
+    """Read and judge the record without payloads, and return time and verdicts as a row."""
     from dilocox.record.verify.verify import Places, verify
 
     began, busy = time.perf_counter(), processor_seconds()
@@ -306,18 +306,18 @@ def verified(config: RunConfig) -> common.Row:
 
 
 def processor_seconds() -> float:
-    """Of this process and those that it has started and waited for."""
+    """Return CPU seconds of this process and of ended children that it has waited for."""
     return sum(os.times()[:4])
 
 
 def peak_mb() -> float:
-    """The most resident memory that this process and its children have had."""
+    """Return the peak of the resident memory of this process plus that of its children, in MB."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return round(sum(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024 / 1e6, 1)
 
 
 def main() -> int:
-    """Run and print."""
+    """Run all parts, print and write the rows. Returns the exit code."""
     parser = common.parser(__doc__ or "")
     parser.add_argument("--rounds", type=int, metavar="N")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="keep the run there")

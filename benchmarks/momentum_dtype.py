@@ -27,7 +27,8 @@ from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.overlap import Rule
 
 OUTER = ((0.8, 0.5), (0.7, 0.9))
-"""Learning rate and momentum: that of `dilocox`, and the stronger one of DiLoCo."""
+"""Outer learning rate and momentum: the pair of `dilocox`, and DiLoCo's pair with stronger
+momentum."""
 CODEC = "int4"
 ROUND, FRAGMENTS, DELAY = lm.ROUND, lm.FRAGMENTS, lm.DELAY
 
@@ -40,7 +41,10 @@ def train(
     outer: tuple[float, float],
     dtype: str,
 ) -> float:
-    """Held-out loss of the anchor at the end."""
+    """Train two sites, and return the held-out loss of the anchor at the end.
+
+    `outer` is (outer learning rate, outer momentum); `dtype` is the dtype of the stored momentum.
+    """
     kept = MOMENTUM_DTYPES[dtype]
     sites = [lm.Site(texts, seed, number, FULL, True, kept) for number in range(2)]
     rule = Rule(overlap="keep", learning_rate=outer[0], momentum=outer[1])
@@ -77,7 +81,8 @@ def train(
 
 
 def row(outer: tuple[float, float], fp32: Sequence[float], bf16: Sequence[float]) -> common.Row:
-    """Pairs of losses of one setting, in the seeds' order."""
+    """Return the row of one setting, from losses with fp32 and bf16 momentum in the order of the
+    seeds."""
     differences = [narrow / wide - 1 for wide, narrow in zip(fp32, bf16, strict=True)]
     known = common.median_interval(differences)
     spread = statistics.stdev(fp32) / statistics.mean(fp32) if len(fp32) > 1 else None
@@ -102,7 +107,7 @@ COLUMNS = {
 
 
 def main() -> int:
-    """Train everything; print and write the rows."""
+    """Train all pairs, print and write the rows. Returns the exit code."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
     torch.set_num_threads(1)

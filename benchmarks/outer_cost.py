@@ -46,12 +46,13 @@ QUICK_LINKS = ("100mbit", "5mbit")
 SITES = ("paris", "lyon")
 BATCH, LENGTH = 8, 256
 STEPS, QUICK_STEPS = 240, 120
-"""Inner steps of a run. The controller leaves eight rounds at least, however much their exchanges
-compute, so a run must be long enough for the rounds that it would choose: 30 steps, 12 steps."""
+"""Inner steps of a run, full and with --quick. The controller leaves at least eight rounds in a
+run, whatever exchanges cost. So the run must have room for eight rounds of the length that it would
+choose: 30 steps or 12 steps."""
 SETTLED = 4
-"""Rounds until plans have settled; plans go by what was measured two rounds before."""
+"""Rounds until plans have settled. A plan follows from measurements of two rounds before."""
 LIMIT = 900.0
-"""Seconds after which a run is given up."""
+"""Seconds after which a run is aborted."""
 PARTS = {
     "encode": "encode",
     "decode and average": "decode",
@@ -64,9 +65,9 @@ PARTS = {
     "report": "rest",
     "ask for plan": "rest",
 }
-"""Spans of the timeline by part. None of them lies within another one of them."""
+"""Part by span of the timeline. No span lies inside another span of this list."""
 WITHIN = ("encode", "decode and average", "check frames")
-"""Those of the exchange's own thread: what else an `exchange` span computes is `rest`."""
+"""Spans inside an `exchange` span. Other CPU time of the `exchange` span counts as `rest`."""
 
 
 def run_file(root: Path, link: str, steps: int) -> Path:
@@ -105,10 +106,10 @@ def run_file(root: Path, link: str, steps: int) -> Path:
 
 
 def rounds_of(trace: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, float]]:
-    """Processor time in ms by part, and of inner steps (`inner`), by (process, round).
+    """Return CPU milliseconds by part, and of the inner steps (`inner`), by (process, round).
 
-    A round lasts from its mark to the next one's at the same process; what follows the last mark
-    (the flush) is not counted.
+    A round lasts from its mark to the next mark of the same process. Time after the last mark (the
+    flush) is not counted.
     """
     events = trace["traceEvents"]
     marks: dict[int, list[tuple[float, int]]] = defaultdict(list)
@@ -138,9 +139,10 @@ def rounds_of(trace: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, float
 
 def row(link: str, records: Sequence[Mapping[str, Any]], trace: Mapping[str, Any],
         parameters: int, state_bytes: int, fragments: int) -> common.Row:  # fmt: skip
-    """Medians over sites and rounds: those from `SETTLED` on that had the commonest plan.
+    """Return medians over sites and rounds.
 
-    Raises `ValueError` if there are none.
+    Only rounds from `SETTLED` on that had the most frequent plan count. Raises `ValueError` if
+    there are none.
     """
     plans = [record for record in records if record["kind"] == "plan"]
     settled = {key: found for key, found in rounds_of(trace).items() if key[1] >= SETTLED}
@@ -182,7 +184,7 @@ def row(link: str, records: Sequence[Mapping[str, Any]], trace: Mapping[str, Any
 
 
 def measure(root: Path, link: str, steps: int) -> common.Row:
-    """Train, and make a row of it. Raises `RuntimeError` with what a run that failed had said."""
+    """Train a run, and return its row. Raises `RuntimeError` with the output of a failed run."""
     path = run_file(root, link, steps)
     done = subprocess.run(
         [sys.executable, "-m", "dilocox", "train", str(path), "--trace", "--overwrite"],
@@ -223,7 +225,7 @@ COLUMNS = {
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write. Returns the exit code."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
     on = common.machine()
@@ -234,7 +236,7 @@ def main() -> int:
             rows.append(measure(root, link, QUICK_STEPS if options.quick else STEPS))
             common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
     except RuntimeError as error:
-        # What was measured before it stands.
+        # Results measured before the failure are kept.
         common.say(f"outer_cost: {error}")
         code = 1
     finally:

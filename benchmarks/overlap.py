@@ -45,25 +45,25 @@ from dilocox.tools.testbed.netns import FRAME_BYTES, SEGMENT_BYTES
 
 SITES = ("paris", "lyon")
 EXCHANGE_SHARE = 0.6
-"""Time that a round's payloads need on the link, of the time that a round computes."""
+"""Time of a round's payloads on the link, as a share of the round's computing time."""
 WARM_UP_ROUNDS = 2
 LIMIT = 300.0
-"""Seconds after which one run is given up."""
+"""Seconds after which a run is aborted."""
 INNER_STEPS = 20
 INT4_BYTES = 4 / 8 + 2 / 128
-"""Payload bytes per value: codes, and the scale of every 128."""
+"""Payload bytes per value: the code, and the scale that 128 values share."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An overlap rule; slots are inner steps."""
+    """An overlap rule and its delay, in slots; a slot is one inner step."""
 
     overlap: str
     delay: int
 
     @property
     def name(self) -> str:
-        """Short name of run folder and row."""
+        """Short name for the run folder and the row."""
         return f"{self.overlap}-{self.delay}"
 
 
@@ -78,18 +78,18 @@ FULL = (NONE, KEEP_TIGHT, KEEP_SHORT, KEEP_ROUND, NAIVE)
 
 @dataclass(frozen=True)
 class Course:
-    """Results of one run, or of the two runs of the sites alone, per round and site."""
+    """Means of one run, or of the two runs of the sites alone, per round and site."""
 
     round_seconds: float
     exchange_seconds: float
     wait_seconds: float
     tokens_per_second: float
-    """Of both sites together, by the clock on the wall."""
+    """Of both sites together, by wall-clock time."""
     payload_bytes: float
 
     @property
     def hidden_share(self) -> float:
-        """Share of the time of exchanges in which training went on."""
+        """Share of the exchanges' time in which training went on."""
         return 1.0 - self.wait_seconds / self.exchange_seconds
 
 
@@ -158,7 +158,7 @@ class Lab:
 
 
 class Run:
-    """One run: its coordinator on `hub` and its sites' `dilocox join`."""
+    """One run: its coordinator on the host `hub`, and `dilocox join` at each site."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Run:
         raise self._failure("the coordinator did not start")
 
     def finish(self) -> list[dict[str, Any]]:
-        """Wait for the end, and return the sites' records of all rounds except the last ones."""
+        """Wait for the end. Returns the sites' records of all rounds except the last rounds."""
         deadline = time.monotonic() + LIMIT
         for host, process in self._processes.items():
             try:
@@ -228,8 +228,11 @@ class Run:
 
 
 def course(records: list[dict[str, Any]]) -> Course:
-    """Means over sites and measured rounds. The first rounds, with their group forming, are left
-    out, and time runs from the report before the first measured round to the last report."""
+    """Return means over sites and measured rounds.
+
+    The first `WARM_UP_ROUNDS` rounds do not count, because groups form in them. The time runs from
+    the report before the first measured round to the last report.
+    """
     sites = {record["site"] for record in records}
     found: dict[str, list[float]] = {"round": [], "exchange": [], "wait": [], "payload": []}
     rate = 0.0
@@ -250,14 +253,15 @@ def course(records: list[dict[str, Any]]) -> Course:
 
 
 def link_rate(config: RunConfig, vocabulary: int, round_seconds: float) -> float:
-    """Bits per second at which a round's payloads take `EXCHANGE_SHARE` of its computing time."""
+    """Return the bits per second at which a round's payloads take `EXCHANGE_SHARE` of its computing
+    time."""
     values = count_parameters(load_model_config(config.model, vocabulary))
     wire = values * INT4_BYTES * FRAME_BYTES / SEGMENT_BYTES
     return round(wire * 8 / (EXCHANGE_SHARE * round_seconds) / 1e4) * 1e4
 
 
 def row(name: Setting | None, courses: list[Course], alone: Course) -> common.Row:
-    """Return the row with medians over repetitions. `name` None: the sites alone."""
+    """Return the row with medians over repetitions. `name` is None for the sites alone."""
 
     def median(field: str) -> float:
         return float(statistics.median(getattr(course, field) for course in courses))
@@ -279,7 +283,7 @@ def row(name: Setting | None, courses: list[Course], alone: Course) -> common.Ro
 
 
 def measure(root: Path, quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
-    """All runs; rows and settings."""
+    """Make all runs. Returns the rows and the settings."""
     rounds = WARM_UP_ROUNDS + (8 if quick else 30)
     settings, repetitions = (QUICK, 1) if quick else (FULL, 3)
     common.say("preparing token files")
@@ -327,7 +331,7 @@ def measure(root: Path, quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write. Returns the exit code."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
     reason = unsupported_reason()

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train; the meaning of each is PyTorch's own."""
+    """Settings of training, each with the meaning that it has in PyTorch."""
 
     batch: int
     micro_batch: int
@@ -38,9 +38,18 @@ class Recipe:
 
 
 class PlainLoop:
-    """Model and optimizer. `hf_config` is a Hugging Face configuration, `precision` the autocast
-    dtype (fp32: no autocast); parameters are fp32. `wrap` makes the model whose forward pass is
-    called, `DistributedDataParallel` for one. `compile_layers` compiles each of its layers."""
+    """A model, its optimizer and its learning rate schedule. Parameters are fp32.
+
+    Args:
+        hf_config: Hugging Face configuration of the model.
+        recipe: settings of training.
+        device: device of the model.
+        precision: dtype of autocast; fp32 means no autocast.
+        attention: attention implementation of transformers.
+        wrap: returns the module whose forward pass is called, for example
+            `DistributedDataParallel`.
+        compile_layers: compile each layer of the model.
+    """
 
     def __init__(
         self,
@@ -89,7 +98,7 @@ class PlainLoop:
         return recipe.final_fraction + (1.0 - recipe.final_fraction) * fall
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """One step on int64 [batch, L]; the mean loss, on the device."""
+        """Train one step on int64 [batch, L]. Returns the mean loss, on the device."""
         inputs = inputs.to(self._device, non_blocking=True)
         labels = labels.to(self._device, non_blocking=True)
         rows = self._recipe.micro_batch

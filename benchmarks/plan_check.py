@@ -34,7 +34,7 @@ from dilocox.tools.planner.predict import Simulation, predict
 RESULTS = common.RESULTS / "overlap-cpu.json"
 WAN = common.RESULTS / "wan-cpu.json"
 ROUNDS, ROUNDS_CHOSEN = 12, 60
-"""Simulated: where the run file says how long rounds are, and where the controller does."""
+"""Simulated rounds: if the run file sets the length of rounds, and if the controller chooses it."""
 
 
 def processor(cores: float, table: HardwareTable) -> Device:
@@ -44,7 +44,7 @@ def processor(cores: float, table: HardwareTable) -> Device:
 
 
 def check_overlap(measured: dict[str, Any], table: HardwareTable) -> list[common.Row]:
-    """Predicted and measured tokens/s for every overlap rule of the results."""
+    """Return predicted and measured tokens/s for every overlap rule of the results."""
     rows, settings = measured["rows"], measured["settings"]
     alone = next(row for row in rows if row["overlap"] == "alone")
     rate = settings["link_bits_per_second"] / 8
@@ -57,7 +57,7 @@ def check_overlap(measured: dict[str, Any], table: HardwareTable) -> list[common
                 continue
             setting = overlap.Setting(row["overlap"], row["delay_slots"])
             path = overlap.run_file(Path(folder), setting.name, setting, overlap.SITES, rounds=10)
-            # Both as the engine that made these rows did it.
+            # The engine that made these rows had no shared moments and one exchange at a time.
             run = dilocox.load_run(path, ["compression.moments=false"])
             found = predict(
                 run,
@@ -134,7 +134,7 @@ def compare(
         step_seconds=step,
         simulation=Simulation(ROUNDS_CHOSEN if run.control.adapt == "link" else ROUNDS),
     )
-    # What training loses is predicted, processor time was measured.
+    # The prediction is time lost by training; the measurement is processor time.
     processor_share = min(1.0, cores / run.site.ranks)
     return {
         "run": name,
@@ -152,13 +152,13 @@ def compare(
 
 
 def errors(rows: Sequence[common.Row]) -> tuple[float, float]:
-    """Median and worst distance of predicted over measured from 1."""
+    """Return the median and the largest distance from 1 of the ratios predicted / measured."""
     found = [abs(row["ratio"] - 1) for row in rows]
     return statistics.median(found), max(found)
 
 
 def show(rows: Sequence[common.Row]) -> None:
-    """Print a set of rows and its errors."""
+    """Print rows and their errors."""
     share: Callable[[Any], str] = lambda value: f"{value:.1%}"  # noqa: E731
     print(common.table(rows, {
         "run": "s", "measured": ",.1f", "predicted": ",.1f", "ratio": ".3f",
@@ -171,7 +171,7 @@ def show(rows: Sequence[common.Row]) -> None:
 
 
 def main() -> int:
-    """Predict, compare, print, write."""
+    """Predict, compare, print and write. Returns the exit code."""
     parser = common.parser(__doc__ or "")
     parser.add_argument(
         "--wan", type=Path, metavar="FILE", help=f"rows of benchmarks.wan ({WAN.name})"

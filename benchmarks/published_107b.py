@@ -42,9 +42,10 @@ INNER_STEPS = 125
 SITES, NODES, GPUS = 2, 10, 80
 SEQUENCES = (512, 1024, 2048, 4096)
 BATCH = 9
-"""Sequences of 2,048 tokens per step and site: what 10.4 tokens/s come to, rounded."""
+"""Sequences of 2,048 tokens per step and site: the batch behind 10.4 tokens/s, rounded."""
 UTILISATION = 0.57
-"""Of the peak, with one layer per stage and the head beside the last; 0.46 in 80 even stages."""
+"""Share of the GPUs' peak with one layer per stage and the head beside the last layer. 80 even
+stages would need 0.46."""
 ON_GPU = {
     "encode": 1e12,
     "decode": 1e12,
@@ -56,9 +57,10 @@ ON_GPU = {
     "exchange_cpu": 0.0,
     "exchange_thread": 0.0,
 }
-"""Codecs as a GPU would do them, nearly for nothing: the published system's are not known."""
+"""Rates of codecs on a GPU, which take almost no time. The rates of the published system are not
+known."""
 NO_COPIES = 1e15
-"""Bytes per second between GPU and host: codecs on a GPU need none of values."""
+"""Bytes per second between GPU and host. Codecs on a GPU copy no values to the host."""
 PUBLISHED: tuple[tuple[str, float, str, dict[str, Any]], ...] = (
     ("AllReduce", SYNCHRONOUS, "allreduce", {}),
     ("DiLoCoX", DILOCOX, "dilocox-paper", {}),
@@ -71,19 +73,22 @@ PUBLISHED: tuple[tuple[str, float, str, dict[str, Any]], ...] = (
 
 
 def assumptions(outline: ModelOutline, place: GpuPlacement, rate: float) -> list[common.Row]:
-    """Tokens per step, step time and utilisation that the two speeds imply, by assumption."""
+    """Return tokens per step, step time and utilisation that follow from two published speeds.
+
+    There is one row per assumption. `rate` is the link's rate in bytes per second.
+    """
     rows: list[common.Row] = []
     peak = place.device.bf16 * GPUS
     for width in (4, 2):
         for links in (1, NODES):
-            # The seconds of a step's computation are lost beside those of its all-reduce.
+            # A step takes the seconds of its computation in addition to those of its all-reduce.
             seconds = ring_seconds(width * outline.parameters, SITES, rate * links)
             tokens = SYNCHRONOUS * seconds / (1 - SYNCHRONOUS / DILOCOX)
             step = tokens / DILOCOX
             for length in SEQUENCES:
                 count = tokens / SITES / length
                 each = outline.flops_per_token * length / peak
-                # As many stages as GPUs: the pipeline is filled once.
+                # The run has as many stages as GPUs, and fills the pipeline once per step.
                 share = (max(1.0, count) + GPUS - 1) * each / step
                 rows.append(
                     {
@@ -103,7 +108,7 @@ def assumptions(outline: ModelOutline, place: GpuPlacement, rate: float) -> list
 
 
 def as_published(config: RunConfig) -> RunConfig:
-    """One layer per stage and GPU, AdamW, the fitted batch."""
+    """Return the run file with one layer per stage and GPU, AdamW and the fitted batch."""
     return changed(
         config,
         {
@@ -118,7 +123,7 @@ def as_published(config: RunConfig) -> RunConfig:
 
 
 def published(config: RunConfig, table: HardwareTable) -> list[common.Row]:
-    """Predicted against published, under the assumptions that agree best."""
+    """Return predicted and published speeds, under the assumptions that agree best."""
     run = as_published(config)
     outline = ModelOutline.of(run)
     place, link = table.place("a800-40g:8x10", UTILISATION), table.link("paper")
@@ -150,7 +155,7 @@ def published(config: RunConfig, table: HardwareTable) -> list[common.Row]:
 
 
 def fast_host(host: Host) -> Host:
-    """`host` with codecs that take next to no time."""
+    """Return `host` with codecs that take almost no time."""
     rates = {
         name: dict.fromkeys(getattr(host, name), value) if name in ("encode", "decode") else value
         for name, value in ON_GPU.items()
@@ -159,7 +164,7 @@ def fast_host(host: Host) -> Host:
 
 
 def today(config: RunConfig, table: HardwareTable) -> list[common.Row]:
-    """Today's method, at the published batch and as the example has it."""
+    """Return plans of today's method, at the published batch and for the example run file."""
     rows: list[common.Row] = []
     link = table.link("paper")
     place = table.place("a800-40g:8x10")
@@ -194,7 +199,7 @@ def today(config: RunConfig, table: HardwareTable) -> list[common.Row]:
 
 
 def main() -> int:
-    """Compute, print, write."""
+    """Compute the rows, print and write them. Returns the exit code."""
     options = common.parser(__doc__ or "").parse_args()
     on = common.machine()
     table, config = HardwareTable.load(), load_run(EXAMPLE)

@@ -56,9 +56,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 WARM_UP_ROUNDS = 2
 INNER_STEPS = 10
 LIMIT = 600.0
-"""Seconds after which two runs are given up."""
+"""Seconds after which two runs are aborted."""
 LOOK = 0.25
-"""Seconds between two looks at what threads have computed."""
+"""Seconds between two readings of the threads' processor time."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -69,9 +69,9 @@ class Used:
     moment: float
     """Seconds since 1970."""
     training: float
-    """Of the ranks' main threads, which compute inner steps, land and begin exchanges."""
+    """Of the ranks' main threads, which compute inner steps and landings and begin exchanges."""
     beside: float
-    """Of all others."""
+    """Of all other threads."""
 
 
 def used(group: Path, proc: Path = Path("/proc")) -> Used:
@@ -85,7 +85,7 @@ def used(group: Path, proc: Path = Path("/proc")) -> Used:
                 continue
             name, rest = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :]
             seconds = sum(map(int, rest.split()[11:13])) / TICKS
-            # A rank is called SITE:STAGE.SHARD; its main thread has the number of the process.
+            # A rank's name is SITE:STAGE.SHARD. The id of its main thread is that of the process.
             if ":" in name and int(task.parent.name) == process:
                 training += seconds
             else:
@@ -184,10 +184,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def speeds(*runs: Sequence[dict[str, Any]]) -> tuple[list[float], float, float]:
-    """Tokens per second of each run's sites together, by their reports of rounds, over the seconds
-    in which all sites of all runs were in measured rounds; and begin and end of these.
+    """Return each run's tokens per second, and begin and end of the measured time.
 
-    Raises `LabError` if a site was not there in all rounds.
+    The measured time is the time in which all sites of all runs are in measured rounds. Tokens are
+    those of all sites of a run, by their reports of rounds. Raises `LabError` if a site was absent
+    in a round.
     """
     own = [list(rounds_by_site(records, SITES).values()) for records in runs]
     begin = max(rounds[WARM_UP_ROUNDS - 1]["time"] for sites in own for rounds in sites)
@@ -215,7 +216,10 @@ def kept(folder: Path) -> dict[str, int]:
 
 
 def state_bytes(folder: Path) -> int:
-    """Bytes of the states that a run keeps for audits, per round that has some, over both sites."""
+    """Return the bytes of states that a run keeps for audits, over both sites.
+
+    The result is the mean over the rounds that have states.
+    """
     rounds = list((folder / "record" / "store" / STATES).glob("*"))
     files = [path for each in rounds for path in each.rglob("*") if path.is_file()]
     return round(sum(path.stat().st_size for path in files) / max(1, len(rounds)))
@@ -224,15 +228,16 @@ def state_bytes(folder: Path) -> int:
 def bytes_of(
     course: RunHistory, entries: Sequence[str], sizes: Mapping[str, int]
 ) -> dict[str, float | int]:
-    """Bytes of a record per training round, over both sites; `sizes`: as `kept` has them.
+    """Return the bytes of a record per training round, over both sites.
 
-    `other_bytes`: of what is no payload, which is theta_0 and small documents.
+    `sizes`: see `kept`. `other_bytes` are the bytes of objects other than payloads: theta_0 and
+    small documents.
     """
     rounds = len({step.key.round for step in course.steps.values() if not step.flush})
     payloads = {d for step in course.steps.values() for d in step.payloads.values()}
     trained = {d for step in course.steps.values() if not step.flush
                for d in step.payloads.values()}  # fmt: skip
-    # theta_0, and the lists of tensors of the first and the last state, are kept once for all.
+    # theta_0, and the lists of tensors of the first and the last state, are stored once per run.
     listed = {state.listing for state in course.states}
     before = {d for d in sizes if d not in payloads and d not in listed}
     kinds = Counter[str]()
@@ -269,7 +274,7 @@ def rows_of(pairs: Sequence[common.Row]) -> list[common.Row]:
         }
         said = {key: value for key, value in own[0].items() if key.endswith("_per_round")}
         if name != "off":
-            # With its default a store holds theta_0 and little else.
+            # With the default settings a store has theta_0 and few other objects.
             theta = next((p["other_bytes"] for p in pairs if p["record"] == "on"), None)
             said |= {} if theta is None else {"theta_bytes": theta}
         rows.append(row | said)
@@ -292,7 +297,7 @@ def measured(
     for turn, name in wanted[len(before) :]:
         measuring, reference = f"{name}-{turn}", f"beside-{name}-{turn}"
         runs = {measuring: SETTINGS[name], reference: SETTINGS["off"]}
-        # Which one begins, and gets which group, changes from turn to turn.
+        # The run that begins, and the group of each run, change from turn to turn.
         order = list(runs) if turn % 2 == 0 else list(runs)[::-1]
         with quotas(hierarchy) as groups:
             courses = train_beside(
@@ -321,7 +326,7 @@ def measured(
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write. Returns the exit code."""
     options = common.parser(__doc__ or "")
     options.add_argument("--pairs", type=int, help="repetitions (default: 6, with --quick 2)")
     options.add_argument("--rounds", type=int, help="measured rounds per run (default: 20)")

@@ -13,7 +13,7 @@ class MemoryStore:
     """`KeyValue` on a dictionary that processes share."""
 
     def __init__(self, values: Any) -> None:
-        """`values`: a dictionary, or the proxy of one."""
+        """`values` is a dictionary, or the proxy of a dictionary."""
         self._values = values
 
     def kv_set(self, key: str, value: bytes) -> None:
@@ -21,11 +21,14 @@ class MemoryStore:
         self._values[key] = value
 
     def kv_check(self, keys: Sequence[str]) -> bool:
-        """True if all `keys` are there."""
+        """Return whether all `keys` exist."""
         return all(key in self._values for key in keys)
 
     def kv_get(self, keys: Sequence[str], limit: float) -> dict[str, bytes]:
-        """The values of `keys`, waiting up to `limit` seconds. Raises `ExchangeError`."""
+        """Return the values of `keys`, and wait up to `limit` seconds for them.
+
+        Raises `ExchangeError` if a key is missing after `limit`.
+        """
         end = time.monotonic() + limit
         while not self.kv_check(keys):
             if time.monotonic() > end:

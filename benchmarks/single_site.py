@@ -62,7 +62,7 @@ from dilocox.utils import processes
 
 TARGET = 0.97
 IDLE_LIMIT = {"cpu": 0.01, "cuda": 0.25}
-"""Most that the waiting run may use of all cores, by the device that trains."""
+"""Largest share of all cores that the waiting run may use, by the device that trains."""
 WARM_UP_TURNS = 1
 SMALL = {
     "architecture": {
@@ -202,8 +202,7 @@ def run_plain(config: RunConfig, waiting: Waiting, steps_per_turn: int, turns: i
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Whether the run's layers are compiled. "auto", where the run file has that value, compiles
-    on GPUs."""
+    """Return whether the run's layers are compiled. The value "auto" compiles on GPUs."""
     asked: object = config.model.compile
     return device.type == "cuda" if asked == "auto" else bool(asked)
 
@@ -305,7 +304,7 @@ def alternate(sides: dict[str, Side], pairs: int, tokens: int) -> Result:
             used = {
                 each: cpu_seconds(sides[each].process.pid or 0) - before[each] for each in names
             }
-            # A rank's peak is set back after each round (dilocox.inner.device_memory).
+            # A rank resets its peak after each round (dilocox.inner.device_memory).
             peak[name] = max(peak.get(name, 0), turn.peak_bytes)
             loss = turn.loss if turn.loss is not None else loss
             if number < WARM_UP_TURNS:
@@ -388,7 +387,7 @@ def measure(config: RunConfig, root: Path, pairs: int, rounds_per_turn: int) -> 
 
 
 def rows_of(result: Result, dtype: str, device: str) -> list[common.Row]:
-    """One row per side."""
+    """Return one row per side."""
     ratios = [d / p for d, p in zip(result.rates["dilocox"], result.rates["plain"], strict=True)]
     ratio = common.median_interval(ratios)
     of_cpu = common.median_interval(
@@ -417,7 +416,7 @@ def rows_of(result: Result, dtype: str, device: str) -> list[common.Row]:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write. Returns the exit code."""
     arguments = common.parser(__doc__ or "")
     arguments.add_argument("--pairs", type=int, metavar="N", help="pairs of turns to measure")
     arguments.add_argument("--device", choices=["auto", "cpu"], default="auto")
@@ -434,7 +433,7 @@ def main() -> int:
     rounds_per_turn = 1
     root = Path(tempfile.mkdtemp(prefix="dilocox-single-site-"))
     try:
-        # One round more than is measured: the end of the last turn is the beginning of the next.
+        # One more round than is measured: the end of the last turn begins the next one.
         rounds = rounds_per_turn * (WARM_UP_TURNS + pairs) + 1
         shape = LARGE if gpu else SMALL
         config = configuration(shape, root, options.device, rounds, options.compile)

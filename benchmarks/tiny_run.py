@@ -19,7 +19,7 @@ MODEL = {
 
 
 def tiny_run(root: Path, rounds: int) -> dict[str, dict[str, Any]]:
-    """Sections of a run of one stage, without sites; token files are kept in `root`."""
+    """Return the sections of a run file of one stage, without sites. Token files are in `root`."""
     return {
         "model": {"architecture": dict(MODEL)},
         "data": {
