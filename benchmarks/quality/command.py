@@ -60,7 +60,7 @@ QUICK_STEPS = 320
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = common.parser(__doc__ or "")
     made.add_argument("--wikitext", type=Path, metavar="DIR", help="folder of wikitext2-*.txt")
     made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep token files")
@@ -122,8 +122,10 @@ def main() -> int:
 
 
 def write_loss_table(results: Path) -> None:
-    """Make the controller's loss table anew, of the rows of the grid. Raises as
-    `benchmarks.quality.grid.measured_table`."""
+    """Write the controller's loss table anew, from the rows of the grid.
+
+    Raises the errors of `benchmarks.quality.grid.measured_table`.
+    """
     rows = [row for row in _read_rows(results) if row["label"].startswith("grid ")]
     steps = sorted({row["steps"] for row in rows})
     about = (
@@ -135,7 +137,10 @@ def write_loss_table(results: Path) -> None:
 
 
 def write_docs(results: Path | None, document: Path) -> int:
-    """Put the tables of a results file into a document. Raises `OSError` without one."""
+    """Write the tables of a results file into a document. Returns the exit code.
+
+    Raises `OSError` if the document does not exist.
+    """
     known = quality_report.points(quality_report.with_gaps(_read_rows(results)))
     text = document.read_text(encoding="utf-8")
     document.write_text(quality_docs.filled(text, known), encoding="utf-8")
@@ -143,7 +148,7 @@ def write_docs(results: Path | None, document: Path) -> int:
 
 
 class Bench:
-    """One call of the benchmark: its text, its folder, the rows so far and the file they go to."""
+    """One call of the benchmark: its text, its folder and the file of its rows."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
@@ -272,7 +277,7 @@ class Bench:
         return f"about {hours}:{minutes:02d} h"
 
     def _is_of(self, row: Row, job: Job) -> bool:
-        """True if `row` is what `job` would give."""
+        """Return whether `row` is the result of `job`, with the same settings and steps."""
         steps = self._options.steps or REGIMES[job.regime].steps
         return _same(row, job) and row["settings"] == job.settings_text and row["steps"] == steps
 
@@ -282,7 +287,7 @@ class Bench:
             return
         unfinished = path.with_name(f".{path.name}.unfinished")
         settings = self._settings()
-        # Rows of seeds that are not trained now keep what is said of their text.
+        # Rows of seeds that are not trained now keep the description of their text.
         settings["text"] = {**_read_text(path), **settings["text"]}
         common.write_json(unfinished, "quality", self._on, settings, rows)
         unfinished.replace(path)
@@ -322,7 +327,7 @@ class Bench:
 def _open_trial(
     regime: str, tuned_as: str, entry: quality_rows.Entry, rows: Sequence[Row]
 ) -> quality_tuning.Rates | None:
-    """The next trial; none when all of them are made."""
+    """Return the next tuning trial. None if all trials are made."""
     done = quality_tuning.from_rows(rows, regime).get(tuned_as, {})
     if regime == LEAD[0]:
         trials = quality_tuning.open_trials(tuned_as, done)
@@ -342,7 +347,10 @@ def _draw(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _wikitext(given: Path | None) -> Path | None:
-    """Return the folder `given`, or the one beside the checkout. None if neither has the text."""
+    """Return the folder `given`, or the one beside the checkout. None if it has no WikiText.
+
+    Ends the program if the folder `given` has no WikiText.
+    """
     folder = given or common.ROOT.parent / "shared" / "data"
     if any(folder.glob(quality_data.WIKITEXT)):
         return folder

@@ -22,19 +22,19 @@ from dilocox.utils import processes
 
 PARTS = 4
 DOCUMENT = 4 * 1024
-"""Characters after which a document is cut, at the next blank line."""
+"""Number of characters after which a document ends at the next blank line."""
 SEQUENCE_LENGTH = 128
 HELD_OUT_SEQUENCES = 1024
 HELD_OUT_FRACTION = 0.02
 VOCABULARY = 257
-"""The 256 bytes and end-of-text: a tokenizer without merges."""
+"""The 256 bytes and end-of-text. The tokenizer has no merges."""
 WIKITEXT = "wikitext2-*.txt"
 
 Progress = Callable[[str, float], None]
 
 
 def cut(text: str) -> Iterator[str]:
-    """`text` in documents of `DOCUMENT` to twice as many characters; nothing is lost."""
+    """Divide `text` into documents of `DOCUMENT` to 2 x `DOCUMENT` characters, without loss."""
     start = 0
     while (end := cut_point(text, start, DOCUMENT)) is not None:
         yield text[start:end]
@@ -43,9 +43,9 @@ def cut(text: str) -> Iterator[str]:
 
 
 def contiguous(documents: Sequence[str], parts: int) -> list[Sequence[str]]:
-    """`documents` in order, in `parts` runs of about equally many characters.
+    """Divide `documents`, in order, into `parts` runs of about equally many characters.
 
-    Raises `ValueError` where a part would be empty.
+    Raises `ValueError` if a part would be empty.
     """
     total = sum(len(document) for document in documents)
     bounds, done = [0], 0
@@ -61,7 +61,10 @@ def contiguous(documents: Sequence[str], parts: int) -> list[Sequence[str]]:
 
 
 def read_corpus(wikitext: Path | None) -> list[str]:
-    """All documents, in order. Without `wikitext`, a folder, the standard library alone."""
+    """Return all documents, in order.
+
+    `wikitext`: folder of WikiText. None: the documents are those of the standard library alone.
+    """
     sources = [STDLIB]
     if wikitext is not None:
         sources += [str(file) for file in sorted(wikitext.glob(WIKITEXT))]
@@ -75,7 +78,7 @@ def read_corpus(wikitext: Path | None) -> list[str]:
 
 
 def _quiet(_step: str, _share: float) -> None:
-    """Progress that nobody asked for."""
+    """Print no progress."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Text:
 
     @classmethod
     def write(cls, folder: Path, wikitext: Path | None) -> Text:
-        """Write the corpus' parts below `folder`, if they are not there yet."""
+        """Write the parts of the corpus below `folder`, if they do not exist yet."""
         text = cls(folder)
         if not text.part(PARTS - 1).exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -102,16 +105,16 @@ class Text:
         return text
 
     def part(self, number: int) -> Path:
-        """One of the `PARTS` parts."""
+        """Return the file of part `number`, one of `PARTS`."""
         return self.folder / f"part-{number}.jsonl"
 
     def parts_of(self, site: int, sites: int) -> list[Path]:
-        """What site number `site` of `sites` trains on, non-IID."""
+        """Return the parts on which site number `site` of `sites` trains without IID."""
         share = PARTS // sites
         return [self.part(number) for number in range(site * share, (site + 1) * share)]
 
     def section(self) -> dict[str, object]:
-        """`[data]` of every run, but for `folder`."""
+        """Return the section `[data]` of every run, without `folder`."""
         return {
             "source": [str(self.part(number)) for number in range(PARTS)],
             "vocabulary_size": VOCABULARY,
@@ -121,17 +124,18 @@ class Text:
         }
 
     def mixture(self, seed: int) -> Path:
-        """Token files of the whole corpus."""
+        """Return the folder of the token files of the whole corpus."""
         return self.folder / f"seed-{seed}" / "mixture"
 
     def site(self, seed: int, site: int, sites: int) -> Path:
-        """Token files of one site's parts."""
+        """Return the folder of the token files of one site's parts."""
         return self.folder / f"seed-{seed}" / f"site-{site}-of-{sites}"
 
     def tokenise(self, seed: int, site_counts: Sequence[int]) -> None:
-        """Make the token files of `seed`, those of the whole and of the sites of each count.
+        """Write the token files of `seed`: those of the whole corpus, and of the sites of each
+        count.
 
-        Raises `ValueError` if whole and parts disagree on what is held out.
+        Raises `ValueError` if the whole corpus and the parts disagree about held-out documents.
         """
         processes.call_in_child(_tokenise, self, seed, tuple(site_counts), on_progress=_quiet)
 
@@ -155,7 +159,7 @@ def _tokenise(text: Text, seed: int, site_counts: tuple[int, ...], progress: Pro
 
 
 def describe(files: TokenFiles) -> dict[str, int | str]:
-    """What a reader of the results must know of the text."""
+    """Return the facts about the text that a reader of the results needs."""
     return {
         "digest": files.digest,
         "train_tokens": files.token_count("train"),

@@ -25,9 +25,10 @@ NOTHING = "Not measured yet.\n"
 
 
 def filled(text: str, known: Sequence[Point]) -> str:
-    """`text` with the tables of `known` in their places: as entries are listed, ablations by loss.
+    """Return the document `text` with the tables of `known` in their places.
 
-    Loss and gap are means over the seeds, the range is that of the loss.
+    Rows have the order of the entries, rows of ablations that of their loss. Loss and gap are means
+    over the seeds; the range is that of the loss.
     """
 
     order = {entry.label: number for number, entry in enumerate(all_entries())}

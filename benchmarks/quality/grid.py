@@ -30,12 +30,12 @@ Table = dict[str, Any]
 INNER_STEPS = (1, 2, 5, 10, 20)
 KEPT = (5, 20, 82)
 FLAT = {"int2": (2, 20)}
-"""Codec, and the inner steps it is measured at. Finer ones cost less than a seed does."""
+"""By codec: inner steps at which it is measured. Finer codecs cost less than a seed does."""
 SHARES = (0.5, 1.0)
-"""Delays over the round; for rounds of at least `SHORTEST_LATE` steps."""
+"""Measured delays as shares of the round, for rounds of at least `SHORTEST_LATE` steps."""
 SHORTEST_LATE = 2
 LEAST = 1e-4
-"""A part that was measured to cost nothing, or less: the controller compares logarithms."""
+"""Least cost in the table, where zero or less was measured: the controller needs logarithms."""
 SYNCHRONOUS = "grid synchronous"
 ABOUT = (
     "Predicted rise of the held-out loss over synchronous training with the same inner optimizer, "
@@ -47,7 +47,7 @@ ABOUT = (
 
 
 def entries() -> list[Entry]:
-    """All runs of the grid, the synchronous one first."""
+    """Return all runs of the grid, the synchronous run first."""
     found = [Entry(SYNCHRONOUS, "allreduce", DENSE, "allreduce", group="ablations")]
     found += [_entry(steps, "none") for steps in INNER_STEPS]
     found += [_entry(steps, f"topk:{kept}") for steps in INNER_STEPS for kept in KEPT]
@@ -57,7 +57,7 @@ def entries() -> list[Entry]:
 
 
 def label(inner_steps: int, codec: str, share: float = 0.0) -> str:
-    """The name of a run of the grid."""
+    """Return the name of a run of the grid."""
     late = f" {share:g} late" if share else ""
     return f"grid H={inner_steps} {codec}{late}"
 
@@ -84,9 +84,9 @@ def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
 
 
 def measured_table(rows: Sequence[Row], before: Table, about: str) -> Table:
-    """The loss table with all cells that `rows` measure; the others are those of `before`.
+    """Return the loss table with all cells that `rows` measure; other cells are those of `before`.
 
-    Raises `KeyError` if a run of the grid has no row, `ValueError` if one has diverged.
+    Raises `KeyError` if a run of the grid has no row, `ValueError` if a run has diverged.
     """
     losses = {row["label"]: row["val_loss"] for row in rows}
     for entry in entries():
@@ -130,7 +130,7 @@ def measured_table(rows: Sequence[Row], before: Table, about: str) -> Table:
 
 
 def as_text(table: Table) -> str:
-    """The table as JSON, a row of numbers per line."""
+    """Return the table as JSON, with one row of numbers per line."""
     text = json.dumps(table, indent=2)
     return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", _one_line, text) + "\n"
 
@@ -142,12 +142,12 @@ def _one_line(found: re.Match[str]) -> str:
 def _column(
     every: Sequence[int], known: Mapping[int, float], before: Sequence[float]
 ) -> list[float]:
-    """One value per row of `every`: the measured one, or the one of before."""
+    """Return the measured value for each element of `every`, or else the value of `before`."""
     return [known.get(steps, old) for steps, old in zip(every, before, strict=True)]
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """Running maximum, in four digits."""
+    """Return the running maximum, rounded to four digits."""
     found: list[float] = []
     for value in values:
         found.append(round(max(value, found[-1] if found else 0.0), 4))
@@ -157,8 +157,10 @@ def _rising(values: Sequence[float]) -> list[float]:
 def _delays(
     every: Sequence[int], late: Sequence[Mapping[int, float]], before: Table
 ) -> dict[str, Any]:
-    """Cost by inner steps and share. Between no delay and the first measured share the old table's
-    shape is kept, scaled."""
+    """Return the cost by inner steps and share of the round.
+
+    Between no delay and the first measured share the shape of the old table is kept, scaled.
+    """
     shares = before["share"]
     rows = []
     for steps, old in zip(every, before["loss"], strict=True):
@@ -180,8 +182,11 @@ def _delays(
 def _densities(
     every: Sequence[int], known: Mapping[int, Mapping[int, float]], before: Table
 ) -> dict[str, Any]:
-    """Cost of top-k by inner steps and values kept, linear in both logarithms between measured
-    densities and beyond them with the slope of the nearest two."""
+    """Return the cost of top-k by inner steps and kept values.
+
+    The cost is linear in both logarithms between measured densities. Beyond them it has the slope
+    of the nearest two.
+    """
     kept = before["kept"]
     rows: list[list[float]] = []
     for steps, old in zip(every, before["loss"], strict=True):
@@ -203,7 +208,10 @@ def _rising_exact(values: Sequence[float]) -> list[float]:
 
 
 def _through(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Piecewise linear through `points`, the first and last piece prolonged."""
+    """Return the piecewise linear function through `points` at `x`.
+
+    The first and the last piece are extended beyond the points.
+    """
     pieces = list(itertools.pairwise(points))
     (x0, y0), (x1, y1) = next((piece for piece in pieces if x <= piece[1][0]), pieces[-1])
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -14,15 +14,15 @@ from benchmarks.quality.rows import LEAD, LONG, Entry, Group, Settings
 
 SEEDS = (0, 1, 2)
 OTHER_CELLS = ((4, True), (2, False), (2, True))
-"""Sites and IID of what is trained in the first regime as well, with one seed."""
+"""Sites and IID of further cells of the first regime, which are trained with one seed."""
 SAME_TEXT, OF_SAME_TEXT = (4, True), ("allreduce", "dilocox 1000x")
-"""A cell and labels that are trained with every seed: whether the same text costs more than sites'
-own, a single one does not tell."""
+"""A cell, and the labels that are trained there with every seed. One seed cannot tell whether the
+same text costs more than the sites' own."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained for one row."""
+    """One run to train, whose result is one row."""
 
     entry: Entry
     regime: str
@@ -33,7 +33,7 @@ class Job:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What makes the row the only one of its kind."""
+        """The fields that identify the row."""
         return {
             "label": self.entry.label,
             "regime": self.regime,
@@ -44,13 +44,12 @@ class Job:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keys of the run file that the row sets: the method's own and learning rates. What the
-        entry sets itself is not overruled."""
+        """Keys of the run file that the row sets: learning rates, then the entry's own keys."""
         return {**self.rates, **self.entry.settings}
 
     @property
     def settings_text(self) -> str:
-        """`settings`, and the target of the link, as one line."""
+        """The `settings` and the target of the link, as one line."""
         words = [f"{key}={value}" for key, value in sorted(self.settings.items())]
         if self.entry.target is not None:
             words.append(f"target={self.entry.target}")
@@ -64,10 +63,10 @@ class Job:
 def select(
     options: argparse.Namespace, trials: quality_tuning.Trials, longer: quality_tuning.Trials
 ) -> Iterable[Job]:
-    """The jobs that the options ask for, in order: what is quoted most comes first.
+    """Yield the jobs that the options ask for; the most quoted results come first.
 
-    Learning rates are of `trials`, in the long regime of `longer` where there are any. An entry
-    that would repeat another one of its cell (published rates that are also the best) is left out.
+    Learning rates follow from `trials`, and in the long regime from `longer` if it has trials. An
+    entry that would repeat another entry of its cell is left out: published rates can be the best.
     """
     seen: set[tuple[object, ...]] = set()
     for entry, regime, sites, iid, seed in _wanted(options):
@@ -114,7 +113,7 @@ def _wanted(options: argparse.Namespace) -> Iterable[tuple[Entry, str, int, bool
             continue
         yield from ((entry, LEAD[0], sites, iid, seeds[0]) for entry in core)
         if options.tried and options.iid == "yes":
-            # What is tried out is trained in the first cell, unless the same text is asked for.
+            # Entries of --try are trained in the first cell, unless --iid asks for the same text.
             yield from ((entry, LEAD[0], sites, iid, seeds[0]) for entry in ablations)
         if (sites, iid) == SAME_TEXT:
             few = [entry for entry in core if entry.label in OF_SAME_TEXT]
@@ -122,9 +121,9 @@ def _wanted(options: argparse.Namespace) -> Iterable[tuple[Entry, str, int, bool
 
 
 def chosen_by_name(known: list[Entry], names: list[str] | None) -> list[Entry]:
-    """What `names` name: groups, labels, or methods that are no labels; none: all.
+    """Return the entries that `names` select: groups, labels, or methods that are no labels.
 
-    Raises `SystemExit` for a name of nothing.
+    None selects all. Raises `SystemExit` for an unknown name.
     """
     if names is None:
         return known

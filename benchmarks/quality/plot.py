@@ -26,13 +26,13 @@ COLOURS = {
 }
 OTHER = "#888888"
 MUON_COLOUR = "#0b8f8f"
-"""Of dilocox with Muon inside."""
+"""Colour of dilocox with Muon inside."""
 CLEAR = 1.55
-"""Losses above this multiple of the lowest stand at the upper edge, with their value."""
+"""Losses above this multiple of the lowest loss are drawn at the upper edge, with their value."""
 
 
 def picture(known: Sequence[Point]) -> str:
-    """All cells with core points, one panel below the other."""
+    """Return the SVG of all cells with core points, one panel below the other."""
     known = [point for point in known if point.group != "ablations"]
     panels = cells(point for point in known if point.group == "core")
     parts = [
@@ -50,7 +50,7 @@ def picture(known: Sequence[Point]) -> str:
 
 
 class _Scale:
-    """Values to pixels: reduction by its logarithm, loss straight, both with room at the edges."""
+    """Maps values to pixels, with a margin: the reduction by its logarithm, the loss linearly."""
 
     def __init__(self, known: Sequence[Point]) -> None:
         losses = [p.loss for p in known if p.loss is not None] or [1.0]
@@ -61,13 +61,13 @@ class _Scale:
         self.decades = max(1, math.ceil(math.log10(max(p.reduction for p in known))))
 
     def x(self, reduction: float) -> float:
-        """Pixels from the left; 0.8 stands at the edge."""
+        """Return pixels from the left; 0.8 is at the edge."""
         start = math.log10(0.8)
         share = (math.log10(max(reduction, 0.8)) - start) / (self.decades - start)
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y(self, loss: float) -> float:
-        """Pixels from the top; what is too high or has no loss stands at the upper edge."""
+        """Return pixels from the top; a loss that is too high or None is at the upper edge."""
         share = min(1.0, (loss - self.low) / (self.high - self.low))
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
@@ -118,7 +118,7 @@ def _axes(scale: _Scale) -> list[str]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round values between two limits, four to ten of them."""
+    """Return four to ten round values between two limits."""
     raw = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw)
@@ -131,7 +131,7 @@ def _place(scale: _Scale, point: Point) -> tuple[float, float]:
 
 
 def _mark(scale: _Scale, point: Point, taken: list[tuple[float, float, float]]) -> list[str]:
-    """A mark and its name; `taken`: left, right and base of all marks, and of the names so far."""
+    """Return a mark and its name. `taken`: left, right and base of all marks and earlier names."""
     colour = _colour(point)
     above = point.loss is None or point.loss > scale.high
     x, y = _place(scale, point)

@@ -12,23 +12,26 @@ from benchmarks.quality.rows import BASELINES
 
 Row = dict[str, Any]
 Cell = tuple[str, int, bool]
-"""Regime, sites, IID."""
+"""Regime, number of sites, IID."""
 OURS = "dilocox"
 PAPER = "dilocox-paper"
 NEEDED_REDUCTION = 500
 NEEDED_SHARE = 0.25
-"""Of the paper's method's gap, that dilocox may have at `NEEDED_REDUCTION` or more."""
+"""Share of the gap of the paper's method that dilocox may have at `NEEDED_REDUCTION` or more."""
 
 
 def cell(row: Row) -> Cell:
-    """What may be compared with each other."""
+    """Return the cell of a row. Rows of one cell may be compared with each other."""
     return row["regime"], row["sites"], row["iid"]
 
 
 def with_gaps(rows: Sequence[Row]) -> list[Row]:
-    """Rows with `gap`: loss over that of synchronous training with the same inner optimizer, text
-    and seed, less one. None where one of the two has no loss, or where a row says what text it saw
-    and the synchronous one did not see the same."""
+    """Return the rows with `gap`: loss over that of synchronous training, less one.
+
+    The synchronous row has the same inner optimizer, text and seed. The gap is None if one of the
+    two rows has no loss. It is None, too, if the row names its text and the synchronous row has
+    another.
+    """
     baselines = {
         (cell(row), row["seed"], row["optimizer"]): row
         for row in rows
@@ -43,14 +46,14 @@ def with_gaps(rows: Sequence[Row]) -> list[Row]:
 
 def _gap(row: Row, base: Row) -> float | None:
     loss, best = row["val_loss"], base["val_loss"]
-    # Rows of earlier versions do not say; what the order of the text may move is in the notes.
+    # Rows of earlier versions do not name their text; docs/notes/quality.md has the effect.
     same = "text" not in row or row["text"] == base.get("text")
     return loss / best - 1 if same and loss is not None and best is not None else None
 
 
 @dataclass(frozen=True)
 class Point:
-    """An entry in one cell, over its seeds; loss and gap are means, none if a run has diverged."""
+    """An entry in one cell, over its seeds. Loss and gap are means; None if a run diverged."""
 
     label: str
     method: str
@@ -58,28 +61,28 @@ class Point:
     cell: Cell
     loss: float | None
     loss_range: float
-    """Largest less smallest loss."""
+    """Largest loss minus smallest loss."""
     gap: float | None
     reduction: float
     per_transfer: float | None
     inner_steps: float | None
     failed: int
-    """Runs that diverged."""
+    """Number of runs that diverged."""
     by_seed: Mapping[int, float | None]
     """Loss of each seed."""
 
     @property
     def seeds(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return len(self.by_seed)
 
     def loss_of(self, seeds: Iterable[int]) -> float | None:
-        """Mean loss over `seeds`; none if there are none, or one of them has no loss."""
+        """Return the mean loss over `seeds`. None without seeds, or if one of them has no loss."""
         return _mean(_all([self.by_seed[seed] for seed in seeds]))
 
 
 def points(rows: Iterable[Row]) -> list[Point]:
-    """Rows of one entry and cell put together, in order of first appearance."""
+    """Return one point for the rows of each entry and cell, in order of first appearance."""
     groups: dict[tuple[str, Cell], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["label"], cell(row)), []).append(row)
@@ -110,7 +113,7 @@ def _point(rows: list[Row]) -> Point:
 
 
 def _all(values: list[float | None]) -> list[float]:
-    """The values, or nothing if one of them is missing: a mean of the others would flatter."""
+    """Return the values, or none if one is None: a mean of the others would look too good."""
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else []
 
@@ -120,18 +123,18 @@ def _mean(values: list[float]) -> float | None:
 
 
 def title(where: Cell) -> str:
-    """A cell in words."""
+    """Return a cell in words."""
     regime, sites, iid = where
     return f"regime {regime}, D={sites}, {'IID' if iid else 'non-IID'}"
 
 
 def cells(known: Iterable[Point]) -> list[Cell]:
-    """The cells there are, in order."""
+    """Return the cells of the points, in order."""
     return list(dict.fromkeys(point.cell for point in known))
 
 
 def table(known: Sequence[Point]) -> str:
-    """All points of one cell as text."""
+    """Return all points of one cell as text."""
     rows = [
         {
             "method": point.label,
@@ -161,7 +164,7 @@ def table(known: Sequence[Point]) -> str:
 
 
 def verdicts(known: Sequence[Point]) -> list[str]:
-    """What the points of one cell come to, in words and numbers: good figures and bad ones."""
+    """Return sentences about the points of one cell, with the good figures and the bad ones."""
     core = [point for point in known if point.group == "core"]
     ours = [point for point in core if point.method == OURS]
     lines = [_against_paper(ours, point) for point in core if point.method == PAPER]
@@ -198,8 +201,11 @@ def _lossless(point: Point) -> str:
 
 
 def _domination(ours: list[Point], rival: Point) -> str:
-    """Over the seeds that both have, for by the text of a seed alone losses move by some per cent:
-    by the points that share most of them, and of these the best."""
+    """Return a sentence: whether a dilocox point of at least the rival's reduction has less loss.
+
+    Only seeds that both have are compared, because the text of a seed alone moves losses by some
+    per cent. Points that share the most seeds with the rival come first, then the best of them.
+    """
     name = f"{rival.label} ({_number(rival.loss)} at {rival.reduction:,.0f}x)"
     if rival.loss is None:
         return f"{name}: {_lossless(rival)}"

@@ -14,8 +14,8 @@ from typing import Literal
 Value = str | int | float | bool
 Settings = Mapping[str, Value]
 Group = Literal["core", "muon", "ablations"]
-"""What a table holds: the methods of docs/algorithm.md §5; dilocox and synchronous training with
-Muon inside; dilocox with one part changed."""
+"""Table of an entry: the methods of docs/algorithm.md §5; dilocox and synchronous training with
+Muon inside; or dilocox with one part changed."""
 
 MODEL: dict[str, Value] = {
     "model_type": "qwen3",
@@ -31,13 +31,13 @@ MODEL: dict[str, Value] = {
 BATCH = 32
 """Sequences per inner step, of all sites together."""
 STEP_SECONDS = 1.0
-"""Declared, like the link: the benchmark has no network."""
+"""Declared time of a step, in seconds. The benchmark has no network."""
 UTILISATION = 0.9
 DECLARED: Settings = {
     "control.step_seconds": STEP_SECONDS,
     "control.utilisation": UTILISATION,
 }
-"""With a link, all that the controller would measure elsewhere."""
+"""Together with a link these are all values that the controller would otherwise measure."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ REGIMES = {
 }
 LONG = "long"
 LEAD = ("paper", 4, False)
-"""Regime, sites, IID of what ablations, trials of short runs and --quick are trained in."""
+"""Regime, sites and IID of ablations, of trials of short runs and of --quick."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One line of the table.
 
-    `rates`: where the learning rates come from (see `quality_tuning`): "all", inner and outer are
-    the best of the tuning trials; "inner", the method's own outer lr and momentum, and the best
-    inner lr of the trials with these.
+    `rates` says where the learning rates come from (see `benchmarks.quality.tuning`). "all": inner
+    and outer rates are the best of the tuning trials. "inner": the outer rate and momentum are the
+    method's own, the inner rate is the best of the trials with them.
     """
 
     label: str
@@ -76,20 +76,20 @@ class Entry:
     rates: Literal["all", "inner"] = "inner"
     published_inner_steps: int | None = None
     target: int | None = None
-    """Reduction in all that the declared link is made for."""
+    """Reduction in all for which the declared link is made."""
     group: Group = "core"
     sites: tuple[int, ...] = (2, 4)
-    """With how many it is trained."""
+    """Numbers of sites with which the entry is trained."""
     regimes: tuple[str, ...] = ("paper", "long")
-    """In runs of which length."""
+    """Lengths of the runs of the entry."""
 
     @property
     def optimizer(self) -> str:
-        """Inner optimizer, whose synchronous row is what the gap is measured against."""
+        """Inner optimizer. The gap is relative to the synchronous row of the same optimizer."""
         return str(self.settings.get("inner.optimizer", "adamw"))
 
     def with_settings(self, settings: Settings) -> Entry:
-        """The same entry with more keys set."""
+        """Return the same entry with more keys set."""
         return replace(self, settings={**self.settings, **settings})
 
 
@@ -98,19 +98,18 @@ OUTER_PUBLISHED: dict[str, tuple[float, float]] = {
     "sparseloco": (1.0, 0.0),
     "dilocox-paper": (0.7, 0.9),
 }
-"""Outer lr and momentum as published, of each set of tuning trials that has them tuned.
+"""Published outer learning rate and momentum, by the trials (`tuned_as`) that tune them.
 
-Those that are not here have none (`allreduce`, `cocktailsgd`), or choose them themselves
-(`dilocox`).
+Methods that are missing have none (`allreduce`, `cocktailsgd`) or choose them (`dilocox`).
 """
 BASELINES = {"adamw": "allreduce", "muon": "allreduce muon"}
 TARGETS = (100, 500, 1000, 2750, 4000)
 FAR_TARGET = 5500
-"""With two sites alone: a gathered payload travels once there, where all-reduce sends as much, so
-that SparseLoCo comes twice as far."""
+"""Target with two sites alone. There `gather` sends a payload once, and all-reduce sends as much.
+So SparseLoCo reaches twice the reduction."""
 LONG_TARGET = 3000
-"""In long runs alone: there SparseLoCo, whose rounds then divide the run, comes further than the
-link for 2,750x."""
+"""Target in long runs alone. There SparseLoCo's rounds divide the run, and it reaches a larger
+reduction than the link for 2,750x."""
 MUON_TARGETS = (100, 500, 1000)
 QUICK_TARGET = 500
 QUICK = (
@@ -123,14 +122,14 @@ QUICK = (
     "sparseloco",
 )
 DENSE: Settings = {"outer.inner_steps": 20, "outer.exchange": "reduce"}
-"""Rounds of the methods that average whole vectors, and by all-reduce, as they are published."""
+"""Rounds of the methods that average whole vectors by all-reduce, as published."""
 
 
 def uplink(target: float, sites: int, parameters: int) -> str:
-    """The declared link, as the run file writes it.
+    """Return the declared link, as the run file writes it.
 
-    Over it, at `UTILISATION` of it, synchronous training of `parameters` fp32 values, 8(D-1)/D
-    bytes of them per site and step, would take `target` times the declared step time.
+    Synchronous training sends 8(D-1)/D bytes per parameter, site and step. At `UTILISATION` of the
+    link this takes `target` times the declared step time.
     """
     needed = 8 * (sites - 1) / sites * parameters
     rate = needed * 8 / (UTILISATION * target * STEP_SECONDS)
@@ -138,8 +137,10 @@ def uplink(target: float, sites: int, parameters: int) -> str:
 
 
 def core_entries() -> list[Entry]:
-    """The methods of docs/algorithm.md §5 with tuned rates, the paper's with published ones as
-    well, and dilocox over several links."""
+    """Return the methods of docs/algorithm.md §5 with tuned rates, and dilocox over several links.
+
+    The paper's method is there with published rates as well.
+    """
     paper: Settings = {"outer.inner_steps": 20, "compression.codec": "lowrank:32"}
     return [
         Entry("allreduce", "allreduce", DENSE, "allreduce"),
@@ -156,13 +157,16 @@ def core_entries() -> list[Entry]:
 
 
 def dilocox(target: int) -> Entry:
-    """dilocox as shipped, over a declared link; tuned at one link for all of them."""
+    """Return dilocox as shipped over a declared link. The rates of all links were tuned at one
+    link."""
     return Entry(f"dilocox {target}x", "dilocox", DECLARED, "dilocox", target=target)
 
 
 def muon_entries() -> list[Entry]:
-    """dilocox as shipped with Muon inside, over declared links, and synchronous training with it:
-    what the gaps of all rows with Muon are measured against."""
+    """Return dilocox as shipped with Muon inside, over declared links, and synchronous Muon.
+
+    All gaps of rows with Muon are relative to the synchronous row.
+    """
     muon: Settings = {"inner.optimizer": "muon"}
     known = [Entry("allreduce muon", "allreduce", {**DENSE, **muon}, "allreduce muon")]
     for target in MUON_TARGETS:
@@ -172,7 +176,7 @@ def muon_entries() -> list[Entry]:
 
 
 def _both(entry: Entry) -> list[Entry]:
-    """With outer lr and momentum tuned, and as published."""
+    """Return the entry with tuned outer rate and momentum, and with the published ones."""
     entry = replace(entry, tuned_as=entry.tuned_as or entry.method)
     return [
         replace(entry, rates="all"),
@@ -190,7 +194,7 @@ FIXED: Settings = {
     "compression.codec": "topk:82",
     "compression.moments": False,
 }
-"""What ablations change one part of: short rounds, four staggered fragments, top-k of 2 %."""
+"""The base of the ablations: short rounds, four staggered fragments, top-k of 2 %."""
 
 ABLATIONS: dict[str, Settings] = {
     "fixed": {},
@@ -227,7 +231,7 @@ ABLATIONS: dict[str, Settings] = {
 
 
 def ablation_entries() -> list[Entry]:
-    """dilocox with one part changed."""
+    """Return dilocox with one part changed, once per ablation."""
     entries = []
     for name, changed in ABLATIONS.items():
         tuned_as = "allreduce muon" if "inner.optimizer" in changed else "dilocox"
@@ -237,12 +241,12 @@ def ablation_entries() -> list[Entry]:
 
 
 def all_entries() -> list[Entry]:
-    """What the full benchmark trains, what is quoted most first."""
+    """Return all entries of the full benchmark; the most quoted ones come first."""
     return core_entries() + muon_entries() + ablation_entries()
 
 
 def tuning_entries() -> dict[str, Entry]:
-    """What is trained in the trials of each `tuned_as`. Raises `KeyError` for none that has it."""
+    """Return the entry of the trials of each `tuned_as`."""
     entries = {entry.label: entry for entry in core_entries() + muon_entries()}
     chosen = {
         "allreduce": "allreduce",
@@ -258,9 +262,9 @@ def tuning_entries() -> dict[str, Entry]:
 
 
 def tried_entry(text: str) -> Entry:
-    """An entry from `key=value ...`, keys of the run file, `method=` and `target=` among them.
+    """Return the entry of `key=value ...`: keys of the run file, `method` and `target`.
 
-    Values are integers, numbers, `true` and `false`, else text.
+    Values are read as integers, numbers, `true` or `false`, or else as text.
     """
     settings: dict[str, Value] = {}
     for word in text.split():

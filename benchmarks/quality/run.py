@@ -22,14 +22,17 @@ from dilocox.models import count_parameters, load_model_config
 
 Row = dict[str, Any]
 NOT_FINITE = "not finite"
-"""In the reason of a run that has diverged: that is a result, other failures are none."""
+"""Part of the message of a run that has diverged, which is a result and no failure."""
 
 PATIENT = {"heartbeat": 20.0, "link_timeout": 600.0}
-"""Sites share two cores: on a busy machine none of them is to be taken for dead."""
+"""Long time-outs: sites share two cores, and none may count as lost on a busy machine."""
 
 
 def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) -> RunConfig:
-    """The run of `job` in `folder`; `steps` instead of the regime's. Raises `ConfigError`."""
+    """Return the run file of `job` in `folder`.
+
+    `steps` replaces the number of steps of the regime. Raises `ConfigError`.
+    """
     regime = REGIMES[job.regime]
     share = BATCH // job.sites
     raw: dict[str, Any] = {
@@ -45,7 +48,7 @@ def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) 
         },
         "inner": {"warmup_steps": regime.warmup_steps},
         "outer": {"method": job.entry.method, "steps": steps or regime.steps},
-        # Rows are compared at the same tokens, however busy the machine is.
+        # Rows are compared at the same number of tokens, also on a busy machine.
         "control": {"steps": "equal"},
         "checkpoint": {"every_rounds": 0},
         "evaluation": {"completion_tokens": 0},
@@ -67,16 +70,17 @@ def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) 
 
 
 def parameters(config: RunConfig) -> int:
-    """Parameters of the run's model, a tied one counted once."""
+    """Return the number of parameters of the run's model; tied ones count once."""
     vocabulary = config.data.vocabulary_size
     return int(count_parameters(load_model_config(config.model, vocabulary)))
 
 
 def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
-    """Train and measure; the run's folder is removed unless `keep`. What is printed goes to `log`.
+    """Train a run and return its row. Its output goes to `log`.
 
-    A run that diverged has no `val_loss` and says why in `failed`. None if it was stopped by an
-    interrupt. Raises `DilocoxError` for any other failure.
+    A run that diverged has no `val_loss`, and the reason in `failed`. Returns None if an interrupt
+    stopped the run. The run folder is removed unless `keep`. Raises `DilocoxError` for other
+    failures.
     """
     began, cpu = time.monotonic(), _cpu_seconds()
     failed = None
@@ -110,7 +114,7 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
 
 
 def check_attendance(records: list[Row], sites: int) -> None:
-    """Raise `DilocoxError` for a run in which a site was away: it is not the method's figure."""
+    """Raise `DilocoxError` if a site was absent in a round: its loss is not the method's."""
     for record in records:
         if record.get("kind") == "round" and not record.get("site") and record["sites"] != sites:
             raise DilocoxError(
@@ -120,18 +124,18 @@ def check_attendance(records: list[Row], sites: int) -> None:
 
 
 def _cpu_seconds() -> float:
-    """CPU time of all processes that this one has started and that have ended."""
+    """Return the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def read_records(path: Path) -> list[Row]:
-    """The records of a run."""
+    """Return the records of a run's metrics."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def described(job: Job, config: RunConfig) -> Row:
-    """What a row says of its run before it is made."""
+    """Return the fields of a row that are known before the run."""
     return {
         "method": job.entry.method,
         "group": job.entry.group,
@@ -146,12 +150,12 @@ def described(job: Job, config: RunConfig) -> Row:
 
 
 def measures(summary: Mapping[str, Any], records: list[Row]) -> Row:
-    """What a row says of a run that was made: loss, tokens and reductions.
+    """Return the fields of a row that are known after the run: loss, tokens and reductions.
 
-    The reduction per transfer is over the rounds, against fp32 vectors exchanged in the same way;
-    the one in all is against synchronous training's bytes, the flush at the end included.
-    `inner_steps` (a mean) and `plans` are what the rounds really had; `dropped` counts how often a
-    site's contribution to a round was not finite.
+    The reduction per transfer is over all rounds, against fp32 vectors exchanged in the same way.
+    The reduction in all is against the bytes of synchronous training, and includes the flush.
+    `inner_steps` (a mean) and `plans` are the real ones of the rounds. `dropped` counts
+    contributions of a site to a round that were not finite.
     """
     rounds = [r for r in records if r.get("kind") == "round" and r.get("site")]
     whole = [r for r in records if r.get("kind") == "round" and not r.get("site")]
@@ -174,8 +178,10 @@ def measures(summary: Mapping[str, Any], records: list[Row]) -> Row:
 
 
 def most_rounds(records: list[Row]) -> Row:
-    """The outer learning rate, momentum and number of fragments that most rounds had, whoever
-    chose them; none without a plan."""
+    """Return the outer learning rate, momentum and number of fragments of most rounds.
+
+    The values may come from the run file or the controller. They are None without a plan.
+    """
     changes = [r for r in records if r.get("kind") == "plan"]
     whole = [r for r in records if r.get("kind") == "round" and not r.get("site")]
     counts: dict[tuple[float, float, int], int] = {}
@@ -187,9 +193,9 @@ def most_rounds(records: list[Row]) -> Row:
 
 
 def plans(changes: list[Row], rounds: int) -> str | None:
-    """Codec and inner steps of the rounds, and how many rounds had each, by first use.
+    """Return codec and inner steps of the rounds, each with its number of rounds, by first use.
 
-    `changes` are the records of plans, each of which holds until the next one.
+    `changes` are the records of plans; each holds until the next one. None without a plan.
     """
     counts: dict[str, int] = {}
     for plan, held in _held(changes, rounds):
@@ -199,6 +205,6 @@ def plans(changes: list[Row], rounds: int) -> str | None:
 
 
 def _held(changes: list[Row], rounds: int) -> list[tuple[Row, int]]:
-    """Records of plans, each with the number of rounds until the next one."""
+    """Return the records of plans, each with the number of rounds until the next record."""
     ends = [plan["round"] for plan in changes[1:]] + [rounds]
     return [(plan, end - plan["round"]) for plan, end in zip(changes, ends, strict=False)]

@@ -42,7 +42,7 @@ class Rates:
 
     @property
     def settings(self) -> Settings:
-        """As keys of the run file."""
+        """The rates as keys of the run file."""
         keys = {"inner.learning_rate": self.inner}
         if self.outer is not None:
             keys |= {"outer.learning_rate": self.outer[0], "outer.momentum": self.outer[1]}
@@ -50,20 +50,20 @@ class Rates:
 
 
 ROW = ("val_loss", "label", "reduction_total", "seconds", "regime", "steps", "seed", "text")
-"""What a trial keeps of a row."""
+"""Fields of a row that a trial keeps."""
 Losses = Mapping[Rates, float]
-"""Held-out loss by what was tried; infinite where training failed."""
+"""Held-out loss by rates; infinite if training failed."""
 Trials = Mapping[str, Losses]
-"""By `tuned_as` of the entries."""
+"""Losses by `tuned_as` of the entries."""
 
 
 def published_rates(tuned_as: str, inner: float) -> Rates:
-    """An inner learning rate with the published outer ones, where there are any."""
+    """Return an inner learning rate with the published outer rates, if there are any."""
     return Rates(inner, OUTER_PUBLISHED.get(tuned_as))
 
 
 def open_trials(tuned_as: str, done: Losses) -> list[Rates]:
-    """What can be tried next, without what is done; nothing when all trials are made."""
+    """Return the trials to make next, without those in `done`. Empty if all trials are made."""
     outer = OUTER_PUBLISHED.get(tuned_as)
     first = [Rates(inner, outer) for inner in INNER_RATES]
     missing = [trial for trial in first if trial not in done]
@@ -78,7 +78,11 @@ def open_trials(tuned_as: str, done: Losses) -> list[Rates]:
 
 
 def open_long_trials(start: Rates, done: Losses) -> list[Rates]:
-    """What is tried next in long runs, the rates of short ones being `start`; nothing: the end."""
+    """Return the trials to make next in long runs; empty if all are made.
+
+    `start` has the rates of short runs. Inner rates are doubled, or else halved, while the loss
+    falls.
+    """
     for factor in (2.0, 0.5):
         tried, best = start, math.inf
         while tried in done and done[tried] < best:
@@ -96,9 +100,9 @@ def _round(rate: float) -> float:
 
 
 def chosen(entry: Entry, done: Losses, longer: Losses | None = None) -> Rates:
-    """The learning rates of `entry`, of the trials of its `tuned_as`; untuned if there are none.
+    """Return the learning rates of `entry` from the trials of its `tuned_as`, or the untuned rate.
 
-    `longer` are the trials in long runs, if it is for those: the outer rates stay.
+    `longer` has the trials in long runs, for a long run. They change the inner rate only.
     """
     rates = _of_short_runs(entry, done)
     alike = {trial: loss for trial, loss in (longer or {}).items() if trial.outer == rates.outer}
@@ -116,7 +120,7 @@ def _of_short_runs(entry: Entry, done: Losses) -> Rates:
 
 
 def read(path: Path, regime: str = LEAD[0]) -> dict[str, dict[Rates, float]]:
-    """Trials by `tuned_as`, from the rows of a results file; none if there is no file."""
+    """Return the trials of a results file, by `tuned_as`. Empty if the file does not exist."""
     if not path.exists():
         return {}
     return from_rows(json.loads(path.read_text(encoding="utf-8"))["rows"], regime)
@@ -125,7 +129,7 @@ def read(path: Path, regime: str = LEAD[0]) -> dict[str, dict[Rates, float]]:
 def from_rows(
     rows: Iterable[Mapping[str, Any]], regime: str = LEAD[0]
 ) -> dict[str, dict[Rates, float]]:
-    """Trials of a regime by `tuned_as`, from rows as `row` makes them."""
+    """Return the trials of a regime by `tuned_as`, from rows that `row` has made."""
     trials: dict[str, dict[Rates, float]] = {}
     for row in rows:
         if row.get("regime", LEAD[0]) != regime:
@@ -138,7 +142,7 @@ def from_rows(
 
 
 def row(tuned_as: str, rates: Rates, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial as a row of the tuning file."""
+    """Return a trial as a row of the tuning file."""
     outer, momentum = rates.outer or (None, None)
     return {
         "tuned_as": tuned_as,
