@@ -60,30 +60,30 @@ from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_
 from dilocox.tools.testbed.netns import inside
 
 BEFORE = 3
-"""Rounds of all sites together before a fault."""
+"""Number of rounds that all sites complete together before a fault."""
 SLOW_SECONDS = 10.0
 
 
 def rank_kill(run: Run, site: str, draw: random.Random) -> None:
-    """One rank dies."""
+    """Kill one rank of the site."""
     ranks = run.ranks(site)
     chaos_run.kill([ranks[draw.choice(sorted(ranks))]])
 
 
 def rank_stop(run: Run, site: str, draw: random.Random) -> None:
-    """One rank hangs."""
+    """Stop one rank of the site, so that it hangs."""
     ranks = run.ranks(site)
     chaos_run.kill([ranks[draw.choice(sorted(ranks))]], signal.SIGSTOP)
 
 
 def site_kill(run: Run, site: str, _draw: random.Random) -> None:
-    """A site's machine loses power and comes back."""
+    """Kill all processes of a site, as a power cut does, and let the site join again."""
     run.kill(site)
     run.join(site)
 
 
 def joiner_kill(run: Run, site: str, draw: random.Random) -> None:
-    """The same, twice: the second time while the site enters."""
+    """Kill a site twice, the second time while it enters again."""
     before = run.said().count(f"{site} enters")
     site_kill(run, site, draw)
     run.until(lambda: run.said().count(f"{site} enters") > before, f"entering of {site}")
@@ -91,30 +91,30 @@ def joiner_kill(run: Run, site: str, draw: random.Random) -> None:
 
 
 def link_cut(run: Run, site: str, _draw: random.Random) -> None:
-    """A site has no network for a while."""
+    """Cut the network of a site for two heartbeats."""
     run.cut(site, down=True)
     time.sleep(2 * HEARTBEAT)
     run.cut(site, down=False)
 
 
 def link_slow(run: Run, site: str, _draw: random.Random) -> None:
-    """A site's line is ten times slower for a while."""
+    """Make the line of a site ten times slower for `SLOW_SECONDS`."""
     run.network.shape({site: RATE / 10})
     time.sleep(SLOW_SECONDS)
     run.network.shape({site: RATE})
 
 
 def coordinator_kill(run: Run, _site: str, _draw: random.Random) -> None:
-    """The coordinator dies and is started again."""
+    """Kill the coordinator, and start it again."""
     run.kill(HUB)
     time.sleep(1.0)
     run.start_coordinator()
 
 
 def disk_full(run: Run, _site: str, _draw: random.Random) -> None:
-    """A disk is full until a checkpoint could not be written."""
+    """Fill a disk until a checkpoint could not be written."""
     filler, before = run.folder(SMALL_DISK) / "filler", run.said().count("was not written")
-    # The run itself may have filled the disk already: then the file cannot even be made.
+    # The run itself may have filled the disk already. Then even creating the file fails.
     with contextlib.suppress(OSError), filler.open("wb") as file:
         while True:
             file.write(bytes(1 << 20))
@@ -129,7 +129,7 @@ def disk_full(run: Run, _site: str, _draw: random.Random) -> None:
 
 
 def rogue(run: Run, site: str, _draw: random.Random) -> None:
-    """An unknown site tries to join. Raises `HangError` if it is admitted."""
+    """Let an unknown site try to join. Raises `HangError` if it is admitted."""
     host, port = run.address.rsplit(":", 1)
     tokens = run.config.folder / "coordinator" / "tokens"
     token = (tokens / site).read_text(encoding="ascii").strip()
@@ -223,15 +223,15 @@ COLUMNS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured."""
+    """Number of parts, faults and rounds."""
 
     seed: int
-    """Of the first part; each has the next one."""
+    """Seed of the first part. Each further part has the next seed."""
     parts: int
     faults: int
-    """Per part, at most."""
+    """Largest number of faults per part."""
     rounds: int
-    """Per part."""
+    """Rounds per part."""
 
 
 QUICK = Extent(0, 1, 9, 200)
@@ -273,7 +273,7 @@ class Soak:
         unfinished.replace(self._file)
 
     def run(self, root: Path) -> None:
-        """Make the parts that are missing. Raises `LabError`; `HangError` if the undisturbed run
+        """Measure the missing parts. Raises `LabError`, or `HangError` if the undisturbed run
         hangs."""
         extent = self.extent
         missing = [
@@ -332,7 +332,7 @@ def started(network: Network, root: Path, name: str, rounds: int) -> Iterator[Ru
 
 
 def main() -> int:
-    """Measure what is missing, print, write."""
+    """Measure what is missing, print and write. Returns the exit code."""
     parser = common.parser(__doc__ or "")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule (0)")
     parser.add_argument("--parts", type=int, help="runs (1 with --quick, else 9)")

@@ -18,11 +18,11 @@ class Blow:
 
     kind: str
     site: str
-    """Which site was struck; `hub` for the coordinator."""
+    """The site with the fault, or `hub` for the coordinator."""
     began: float
-    """When, by the clock of metrics.jsonl."""
+    """Begin of the fault, by the clock of metrics.jsonl."""
     ended: float
-    """When everything was contributing again."""
+    """Time at which all sites contributed again."""
 
 
 def round_times(records: Sequence[Record], struck: str) -> list[float]:
@@ -36,9 +36,9 @@ def round_times(records: Sequence[Record], struck: str) -> list[float]:
 
 
 def stall(blow: Blow, times: Sequence[float]) -> float:
-    """Longest time between rounds around a fault, less the usual one, seconds.
+    """Return the longest time between rounds around a fault, minus the usual time, in seconds.
 
-    `times`: as `round_times` gives them.
+    `times`: see `round_times`.
     """
     gaps = list(itertools.pairwise(times))
     usual = statistics.median(end - start for start, end in gaps)
@@ -47,7 +47,7 @@ def stall(blow: Blow, times: Sequence[float]) -> float:
 
 
 def fault_rows(blows: Sequence[Blow], records: Sequence[Record]) -> list[Row]:
-    """One row per fault, as it is kept beside the results."""
+    """Return one row per fault, for the file of results."""
     return [
         {
             "fault": blow.kind,
@@ -77,11 +77,12 @@ HUNG: Row = {
     "hangs": 1, "diverged": 0, "rounds": 0, "discarded": 0, "tokens_doubled": 0, "tokens_lost": 0,
     "loss_ratio": None,
 }  # fmt: skip
-"""Instead of `part_row`, for a run that had to be killed."""
+"""Row instead of `part_row`, for a run that had to be killed."""
 
 
 def rows_of(kinds: Sequence[str], faults: Sequence[Row], parts: Sequence[Row]) -> list[Row]:
-    """One row per kind of fault, median and worst, and one for all runs together."""
+    """Return one row per kind of fault, with median and worst, and one row for all runs
+    together."""
     rows: list[Row] = []
     for kind in kinds:
         own = [fault for fault in faults if fault["fault"] == kind]

@@ -32,7 +32,7 @@ RATE = 20e6
 """Bits per second of every site's line."""
 HEARTBEAT = 2.5
 LIMIT = 120.0
-"""Seconds after which something that has to happen counts as a hang."""
+"""Seconds after which a condition that was not reached counts as a hang."""
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "999"}
 Record = dict[str, Any]
 
@@ -57,7 +57,7 @@ def run_file(root: Path, name: str, rounds: int) -> Path:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return the ids of a process and of all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -71,7 +71,7 @@ def tree(pid: int) -> list[int]:
 
 
 def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
-    """Send a signal to processes that may be gone already."""
+    """Send a signal to processes. Processes that have ended are skipped."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -90,7 +90,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 class Run:
-    """One run under way."""
+    """A run that goes on."""
 
     def __init__(self, network: Network, root: Path, name: str, rounds: int) -> None:
         self.network, self.root, self.rounds = network, root, rounds
@@ -121,7 +121,7 @@ class Run:
         )  # fmt: skip
 
     def folder(self, site: str) -> Path:
-        """Where a site has its run folders."""
+        """Return the folder of a site's run folders."""
         return self.root / site
 
     def _start(self, host: str, *arguments: str) -> None:
@@ -136,11 +136,11 @@ class Run:
             )
 
     def said(self) -> str:
-        """All that coordinator and sites have printed."""
+        """Return the output of coordinator and sites so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def records(self) -> list[Record]:
-        """The lines of metrics.jsonl so far."""
+        """Return the records of metrics.jsonl so far."""
         path = self.config.folder / "metrics.jsonl"
         if path.exists():
             with path.open(encoding="utf-8") as file:
@@ -151,7 +151,7 @@ class Run:
         return self._seen
 
     def reported(self, site: str) -> list[Record]:
-        """A site's rounds."""
+        """Return the records of a site's rounds."""
         return [r for r in self.records() if r["kind"] == "round" and r.get("site") == site]
 
     def last_round(self) -> int:
@@ -177,7 +177,7 @@ class Run:
         return found
 
     def ranks(self, site: str) -> dict[str, int]:
-        """Process ids of a site's living ranks by name."""
+        """Return the process ids of a site's living ranks, by name."""
         found = {}
         for pid in tree(self._processes[site].pid):
             with contextlib.suppress(OSError):
@@ -192,15 +192,15 @@ class Run:
         self._processes[host].wait()
 
     def cut(self, site: str, down: bool) -> None:
-        """Take a site's line away, or give it back."""
+        """Take the line of a site down, or up again."""
         layout = self.network.layout
         state = "down" if down else "up"
         ip("-n", layout.switch, "link", "set", layout.port(site), state)
 
     def finish(self) -> Record:
-        """Wait for the end of all processes, as long as something is recorded; the summary.
+        """Wait for the end of all processes, and return the summary.
 
-        Raises `HangError`.
+        Raises `HangError` if no new record appears for `LIMIT` seconds.
         """
         for host, process in self._processes.items():
             known = -1
@@ -220,7 +220,7 @@ class Run:
         return entries
 
     def close(self) -> None:
-        """End what still runs."""
+        """End all processes that still run."""
         for process in self._processes.values():
             kill(tree(process.pid))
             process.wait()

@@ -38,15 +38,16 @@ SPEEDS = {"paris": 1.0, "lyon": 0.8, "oslo": 0.5, "rome": 0.25}
 LINK = "100mbit"
 INNER_STEPS, FRAGMENTS = 12, 4
 ALONE_STEPS = 4
-"""Inner steps a round of a site by itself, whose rounds exchange nothing."""
+"""Inner steps per round of a site by itself, whose rounds exchange nothing."""
 SETTLED = 12
-"""Rounds until the paces are what was measured: a site of nearly full speed is held for one of the
-fastest until it has measured eight rounds (see `dilocox.coordinator.controller.pace`)."""
+"""Rounds until paces follow from measurements. A site of nearly full speed counts as a fast one
+until it has measured eight rounds (see `dilocox.coordinator.controller.pace`)."""
 ASKED = 0.9
 
 
 def quotas(cores: float | None) -> dict[str, float]:
-    """CPU cores by site: at most one, and together `cores`, or `MOST` of the machine."""
+    """Return the CPU cores of each site: at most one, and `cores` in all, or `MOST` of the
+    machine."""
     every = cores or MOST * len(os.sched_getaffinity(0))
     most = min(1.0, every / sum(SPEEDS.values()))
     return {site: round(most * speed, 3) for site, speed in SPEEDS.items()}
@@ -55,8 +56,10 @@ def quotas(cores: float | None) -> dict[str, float]:
 def configuration(
     root: Path, name: str, rounds: int, steps: str, width: int, inner_steps: int
 ) -> RunConfig:
-    """The run file of one arrangement; `width`: the model's hidden size. Exchanges have half a
-    round."""
+    """Return the run file of one setting. Exchanges have half a round to complete.
+
+    `steps`: value of `control.steps`. `width`: hidden size of the model.
+    """
     return resolve_run(
         {
             "run": {"name": name, "folder": str(root / "{name}")},
@@ -90,7 +93,7 @@ def configuration(
 def rows_of(
     steps: str, result: RunResult, alone: dict[str, float], cores: dict[str, float]
 ) -> list[common.Row]:
-    """One line per site, and one of all."""
+    """Return one row per site, and one row for all."""
     first = result.window.first
     rows: list[common.Row] = []
     for site, found in result.sites.items():
@@ -133,12 +136,12 @@ def rows_of(
 
 
 def listed(values: dict[str, float]) -> str:
-    """`NAME VALUE` of every site."""
+    """Return `NAME VALUE` of every site as text."""
     return ", ".join(f"{site} {value:.3f}" for site, value in values.items())
 
 
 def show(rows: Sequence[common.Row]) -> None:
-    """A table on standard output."""
+    """Print a table on standard output."""
     print(f"{'steps':9} {'site':6} {'speed':>5} {'H':>6} {'tokens/s':>9} {'alone':>9} "
           f"{'share':>7} {'waited':>7} {'work':>7}")  # fmt: skip
     for row in rows:
@@ -149,7 +152,8 @@ def show(rows: Sequence[common.Row]) -> None:
 
 
 def main() -> int:
-    """Measure, print, write; 1 if less than `ASKED` of the summed speed is there."""
+    """Measure, print and write. Returns 1 if sites reach less than `ASKED` of their summed
+    speed."""
     arguments = common.parser(__doc__)
     arguments.add_argument("--rounds", type=int, help="measured rounds per arrangement")
     arguments.add_argument("--cores", type=float, help="CPU cores of all sites together")

@@ -55,7 +55,7 @@ HELD_OUT = 64
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: a rule, a reference, or a setting of one."""
+    """Settings of one training: weights, text, outer rate, seed, rounds and paces."""
 
     rule: str
     data: str
@@ -66,7 +66,7 @@ class Trial:
 
 
 def corpora() -> list[torch.Tensor]:
-    """Bytes of every kind of text, uint8, whole files in order of their names."""
+    """Return the bytes of every kind of text, uint8, from whole files in order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for packages in KINDS:
@@ -78,13 +78,13 @@ def corpora() -> list[torch.Tensor]:
 
 
 def draw(text: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """`count` pieces of LENGTH + 1 bytes, int64."""
+    """Return `count` pieces of LENGTH + 1 bytes, int64 [count, LENGTH + 1]."""
     starts = torch.randint(0, len(text) - LENGTH - 1, (count,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
 def model(seed: int) -> Qwen3ForCausalLM:
-    """0.1 million parameters."""
+    """Return a model of 0.1 million parameters."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -123,7 +123,7 @@ class Site:
         ]
 
     def step(self, rate: float) -> None:
-        """One inner step."""
+        """Train one inner step at the learning rate `rate`."""
         each = BATCH // len(self._texts)
         rows = torch.cat([draw(text, each, self._draws) for text in self._texts])
         for group in self.inner.param_groups:
@@ -135,13 +135,13 @@ class Site:
 
 
 def loss_of(net: Qwen3ForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the next byte."""
+    """Return the mean cross entropy of the next byte. `rows` is int64 [n, LENGTH + 1]."""
     logits = net(input_ids=rows[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
 def train(trial: Trial, texts: Sequence[torch.Tensor], held_out: torch.Tensor) -> float:
-    """Held-out loss of the anchor at the end."""
+    """Train, and return the held-out loss of the anchor at the end."""
     order = [(number + trial.seed) % len(texts) for number in range(len(texts))]
     own = [[texts[kind]] if trial.data == "non-iid" else list(texts) for kind in order]
     sites = [Site(own[number], trial.seed, number, pace) for number, pace in enumerate(trial.paces)]
@@ -188,7 +188,7 @@ def train(trial: Trial, texts: Sequence[torch.Tensor], held_out: torch.Tensor) -
 
 
 def row(trial: Trial, loss: float) -> common.Row:
-    """One line of the results."""
+    """Return the row of one training."""
     return {
         "rule": trial.rule, "data": trial.data, "outer_learning_rate": trial.rate,
         "seed": trial.seed, "rounds": trial.rounds,
@@ -198,13 +198,13 @@ def row(trial: Trial, loss: float) -> common.Row:
 
 
 def best_rate(rows: Sequence[common.Row], rule: str, data: str) -> float:
-    """The tried outer learning rate with the lowest loss."""
+    """Return the tried outer learning rate with the lowest loss."""
     tried = [each for each in rows if (each["rule"], each["data"]) == (rule, data)]
     return float(min(tried, key=lambda each: float(each["val_loss"]))["outer_learning_rate"])
 
 
 def main() -> int:
-    """Train everything; print and write the rows."""
+    """Train everything, print and write the rows. Returns the exit code."""
     arguments = common.parser(__doc__).parse_args()
     common.end_on_signals()
     torch.set_num_threads(1)

@@ -72,24 +72,25 @@ BATCH = 8
 """Sequences per step and site, as in `benchmarks.wan` with two sites."""
 WIDTH = int(MODEL["hidden_size"])
 STEPS, KNOWN_AFTER = 1600, 800
-"""Inner steps of a run of such steps, and of its part that is not measured."""
+"""Inner steps of a run with usual steps, and of its first part, which is not measured."""
 ALONE_STEPS, ALONE_ROUNDS = 100, 40
-"""A round of the sites by themselves, and more of them than they are left time for."""
+"""Inner steps of a round of the sites by themselves, and a number of rounds that they never
+reach."""
 PAIRS = ((0, 1), (0, 2), (2, 3), (1, 3))
-"""Which hosts train together, block by block: each as often as it trains by itself."""
+"""Hosts that train together, by block. Each trains together as often as by itself."""
 PROBE_STEPS = 40
 PATIENCE, START_LIMIT = 5.0, 300.0
-"""A run is given up after so many times what it should take, and these seconds."""
+"""A run is aborted after `PATIENCE` times its expected time plus `START_LIMIT` seconds."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a step computes."""
+    """The computation of a step."""
 
     batch: int = BATCH
-    """Sequences of a site."""
+    """Sequences per step of a site."""
     width: int = WIDTH
-    """The model's hidden size."""
+    """Hidden size of the model."""
 
     def steps(self, usual: int) -> int:
         """Return the number of this load's steps that take about as long as `usual` usual steps."""
@@ -109,8 +110,12 @@ class Load:
 
 
 def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tuple[float, float]:
-    """(tokens/s of `ours`, of `others`) in the whole rounds of each of the others after `begin`,
-    while ours go on. Raises `LabError` where there are none."""
+    """Return tokens/s of `ours` and of `others`, in the same stretches of time.
+
+    A stretch consists of the whole rounds of one of the others after `begin`, while ours go on. The
+    speed of the others is scaled to the number of ours. Raises `LabError` if a site has no whole
+    round.
+    """
     end = min(course[-1][0] for course in ours)
     mine, theirs = [], []
     for course in others:
@@ -132,7 +137,7 @@ def made(lab: Lab, folder: Path, load: Load, settings: Settings, steps: int) -> 
 
 
 def step_seconds(lab: Lab, folder: Path, load: Load) -> float:
-    """Seconds of a step while all hosts train by themselves."""
+    """Return the seconds of a step while all hosts train by themselves."""
     probe = load.steps(PROBE_STEPS)
     steps = {**NO_EXCHANGE, "outer.inner_steps": probe}
     config = made(lab, folder, load, steps, 2 * probe)
@@ -149,8 +154,10 @@ def measure(
     work: float | None,
     limit: float,
 ) -> common.Row:
-    """One block: the hosts `together` in one run, each of the others by itself. Raises `LabError`,
-    also if it takes more than `limit` s."""
+    """Measure one block: the hosts `together` in one run, each other host by itself.
+
+    Returns the row. Raises `LabError`, also if the block takes more than `limit` seconds.
+    """
     settings: Settings = {"outer.method": OURS}
     if work is not None:
         settings["control.work"] = work
@@ -193,8 +200,10 @@ def measure(
 def synchronous(
     lab: Lab, folder: Path, load: Load, together: Sequence[str], steps: int, limit: float
 ) -> common.Row:
-    """`steps` of synchronous training at the hosts `together`, after one that is not measured; the
-    others are idle. Raises `LabError`, also if it takes more than `limit` s."""
+    """Measure `steps` steps of synchronous training at the hosts `together`, after a first step.
+
+    The other hosts are idle. Returns the row. Raises `LabError`, also after `limit` seconds.
+    """
     settings: Settings = {"outer.method": SYNCHRONOUS, "outer.inner_steps": 1}
     config = made(lab, folder, load, settings, 1 + steps)
     check(config)
@@ -218,8 +227,10 @@ def described(checked: Checked, result: RunResult, together: Sequence[str]) -> c
 
 
 def speed_up(rows: Sequence[common.Row]) -> str | None:
-    """Return the speed of the blocks over synchronous training on their link, as a sentence. None
-    if synchronous training was not measured."""
+    """Return a sentence with the speed of the blocks over synchronous training on their link.
+
+    None if synchronous training was not measured.
+    """
     slow = [row for row in rows if row["method"] == SYNCHRONOUS]
     if not slow:
         return None
@@ -235,7 +246,7 @@ def speed_up(rows: Sequence[common.Row]) -> str | None:
 
 
 def blocks_of(rows: Sequence[common.Row]) -> list[common.Row]:
-    """The rows that are blocks of `dilocox`."""
+    """Return the rows that are blocks of `dilocox`."""
     return [row for row in rows if row["method"] == OURS]
 
 
@@ -273,8 +284,11 @@ def measured(
     settings: dict[str, Any],
     allreduce: int,
 ) -> Iterator[common.Row]:
-    """Blocks that follow those `before`, until there are so many; then, if it is asked for and not
-    among them, as many steps of `allreduce`. Raises `DilocoxError`."""
+    """Yield the rows that are missing after the rows `before`.
+
+    First come blocks up to the number `blocks`, then a row of `allreduce` steps of synchronous
+    training, if it is requested and missing. Raises `DilocoxError`.
+    """
     model = wan_run.configuration(folder, 2, load.settings, 1).model
     parameters = int(count_parameters(load_model_config(model, VOCABULARY)))
     bits = synchronous_bits(parameters, 2)
@@ -310,14 +324,13 @@ def lacks_synchronous(rows: Sequence[common.Row], steps: int) -> bool:
 
 
 def step_of(blocks: Sequence[common.Row], load: Load) -> float:
-    """Seconds of a step without a network, in the median of `blocks`."""
+    """Return the seconds of a step without a network, from the median speed of `blocks`."""
     speed = float(statistics.median(row["no_network_tokens_per_second"] for row in blocks))
     return 2 * load.batch * SEQUENCE_LENGTH / speed
 
 
 def dated(asked: float, ratio: float, began: float) -> common.Row:
-    """The link that a row was asked for on and what it came to, when it was made, and how long
-    that took."""
+    """Return fields of a row: requested link, its ratio, date, and duration of the measurement."""
     return {
         "ratio": ratio,
         "link_asked_bits_per_second": asked,
@@ -328,7 +341,7 @@ def dated(asked: float, ratio: float, began: float) -> common.Row:
 
 
 def said(row: common.Row) -> str:
-    """A row in one line."""
+    """Return a row as one line of text."""
     took = f"{row['took']:.0f} s"
     if row["method"] == OURS:
         return f"block {row['block']}: {row['share']:.1%}; {took}"

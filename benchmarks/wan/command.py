@@ -89,14 +89,15 @@ from dilocox.tools.testbed.testbed import unsupported_reason
 Row = dict[str, Any]
 RESULTS = common.RESULTS / "wan-cpu.json"
 PATIENCE, START_LIMIT = 5.0, 300.0
-"""A run of the engine is given up after so many times what it should take, and these seconds."""
+"""A run of the engine is aborted after `PATIENCE` times its expected time plus `START_LIMIT`
+seconds."""
 CONGESTION = "cubic"
-"""Of all TCP among more than two sites, of methods and peers alike: where several flows meet before
-a narrow link, `bbr` leaves a fifth of it empty (docs/notes/exchange.md)."""
+"""Congestion control of all TCP among more than two sites, of methods and peers alike. Where
+several flows share a narrow link, `bbr` leaves a fifth of it empty (docs/notes/exchange.md)."""
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = common.parser(__doc__ or "")
     made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep logs")
     made.add_argument("--only", nargs="+", metavar="NAME", help="methods and peers, beside none")
@@ -108,7 +109,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Measure what is missing, print and write; 1 if something could not be measured."""
+    """Measure what is missing, print and write. Returns 1 if a measurement failed."""
     options = arguments().parse_args()
     common.end_on_signals()
     if common.cannot("wan", unsupported_reason()):
@@ -140,7 +141,7 @@ def main() -> int:
 
 
 def chosen(case: Case, options: argparse.Namespace) -> bool:
-    """True if the options leave this measurement in."""
+    """Return whether the options include this measurement."""
     if options.ratio and case.ratio not in options.ratio:
         return False
     if options.sites and case.sites not in options.sites:
@@ -149,16 +150,16 @@ def chosen(case: Case, options: argparse.Namespace) -> bool:
 
 
 class Bench:
-    """One call of the benchmark: the measurements so far, and the files they go to.
+    """One call of the benchmark: the measurements so far, and the files for them.
 
-    `results` gets rows, and beside it `NAME-runs.json` the single measurements; none: they are
-    only printed.
+    The file `results` gets the rows, `NAME-runs.json` beside it the single measurements. None: rows
+    are only printed.
     """
 
     def __init__(
         self, folder: Path, results: Path | None, extent: Extent, minutes: float | None = None
     ) -> None:
-        """`minutes`: nothing is begun that would last longer, counted from now."""
+        """`minutes`: a measurement that would end later than this from now is left out."""
         self._folder = folder
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._results = results
@@ -176,7 +177,7 @@ class Bench:
         return self._results.with_name(f"{self._results.stem}-runs.json")
 
     def measure(self, wanted: Sequence[Case]) -> None:
-        """Make the measurements that are missing, one lab after the other."""
+        """Make the missing measurements, one lab after the other."""
         missing = [case for case in wanted if not any(_is_of(run, case) for run in self._runs)]
         if missing and self._runs:
             common.refuse_other_machine(self._runs_file, self._on)
@@ -195,7 +196,8 @@ class Bench:
                             self._take(lab, case, duration(case, self._extent, step))
 
     def _step(self, lab: Lab) -> float:
-        """Seconds of a step without exchange: as measured before, or measured now."""
+        """Return the seconds of a step without exchange, from an earlier measurement or a new
+        one."""
         known = [r for r in self._runs if r["sites"] == len(lab.sites) and r["method"] == NONE]
         if known:
             return TOKENS / wan_rows.median_speed(known)
@@ -205,15 +207,18 @@ class Bench:
         return TOKENS / float(found["tokens_per_second"])
 
     def _link(self, sites: int, ratio: int, step: float) -> float:
-        """Bits per second: as measured on before, or made for the time of a step."""
+        """Return the link in bits per second: that of earlier measurements, or one for the step's
+        time."""
         for run in self._runs:
             if (run["sites"], run["ratio"]) == (sites, ratio):
                 return float(run["link_asked_bits_per_second"])
         return link_of(ratio, self._parameters, sites, step)
 
     def _take(self, lab: Lab, case: Case, lasts: float) -> None:
-        """One measurement of so many seconds, said in one line; one that fails leaves the others
-        as they are."""
+        """Make one measurement of about `lasts` seconds, and print a line about it.
+
+        A failure counts, and does not affect the other measurements.
+        """
         began = time.monotonic()
         name = f"{case.sites} sites, {case.ratio}x, {case.method}, block {case.block}"
         lacking = wan_peers.missing(BY_NAME[case.method]) if case.method in BY_NAME else None
@@ -260,7 +265,7 @@ class Bench:
         return wan_peers.measure_peer(lab, self._folder, method, case.ratio, self._extent, step)
 
     def _write(self) -> None:
-        """Whole or not at all: what was measured before is never lost."""
+        """Write the files atomically, so that earlier measurements are never lost."""
         if self._results is None or self._runs_file is None:
             return
         for path, name, rows in (
@@ -286,8 +291,10 @@ class Bench:
         }
 
     def report(self, documents: Sequence[Path] = ()) -> int:
-        """Print table and verdicts, write the picture, fill in the tables of `documents`; 1 if
-        something could not be measured."""
+        """Print table and verdicts, write the picture and the tables of `documents`.
+
+        Returns 1 if a measurement failed.
+        """
         known = wan_rows.rows(self._runs, self._parameters)
         print(wan_rows.table(known))
         for line in wan_rows.verdicts(known):
@@ -306,8 +313,8 @@ def _is_of(run: Row, case: Case) -> bool:
 
 
 def read_runs(path: Path | None, extent: Extent) -> list[Row]:
-    """What was measured before, of as large a model and for as long. Ends the program for a file of
-    something else."""
+    """Return earlier measurements of the same model and extent. Ends the program for another
+    file."""
     if path is None or not path.exists():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -321,7 +328,7 @@ def read_runs(path: Path | None, extent: Extent) -> list[Row]:
 
 
 def installed(package: str) -> str | None:
-    """Version of an installed package."""
+    """Return the version of an installed package."""
     with contextlib.suppress(PackageNotFoundError):
         return version(package)
     return None

@@ -22,7 +22,10 @@ NOTHING = "Not measured yet.\n"
 
 
 def filled(text: str, known: Sequence[Row]) -> str:
-    """`text` with the tables of `known` in their places, a line above each on link and blocks."""
+    """Return the document `text` with the tables of `known` in their places.
+
+    A line above each table describes link and blocks.
+    """
 
     def table(found: re.Match[str]) -> str:
         begin, sites, ratio, end = found.groups()
@@ -35,7 +38,7 @@ def filled(text: str, known: Sequence[Row]) -> str:
 
 
 def about(inside: Sequence[Row]) -> str:
-    """One line on the link that some rows are of."""
+    """Return one line about the link of some rows."""
     first = inside[0]
     congestion = ", ".join(sorted({row["congestion"] for row in inside} - {"not noted"}))
     several = any(row["blocks"] > 1 for row in inside)

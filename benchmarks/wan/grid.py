@@ -22,53 +22,54 @@ MODEL: Settings = common.MODEL
 VOCABULARY = 1024
 SEQUENCE_LENGTH = 64
 SEQUENCES = 16
-"""Per step, over all sites: few tokens for so many parameters, so that a step is short and a link
-that is 400 times too slow for it is still one of a few Mbit/s."""
+"""Sequences per step, of all sites together. Few tokens for many parameters make a step short, so
+that a link that is 400 times too slow still has some Mbit/s."""
 RATIO = 400
-"""At this one `allreduce` must keep at most 0.3 %, and `dilocox` 97 %."""
+"""Link at which `allreduce` must keep at most 0.3 %, and `dilocox` 97 %."""
 RATIOS = (RATIO, RATIO // 10, RATIO * 10)
 SITES = ("paris", "lyon", "nice", "lille")
 NONE, ALONE = "none", "peers alone"
-"""No exchange: the engine, and the loop of the peers."""
+"""References without exchange: the engine, and the loop of the peers."""
 OURS, SYNCHRONOUS = "dilocox", "allreduce"
 LIGHT = "dilocox-work-0.005"
-"""As shipped but for `control.work`: half a per cent of the processor for exchanges, not 3."""
+"""dilocox as shipped, with `control.work` at half a per cent of the processor instead of 3."""
 
 Kind = Literal["engine", "peer"]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of the engine, or a peer's script."""
+    """A method of the engine, or the script of a peer."""
 
     name: str
     kind: Kind
     inner_steps: int
-    """H: steps in a cycle; of `dilocox`, whose controller chooses it, roughly."""
+    """H: steps in a cycle. A rough number for `dilocox`, whose controller chooses H."""
     bits: float = 32.0
-    """Per value of a payload, roughly: how long a cycle on the link takes."""
+    """Rough bits per value of a payload, from which the time of a cycle on the link is
+    estimated."""
     overlaps: bool = False
-    """Its exchange goes on beside computation."""
+    """Whether the exchange goes on beside computation."""
     settings: Settings = field(default_factory=dict)
-    """Keys of the run file, `section.key`; of a peer, of its job."""
+    """Keys of the run file, as `section.key`; for a peer, fields of its job."""
     script: str = ""
     warm_up: int = 1
-    """Cycles that are not measured."""
+    """Number of cycles that are not measured."""
     dense_warm_up: int = 0
-    """Steps of the warm-up that send everything."""
+    """Number of steps of the warm-up that send dense values."""
 
     @property
     def adapts(self) -> bool:
-        """Its controller chooses how long its rounds are."""
+        """Whether the controller chooses the length of rounds."""
         return self.settings.get("outer.method") == OURS
 
     def cycle_steps(self, ratio: float) -> float:
-        """Time of a cycle on a link, in inner steps."""
+        """Return the time of a cycle on a link of ratio `ratio`, in inner steps."""
         link = ratio * self.bits / 32
         return max(self.inner_steps, link) if self.overlaps else self.inner_steps + link
 
     def cycles(self, ratio: float, least: float) -> int:
-        """Cycles that take as long as `least` inner steps, one at least."""
+        """Return the number of cycles that take at least `least` inner steps; at least 1."""
         return max(1, math.ceil(least / self.cycle_steps(ratio)))
 
 
@@ -79,7 +80,7 @@ METHODS = (
         1,
         settings={"outer.method": "allreduce", "outer.inner_steps": 1},
     ),
-    # It exchanges at every step, ten times .17 bits in a round: that is the interval of accounting.
+    # It exchanges at every step. A round of ten steps, for accounting, has 10 x .17 bits.
     Method(
         "cocktailsgd",
         "engine",
@@ -131,12 +132,13 @@ METHODS = (
         settings={"fragments": 4, "delay": 24, "keep": 0.5},
     ),
 )
-"""All peers with settings that do not slow them down: H as published, PowerSGD at its least rank,
-Streaming DiLoCo at the longest delay that torchft takes. `benchmarks.quality` measures the loss of
-methods."""
+"""All methods and peers. Peers have settings that do not slow them down: H as published, PowerSGD
+at its least rank, Streaming DiLoCo at the longest delay that torchft takes. `benchmarks.quality`
+measures the loss of methods."""
 QUICK = (SYNCHRONOUS, OURS, "ddp", "ddp-powersgd", "torchft-streaming")
 SLOWEST = (SYNCHRONOUS, "sparseloco", "dilocox-paper", OURS, LIGHT)
-"""At links slower than `RATIO`: the others' one cycle takes as long as 3,000 steps and more."""
+"""Methods on links slower than `RATIO`. One cycle of the others takes as long as 3,000 steps or
+more."""
 BY_NAME = {method.name: method for method in METHODS}
 
 NO_EXCHANGE: Settings = {
@@ -145,17 +147,17 @@ NO_EXCHANGE: Settings = {
     "outer.slots": 1,
     "outer.overlap": "none",
 }
-"""Each site in a run of its own: inner steps, and an outer step every 200 of them. A shorter round,
-or the codecs of `dilocox` with nobody to send to, would make the reference slower."""
+"""Each site in a run of its own, with an outer step every 200 inner steps. Shorter rounds, or the
+codecs of `dilocox` without a receiver, would make the reference slower."""
 NO_EXCHANGE_ROUNDS = 4
 PROBE_ROUNDS, PROBE_STEPS = 2, 50
-"""What the time of a step is measured with before there is a link."""
+"""Length of the run that measures the time of a step before there is a link."""
 ALONE_WARM_UP = 50
-"""Steps of the peers' loop by itself that are not measured."""
+"""Steps of the peers' loop without exchange that are not measured."""
 START_SECONDS = 15.0
-"""Starting and ending a measurement: processes, imports, evaluation."""
+"""Seconds to start and end a measurement: processes, imports, evaluation."""
 FLUSH_BITS = 8.2
-"""Per value, of what a run's last outer step sends."""
+"""Bits per value of a run's last outer step."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +167,12 @@ class Case:
     sites: int
     ratio: int
     method: str
-    """Of `METHODS`, `NONE` or `ALONE`."""
+    """Name of one of `METHODS`, or `NONE`, or `ALONE`."""
     block: int
 
     @property
     def key(self) -> dict[str, Any]:
-        """What tells rows apart."""
+        """The fields that identify a row."""
         return {
             "sites": self.sites,
             "ratio": self.ratio,
@@ -181,18 +183,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured: blocks by method, and how long each, in inner steps."""
+    """Number of blocks by method, and their length in inner steps."""
 
     core_blocks: int
-    """Of no exchange and `dilocox` at two sites and the link of `RATIO`."""
+    """Blocks of no exchange and of `dilocox`, at two sites and the link of `RATIO`."""
     core_blocks_elsewhere: int
     other_blocks: int
-    """How often the others are measured there, spread over these blocks."""
+    """Number of measurements of each other method there, spread over these blocks."""
     other_blocks_elsewhere: int
     ours_steps: int
     """Inner steps of a run of `dilocox`; the first half is not measured."""
     least_steps: int
-    """Others are measured for at least as long as so many inner steps take."""
+    """Other methods are measured for at least the time of this number of inner steps."""
     ratios: tuple[int, ...]
     sites: tuple[int, ...]
     methods: tuple[str, ...]
@@ -201,15 +203,15 @@ class Extent:
 FULL = Extent(6, 3, 2, 1, 1200, 400, RATIOS, (2, 4), tuple(BY_NAME))
 SHORT = Extent(2, 0, 1, 0, 500, 200, (RATIO,), (2,), QUICK)
 SHORT_MINUTES = 9.5
-"""`--quick`: what would last longer is left out, and said."""
+"""Minutes of `--quick`. A measurement that would last longer is left out and named."""
 
 
 def cases(extent: Extent) -> list[Case]:
-    """All measurements in their order: block after block of each link, every second one backwards.
+    """Return all measurements in their order: block after block of each link.
 
-    Methods are spread over the blocks, so that each is measured some minutes from its reference;
-    peers are in one block with the loop that is theirs. With more than two sites only the link of
-    `RATIO` is measured, on slower ones `SLOWEST` alone.
+    Every second block is in reverse order. Methods are spread over the blocks, so that each is
+    measured some minutes from its reference. Peers are in one block with the loop of the peers.
+    With more than two sites only the link of `RATIO` is measured, on slower links only `SLOWEST`.
     """
     found = []
     for sites in extent.sites:
@@ -225,8 +227,11 @@ def cases(extent: Extent) -> list[Case]:
 
 
 def _blocks(methods: Sequence[str], core: int, often: int) -> list[list[str]]:
-    """What each block of a link is made of: the reference and what adapts in each of `core`, the
-    other methods `often` times, each time over as many blocks as there are for it."""
+    """Return the names in each block of a link.
+
+    The reference and adaptive methods are in each of `core` blocks. Other methods are measured
+    `often` times, each time spread over as many blocks as there are for it.
+    """
     ours = [name for name in methods if BY_NAME[name].adapts]
     found = [[NONE, *ours] if block < core else [] for block in range(max(core, often))]
     if often:
@@ -237,7 +242,7 @@ def _blocks(methods: Sequence[str], core: int, often: int) -> list[list[str]]:
 
 
 def _group(methods: Sequence[str], number: int, groups: int) -> list[str]:
-    """The others of one block out of `groups`: peers in the last one."""
+    """Return the other methods of block `number` out of `groups`; peers are in the last block."""
     engine = [m for m in methods if BY_NAME[m].kind == "engine" and not BY_NAME[m].adapts]
     peers = [m for m in methods if BY_NAME[m].kind == "peer"]
     share = max(1, groups - 1 if peers else groups)
@@ -247,7 +252,7 @@ def _group(methods: Sequence[str], number: int, groups: int) -> list[str]:
 
 
 def duration(case: Case, extent: Extent, step_seconds: float) -> float:
-    """Seconds that a measurement takes, roughly: its warm-up, its flush and its start included."""
+    """Return the rough seconds of a measurement, its warm-up, flush and start included."""
     if case.method == NONE:
         steps: float = NO_EXCHANGE_ROUNDS * int(NO_EXCHANGE["outer.inner_steps"])
     elif case.method == ALONE:
@@ -264,16 +269,19 @@ def duration(case: Case, extent: Extent, step_seconds: float) -> float:
 
 
 def synchronous_bits(parameters: int, sites: int) -> float:
-    """What a site's link carries, headers included, when fp32 gradients of so many parameters are
-    averaged over `sites` with the least traffic: 2(D-1)/D of them."""
+    """Return the bits on a site's link when fp32 gradients are averaged with the least traffic.
+
+    The least traffic is 2(D-1)/D of the `parameters` values per site, with D `sites`. Headers are
+    included.
+    """
     payload = 4 * parameters * 2 * (sites - 1) / sites
     return payload * 8 * FRAME_BYTES / SEGMENT_BYTES
 
 
 def link_of(ratio: float, parameters: int, sites: int, step_seconds: float) -> float:
-    """Bits per second, two digits, of the link with that ratio, or a slightly greater one.
+    """Return the bits per second, in two digits, of the link with at least this ratio.
 
-    Rounded down, so that the ratio is reached.
+    The rate is rounded down, so that the ratio is reached.
     """
     rate = synchronous_bits(parameters, sites) / (ratio * step_seconds)
     unit = 10.0 ** (math.floor(math.log10(rate)) - 1)
@@ -281,5 +289,5 @@ def link_of(ratio: float, parameters: int, sites: int, step_seconds: float) -> f
 
 
 def batch(sites: int) -> int:
-    """Sequences per step and site."""
+    """Return the sequences per step and site."""
     return SEQUENCES // sites

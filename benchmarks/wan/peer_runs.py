@@ -32,13 +32,14 @@ Row = dict[str, Any]
 PEERS = "benchmarks.wan.peers"
 LIGHTHOUSE_PORT, STORE_PORT = 29510, 29400
 LIGHTHOUSE = ["--min_replicas", "{sites}", "--quorum_tick_ms", "10"]
-"""Quorums are looked for every 10 ms instead of 100, in favour of torchft."""
+"""Arguments of torchft's Lighthouse. It looks for a quorum every 10 ms instead of 100, in favour of
+torchft."""
 START_SECONDS, PATIENCE = 300.0, 10.0
-"""A peer is given up after `PATIENCE` times what it should take, and the time to start."""
+"""A peer is aborted after `PATIENCE` times its expected time plus `START_SECONDS`."""
 
 
 def missing(method: Method) -> str | None:
-    """What has to be installed for a peer, in one line; none if it is there."""
+    """Return one line about a package that a peer lacks. None if nothing is missing."""
     if method.script.startswith("torchft") and importlib.util.find_spec("torchft") is None:
         return "torchft is not installed: pip install -c constraints.txt -e '.[peers]'"
     return None
@@ -47,7 +48,10 @@ def missing(method: Method) -> str | None:
 def measure_peer(
     lab: Lab, folder: Path, method: Method, ratio: float, extent: Extent, step_seconds: float
 ) -> Row:
-    """A peer at all sites. `step_seconds`: roughly, for how long to wait. Raises `LabError`."""
+    """Measure a peer at all sites, and return the row. Raises `LabError`.
+
+    The time limit follows from `step_seconds`, the rough time of a step.
+    """
     cycles = method.cycles(ratio, extent.least_steps)
     steps = (method.warm_up + cycles) * (method.inner_steps + ratio * method.bits / 32)
     limit = START_SECONDS + PATIENCE * (steps + method.dense_warm_up * ratio) * step_seconds
@@ -61,13 +65,13 @@ def measure_peer(
 
 
 def measure_alone(lab: Lab, folder: Path, extent: Extent) -> Row:
-    """The peers' loop at all sites, with no exchange. Raises `LabError`."""
+    """Measure the peers' loop at all sites without exchange. Raises `LabError`."""
     job = peer_job(lab, warm_up=ALONE_WARM_UP, cycles=extent.least_steps)
     return peer_row(_everywhere(lab, "alone", job, folder, limit=10 * START_SECONDS))
 
 
 def peer_job(lab: Lab, **told: Any) -> PeerJob:
-    """What the peer is told, with the benchmark's model and tokens per step."""
+    """Return the job of a peer, with the benchmark's model and tokens per step."""
     sites = len(lab.sites)
     return PeerJob(
         model={**MODEL, "vocab_size": VOCABULARY},
@@ -79,7 +83,7 @@ def peer_job(lab: Lab, **told: Any) -> PeerJob:
 
 
 def peer_row(outcomes: Sequence[Outcome]) -> Row:
-    """What a peer came to: rates of all sites together, bytes of one site and cycle."""
+    """Return the row of a peer: rates of all sites together, bytes of one site and cycle."""
     first = outcomes[0]
     return {
         "tokens_per_second": sum(each.tokens / each.seconds for each in outcomes),
@@ -92,7 +96,7 @@ def peer_row(outcomes: Sequence[Outcome]) -> Row:
 
 
 def _everywhere(lab: Lab, script: str, job: PeerJob, folder: Path, limit: float) -> list[Outcome]:
-    """Run a module of `PEERS` at every site at the same time; what each of them said."""
+    """Run a module of `PEERS` at every site at the same time, and return their outcomes."""
     lab.verify()
     file = folder / "peer.json"
     job.save(file)
@@ -117,7 +121,7 @@ def _everywhere(lab: Lab, script: str, job: PeerJob, folder: Path, limit: float)
 
 
 def environment(lab: Lab, site: str, rank: int) -> dict[str, str]:
-    """What `torchrun` sets, where to bind, and where torchft's Lighthouse is."""
+    """Return the environment of a peer: torchrun's variables, addresses, torchft's Lighthouse."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
@@ -153,7 +157,7 @@ def _outcome(
 
 @contextlib.contextmanager
 def _lighthouse(lab: Lab, folder: Path) -> Iterator[None]:
-    """torchft's coordinator, on the host that dilocox's has otherwise."""
+    """Run torchft's coordinator, on the host that otherwise has the coordinator of dilocox."""
     program = Path(sys.executable).with_name("torchft_lighthouse")
     arguments = [argument.format(sites=len(lab.sites)) for argument in LIGHTHOUSE]
     with (folder / "lighthouse.log").open("w", encoding="utf-8") as log:

@@ -36,7 +36,8 @@ LINE_HEIGHT = 12
 
 
 def picture(rows: Sequence[Row]) -> str:
-    """All methods and peers of `rows`; references without exchange are the line at 100 %."""
+    """Return the SVG of all methods and peers of `rows`. References without exchange are the line
+    at 100 %."""
     known = [r for r in rows if r["method"] in BY_NAME and r["share_of_no_network"]]
     panels = sorted({row["sites"] for row in known})
     high = HEIGHT * max(1, len(panels))
@@ -55,7 +56,7 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 class _Scale:
-    """Ratios and shares to pixels."""
+    """Maps ratios and shares to pixels."""
 
     def __init__(self, known: Sequence[Row]) -> None:
         ratios = [row["comm_to_compute"] for row in known]
@@ -92,7 +93,7 @@ def _panel(sites: int, known: Sequence[Row]) -> list[str]:
 
 
 def _bars(sites: int, known: Sequence[Row]) -> list[str]:
-    """Methods at one link, the fastest on top; shares by their logarithm."""
+    """Draw the methods at one link, the fastest on top, with shares by their logarithm."""
     ratio = known[0]["comm_to_compute"]
     parts = [
         f'<text x="16" y="22" font-size="14">Share of the speed without network, {sites} sites, '
@@ -146,7 +147,7 @@ def _axes(scale: _Scale) -> list[str]:
 
 
 def _line(scale: _Scale, method: str, own: Sequence[Row]) -> list[str]:
-    """The method's points, joined; peers' line is broken."""
+    """Draw the points of a method, joined by a line; the line of a peer is broken."""
     colour = COLOURS[method]
     at = [(scale.x(r["comm_to_compute"]), scale.y(r["share_of_no_network"])) for r in own]
     broken = ' stroke-dasharray="4 3"' if BY_NAME[method].kind == "peer" else ""
@@ -165,7 +166,7 @@ def _line(scale: _Scale, method: str, own: Sequence[Row]) -> list[str]:
 
 
 def _names(ends: Sequence[tuple[float, str]]) -> list[str]:
-    """Names to the right of the panel, near the lines' ends, none upon another."""
+    """Draw names to the right of the panel, near the lines' ends, without overlaps."""
     parts, free = [], -math.inf
     for y, method in sorted(ends):
         y = max(y + 4, free)

@@ -26,24 +26,24 @@ from dilocox.tools.testbed.link_spec import show_rate
 
 Row = dict[str, Any]
 Place = tuple[int, int]
-"""Sites and ratio: a link."""
+"""A link: number of sites, and ratio."""
 MOST_OF_ALLREDUCE = 0.003
-"""What synchronous training may keep at the link where `dilocox` is judged."""
+"""Largest share that synchronous training may keep at the link where `dilocox` is judged."""
 LEAST_SHARE, LEAST_LOW, AIM_SHARE = 0.97, 0.95, 0.99
 LEAST_SPEEDUP, AIM_SPEEDUP = 323.0, 357.0
 TOKENS = SEQUENCES * SEQUENCE_LENGTH
-"""Per step, over all sites."""
+"""Tokens per step, of all sites together."""
 
 
 def places(runs: Sequence[Row]) -> list[Place]:
-    """Links in the order in which they were measured."""
+    """Return the links in the order of their measurement."""
     return list(dict.fromkeys((run["sites"], run["ratio"]) for run in runs))
 
 
 def rows(runs: Sequence[Row], parameters: int) -> list[Row]:
-    """One row per method and link, from one measurement per block; methods in the grid's order.
+    """Return one row per method and link, from one measurement per block, in the grid's order.
 
-    A link without a measurement of no exchange has none.
+    A link without a measurement of no exchange has no rows.
     """
     found = []
     for place in places(runs):
@@ -56,7 +56,7 @@ def rows(runs: Sequence[Row], parameters: int) -> list[Row]:
 
 
 def _row(inside: Sequence[Row], method: str, parameters: int) -> Row:
-    """A method at one link."""
+    """Return the row of a method at one link."""
     own = [run for run in inside if run["method"] == method]
     first, speed = own[0], [run["tokens_per_second"] for run in own]
     sites, link = first["sites"], statistics.median(run["link_bits_per_second"] for run in inside)
@@ -98,8 +98,11 @@ def shares(inside: Sequence[Row], own: Sequence[Row]) -> list[float]:
 
 
 def reference_speeds(inside: Sequence[Row], own: Sequence[Row]) -> list[float]:
-    """Return the tokens/s without exchange for each measurement of `own`: in the same block, or
-    else the median of all blocks. Empty if nothing was measured without exchange."""
+    """Return the tokens/s without exchange for each measurement of `own`.
+
+    A measurement is compared with the reference in its block, or else with the median of all
+    blocks. Empty if nothing was measured without exchange.
+    """
     without = reference(own[0]["method"])
     by_block = {r["block"]: r["tokens_per_second"] for r in inside if r["method"] == without}
     if not by_block:
@@ -109,9 +112,12 @@ def reference_speeds(inside: Sequence[Row], own: Sequence[Row]) -> list[float]:
 
 
 def _with_efficiency(inside: Sequence[Row], own: Sequence[Row]) -> Sequence[Row]:
-    """The engine says how long payloads were on their way. A peer's are taken to travel in the time
-    beyond its steps, by the loop that peers train in; one that exchanges beside its steps has
-    none."""
+    """Return the measurements of `own` with their efficiency.
+
+    The engine measures the time of its payloads. A peer's payloads are assumed to travel in the
+    time beyond its steps, by the loop of the peers. A peer that exchanges beside its steps has
+    none.
+    """
     method = BY_NAME.get(own[0]["method"])
     if method is None or method.kind == "engine":
         return own
@@ -123,8 +129,10 @@ def _with_efficiency(inside: Sequence[Row], own: Sequence[Row]) -> Sequence[Row]
 
 
 def peer_efficiency(run: Row, step_seconds: float) -> float | None:
-    """Payload bits over what the link could carry in the time that was not spent on steps of
-    `step_seconds`; none if there is no such time."""
+    """Return payload bits over the capacity of the link in the time beyond the steps.
+
+    A step takes `step_seconds`. None if there is no such time.
+    """
     exchanging = run["seconds"] - run["steps"] * step_seconds
     payload = run["payload_bytes"] * run["steps"] / run["inner_steps"]
     return payload * 8 / (run["link_bits_per_second"] * exchanging) if exchanging > 0 else None
@@ -145,7 +153,7 @@ def _speedups(inside: Sequence[Row], speed: Sequence[float]) -> list[float]:
 
 
 def _interval(name: str, values: Sequence[float], digits: int) -> Row:
-    """Median, and the interval where there are two or more."""
+    """Return the median, and the interval if there are two or more values."""
     if not values:
         return {name: None, f"{name}_low": None, f"{name}_high": None}
     known = common.median_interval(values)
@@ -167,13 +175,12 @@ def _median(own: Sequence[Row], key: str, digits: int) -> float | int | None:
 
 
 def _all(own: Sequence[Row], key: str) -> str:
-    """Every value that some measurements have, once; those that have none are of before 24 November
-    2026."""
+    """Return the different values of a field. Measurements before 24 November 2026 may lack it."""
     return ", ".join(sorted({str(run.get(key) or "not noted") for run in own}))
 
 
 def table(known: Sequence[Row]) -> str:
-    """The rows as text."""
+    """Return the rows as text."""
     return common.table(
         known,
         {
@@ -236,5 +243,5 @@ def _met(reached: bool) -> str:
 
 
 def median_speed(runs: Sequence[Row]) -> float:
-    """Tokens/s, median over some measurements."""
+    """Return the median of the measurements' tokens/s."""
     return float(statistics.median(run["tokens_per_second"] for run in runs))

@@ -29,14 +29,15 @@ from dilocox.tools.testbed.shaping import FRAME_BYTES
 
 Row = dict[str, Any]
 LINK_TIMEOUT = 1800.0
-"""Seconds. The whole model in fp32 takes minutes on the slowest link."""
+"""Link time-out in seconds. The whole model in fp32 takes minutes on the slowest link."""
 LEAST_QUEUE = 32
-"""Frames that a slow link's queue holds (see `dilocox.tools.testbed.shaping`)."""
+"""Number of frames in the queue of a slow link (see `dilocox.tools.testbed.shaping`)."""
 MOST_EFFICIENT = 1.2
-"""A bucket of 10 ms and the first frame make a payload of some frames seem faster than the link."""
+"""Largest efficiency that is reported. The shaper's bucket of 10 ms and the first frame let a
+payload of a few frames seem faster than the link."""
 HEARTBEAT, QUEUES = 5.0, 20
-"""Seconds after which a silent site is gone: dilocox's default, or so many times what a full queue
-of the link holds a beat up, if that is longer (below 1.6 Mbit/s)."""
+"""Heartbeat in seconds: dilocox's default, or `QUEUES` times the delay of a full queue of the link
+if that is longer (below 1.6 Mbit/s)."""
 
 
 def configuration(
@@ -81,8 +82,11 @@ def configuration(
 
 
 def engine_settings(method: Method, sites: int) -> Settings:
-    """Return the run-file keys of a method. With more than two sites dense vectors are averaged in
-    parts, as in an all-reduce; with two sites both ways send the same bytes."""
+    """Return the run-file keys of a method.
+
+    With more than two sites dense vectors are averaged in parts, as in an all-reduce. With two
+    sites both ways send the same bytes.
+    """
     settings = dict(method.settings)
     dense = method.bits > 8 and not method.overlaps
     if sites > 2 and dense:
@@ -98,7 +102,10 @@ def measure_none(
     rounds: int = NO_EXCHANGE_ROUNDS,
     inner_steps: int = int(NO_EXCHANGE["outer.inner_steps"]),
 ) -> Row:
-    """Every site in a run of its own, at the same time: no exchange. The first round is warm-up."""
+    """Measure every site in a run of its own at the same time, without exchange.
+
+    Returns the row. The first round is warm-up.
+    """
     steps = rounds * inner_steps
     settings = {**NO_EXCHANGE, "outer.inner_steps": inner_steps}
     config = configuration(folder, len(lab.sites), settings, steps, slowest(lab))
@@ -115,7 +122,7 @@ def measure_none(
 
 
 def slowest(lab: Lab) -> float:
-    """Bits per second of the slowest uplink."""
+    """Return the bits per second of the slowest uplink."""
     rates = [lab.links.line(site).up for site in lab.sites]
     return min((rate for rate in rates if rate is not None), default=math.inf)
 
@@ -129,14 +136,20 @@ def measure_engine(
     trace: bool = False,
     limit: float | None = None,
 ) -> Row:
-    """All sites in one run of a method. Raises `LabError`, also if it takes more than `limit` s."""
+    """Measure all sites in one run of a method, and return the row.
+
+    Raises `LabError`, also if the run takes more than `limit` seconds.
+    """
     settings = engine_settings(method, len(lab.sites))
     warm_up, steps = extent_of(method, ratio, extent)
     return measure_run(lab, folder, settings, steps, warm_up, trace, limit)
 
 
 def extent_of(method: Method, ratio: float, extent: Extent) -> tuple[int | None, int]:
-    """Rounds that are not measured (none: as `measure_run`), and inner steps of a run."""
+    """Return the number of rounds that are not measured, and the inner steps of a run.
+
+    The number of rounds may be None: see `measure_run`.
+    """
     if method.adapts:
         return None, extent.ours_steps
     cycles = method.warm_up + method.cycles(ratio, extent.least_steps)
@@ -152,8 +165,11 @@ def measure_run(
     trace: bool = False,
     limit: float | None = None,
 ) -> Row:
-    """All sites in one run. `warm_up`: rounds that are not measured; none: the first half of its
-    steps. Raises `LabError`, also if it takes more than `limit` s."""
+    """Measure all sites in one run, and return the row.
+
+    `warm_up`: number of rounds that are not measured. None: the first half of the steps. Raises
+    `LabError`, also if the run takes more than `limit` seconds.
+    """
     config = in_lab(lab, configuration(folder, len(lab.sites), settings, steps, slowest(lab)))
     check(config)
     checked = lab.verify()
@@ -167,7 +183,7 @@ def measure_run(
 
 
 def first_after(records: Sequence[Record], sites: Sequence[str], steps: int) -> int:
-    """The first round that begins after so many inner steps: what is before it is not measured."""
+    """Return the first round that begins after `steps` inner steps. Measurement begins there."""
     for record in rounds_by_site(records, sites)[sites[0]]:
         if record["step"] - record["steps"] >= steps:
             return int(record["round"])
@@ -203,19 +219,23 @@ def engine_row(result: RunResult, link: float) -> Row:
 
 
 def efficiency(received: float, seconds: float, link: float) -> float | None:
-    """Return the received payload bits over the capacity of a link of `link` bits per second in
-    these seconds. None if payloads are so small that the shaper's bucket passes them at once."""
+    """Return the received payload bits over the capacity of a link in `seconds`.
+
+    `link` is in bits per second. None if payloads are so small that the shaper's bucket passes them
+    at once.
+    """
     found = received * 8 / (link * seconds) if seconds else None
     return None if found is None or found > MOST_EFFICIENT else found
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:
-    """A plan in few words."""
+    """Return a plan in few words."""
     return f"{plan['codec']} H={plan['inner_steps']} F={plan['fragments']} delay={plan['delay']}"
 
 
 def plans(records: Sequence[Record], first: int, last: int) -> str:
-    """The plans of rounds `first` to `last`, each with its number of rounds, by first use."""
+    """Return the plans of rounds `first` to `last`, each with its number of rounds, by first
+    use."""
     changes = [record for record in records if record["kind"] == "plan"]
     ends = [change["round"] for change in changes[1:]] + [last + 1]
     counts: dict[str, int] = {}

@@ -4,7 +4,7 @@ from benchmarks.wan.peers.peer import job, make_loop, measure
 
 
 def main() -> None:
-    """Train at one site."""
+    """Train at one site, without exchange."""
     told = job()
     measure(told, make_loop(told), lambda: 0.0)
 

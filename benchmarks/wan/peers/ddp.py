@@ -10,7 +10,7 @@ def main() -> None:
     """Train at one of several sites."""
     told = job()
     dist.init_process_group("gloo")
-    # Weights are equal already: sending them first would cost a step's time and show nothing.
+    # Weights are equal already. Sending them first would only cost the time of a step.
     loop = make_loop(told, lambda model: DistributedDataParallel(model, init_sync=False))
     done = 0
 

@@ -32,54 +32,54 @@ DEVICE = "eth0"
 
 @dataclass(frozen=True)
 class PeerJob:
-    """What a peer is told; the same at all sites."""
+    """Settings of a peer, equal at all sites."""
 
     model: dict[str, Any]
-    """A Hugging Face configuration, `model_type` and vocabulary included."""
+    """Hugging Face configuration of the model, `model_type` and vocabulary included."""
     batch: int
     """Sequences per step and site."""
     sequence_length: int
     warm_up: int
-    """Cycles that are not measured."""
+    """Number of cycles that are not measured."""
     cycles: int
-    """Cycles that are."""
+    """Number of measured cycles."""
     sites: int
     sync_every: int = 1
-    """Steps in a cycle: between two exchanges of the same parameters."""
+    """Steps in a cycle, between two exchanges of the same parameters."""
     fragments: int = 1
     delay: int = 0
-    """Steps between sending a fragment and using what came back."""
+    """Steps between sending a fragment and using the average."""
     keep: float = 0.0
-    """Share of the site's own parameters in what it goes on from."""
+    """Share of the site's own parameters in the parameters from which it continues."""
     rank: int = 1
-    """Of PowerSGD's factors."""
+    """Rank of PowerSGD's factors."""
 
     @classmethod
     def load(cls, file: Path) -> PeerJob:
-        """What `save` wrote."""
+        """Return the job that `save` has written."""
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
     def save(self, file: Path) -> None:
-        """Write it as JSON."""
+        """Write the job as JSON."""
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one site measured."""
+    """Measurements of one site."""
 
     seconds: float
     steps: int
     tokens: int
     cycles: int
     payload_bytes: float
-    """That this site sent for these cycles, as the collective's algorithm has it."""
+    """Bytes that this site sent in these cycles, by the algorithm of the collective."""
     wire_bytes: int
     loss: float
 
 
 def job() -> PeerJob:
-    """The job on the command line."""
+    """Return the job that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=Path, required=True, metavar="FILE")
     return PeerJob.load(parser.parse_args().job)
@@ -88,7 +88,7 @@ def job() -> PeerJob:
 def make_loop(
     told: PeerJob, wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model
 ) -> PlainLoop:
-    """The plain loop on one CPU thread in fp32, with equal weights at every site."""
+    """Return the plain loop on one CPU thread in fp32, with equal weights at every site."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     steps = (told.warm_up + told.cycles) * told.sync_every
@@ -109,17 +109,17 @@ def make_loop(
 
 
 def parameters(loop: PlainLoop) -> int:
-    """Parameters of the model, a tied one counted once."""
+    """Return the number of parameters of the model; tied ones count once."""
     return sum(each.numel() for each in loop.model.parameters())
 
 
 def allreduce_bytes(values: float, sites: int) -> float:
-    """Bytes that a site sends when fp32 `values` are averaged over `sites` in a ring."""
+    """Return the bytes that a site sends if fp32 `values` are averaged over `sites` in a ring."""
     return 4 * values * 2 * (sites - 1) / sites
 
 
 def measure(told: PeerJob, loop: PlainLoop, payload: Callable[[], float]) -> None:
-    """Train, and print the outcome. `payload`: bytes that this site has sent so far."""
+    """Train, and print the outcome. `payload` returns the bytes that this site has sent so far."""
     draw = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
     shape = (told.batch, told.sequence_length)
     tokens = torch.randint(0, told.model["vocab_size"], (16, *shape), generator=draw)
@@ -146,7 +146,7 @@ def measure(told: PeerJob, loop: PlainLoop, payload: Callable[[], float]) -> Non
 
 
 def _sent() -> int:
-    """Bytes that the interface has sent."""
+    """Return the bytes that the interface has sent."""
     for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counted = line.partition(":")
         if name.strip() == DEVICE:

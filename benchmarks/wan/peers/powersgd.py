@@ -15,7 +15,7 @@ from benchmarks.wan.peers.peer import allreduce_bytes, job, make_loop, measure
 
 BUCKET_MB = 4096
 DENSE_STEPS = 2
-"""The least that the hook allows with error feedback and warm start."""
+"""Least number of dense steps that the hook allows with error feedback and warm start."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
         loop,
         lambda: allreduce_bytes(state.total_numel_after_compression, told.sites),
     )
-    # Whoever ends first takes the store along, and the other one aborts now and then.
+    # The site that ends first takes the store along, and the other one then aborts now and then.
     dist.barrier()
     dist.destroy_process_group()
 

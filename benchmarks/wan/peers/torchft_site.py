@@ -22,11 +22,11 @@ from benchmarks.wan.peers.peer import PeerJob, allreduce_bytes, make_loop, measu
 
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 PATIENCE = timedelta(minutes=60)
-"""Longer than any exchange: torchft then never takes a slow link for a broken one."""
+"""Time-out longer than any exchange, so that torchft never takes a slow link for a broken one."""
 
 
 def train(told: PeerJob) -> None:
-    """Train at one site, `told.fragments` and `told.delay` as torchft's DiLoCo takes them."""
+    """Train at one site with torchft's DiLoCo, with fragments and delay of the job."""
     loop = make_loop(told)
     address = os.environ["SITE_ADDRESS"]
     store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
@@ -77,9 +77,10 @@ def train(told: PeerJob) -> None:
 
 
 def fragments(model: nn.Module, count: int) -> list[nn.Module]:
-    """The model's layers in `count` runs, the embedding with the first, the norm with the last.
+    """Return the model's layers in `count` runs.
 
-    Every parameter is in exactly one. Raises `ValueError` if some would be in none.
+    The embedding is in the first run, the norm in the last. Every parameter is in exactly one run.
+    Raises `ValueError` if a parameter would be in none.
     """
     base: Any = model.model
     layers = list(base.layers)
