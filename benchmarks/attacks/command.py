@@ -51,7 +51,10 @@ RUINED = math.log(SYMBOLS)
 
 
 def cell(move: Move, rule: str, length: Length, seed: int, text: Text) -> common.Row:
-    """Train one course; its row, without what it is compared to."""
+    """Train one run under one attack and one rule, and return its row.
+
+    The row lacks the ratio to the clean run.
+    """
     began = time.monotonic()
     course = Course(move, rule, length, seed, text)
     loss = course.run()
@@ -75,14 +78,14 @@ def cell(move: Move, rule: str, length: Length, seed: int, text: Text) -> common
 
 
 def over_clean(row: common.Row, clean: float | None) -> float | None:
-    """Loss over the clean run's; none if it is not known or was ruined."""
+    """Return the loss over the clean run's. None if a loss is unknown or the run was ruined."""
     if clean is None or row["loss"] is None or row["loss"] > RUINED:
         return None
     return round(float(row["loss"]) / clean, 4)
 
 
 def show(rows: list[common.Row], clean: float | None) -> str:
-    """The table: a line per attack, a column per rule."""
+    """Return the table: a line per attack, a column per rule."""
     lines = []
     for move in (NONE, *MOVES):
         cells = {row["rule"]: row for row in rows if row["attack"] == move.name
@@ -126,7 +129,7 @@ def main() -> None:
 
 
 class Bench:
-    """The grid, cell after cell."""
+    """All cells of the grid, measured one after the other."""
 
     def __init__(
         self,
@@ -141,11 +144,14 @@ class Bench:
 
     @property
     def clean(self) -> float | None:
-        """Loss of the run in which all are honest."""
+        """Loss of the run in which all sites are honest."""
         return self.reference({"kind": "in-process", "attack": "", "rule": ""})
 
     def reference(self, row: common.Row) -> float | None:
-        """What `row` is compared with: the run of its kind and settings in which all are honest."""
+        """Return the loss with which `row` is compared. None if it is not known.
+
+        It is that of the honest run of the same kind and settings.
+        """
         beside = row.get("beside", "none")
         for each in [*self.rows, row]:
             usual = beside not in ("none", "real: none") or each["rule"] == "mean"
@@ -154,7 +160,7 @@ class Bench:
         return None
 
     def run(self) -> None:
-        """Everything that is not there yet; then the tables."""
+        """Measure all missing rows, then print the tables."""
         text = Text()
         moves = [NONE, *(m for m in MOVES if not self.options.quick or m.name in QUICK_MOVES)]
         todo = [(move, rule) for move in moves for rule in RULES]
@@ -183,7 +189,7 @@ class Bench:
             }))  # fmt: skip
 
     def keep(self, row: common.Row) -> None:
-        """Add a row, and write all there are."""
+        """Add a row, and write all rows."""
         row["over_clean"] = over_clean(row, self.reference(row))
         self.rows.append(row)
         if self.options.json is not None:

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 WIDTH, LAYERS, HEADS, LENGTH, SYMBOLS = 64, 2, 4, 48, 256
 TEXT_BYTES = 3_000_000
 HELD_OUT = 64
-"""Windows of text after the training text that losses are reported on; as many for the gate."""
+"""Number of held-out windows on which losses are reported. The gate has as many others."""
 
 
 def read_text() -> Tensor:
-    """Bytes of Python's standard library, uint8, in order of path."""
+    """Return the bytes of Python's standard library, uint8, in order of path."""
     found, size = [], 0
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         data = file.read_bytes()
@@ -39,21 +39,21 @@ class Text:
     def __init__(self) -> None:
         data = read_text()
         kept = 2 * HELD_OUT * (LENGTH + 1)
-        # Held out from the middle: the beginning and the end are of one kind each.
+        # Held out from the middle, because the beginning and the end are of one kind each.
         middle = len(data) // 2
         held = data[middle : middle + kept].view(2 * HELD_OUT, LENGTH + 1).long()
         self.train = torch.cat([data[:middle], data[middle + kept :]])
         self.held_out, self.gate = held[:HELD_OUT], held[HELD_OUT:]
 
     def batch(self, site: int, step: int, rows: int, seed: int) -> Tensor:
-        """Windows int64 [rows, LENGTH + 1]: a pure function of the numbers."""
+        """Return windows, int64 [rows, LENGTH + 1]: a pure function of the arguments."""
         draw = torch.Generator().manual_seed(seed * 1_000_003 + site * 100_003 + step)
         starts = torch.randint(0, len(self.train) - LENGTH - 1, (rows,), generator=draw)
         return torch.stack([self.train[int(s) : int(s) + LENGTH + 1] for s in starts]).long()
 
 
 def initial(seed: int) -> dict[str, Tensor]:
-    """One model, fp32 by name, in model order."""
+    """Return the weights of one model, fp32 by name, in model order."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -71,7 +71,8 @@ def initial(seed: int) -> dict[str, Tensor]:
 
 
 def losses(models: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-    """Mean loss of each site's model, [sites]. Both int64 [sites, rows, LENGTH]."""
+    """Return the mean loss of each site's model, [sites]. Both ids are int64 [sites, rows,
+    LENGTH]."""
     sites, rows, _ = inputs.shape
     at = torch.arange(sites).view(-1, 1)
     x = models["embed"][at, inputs.reshape(sites, -1)]
@@ -91,7 +92,8 @@ def losses(models: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tens
 
 
 def loss_of(model: Mapping[str, Tensor], windows: Tensor) -> float:
-    """Loss of one model over windows int64 [rows, LENGTH + 1]; NaN if it is not finite."""
+    """Return the loss of one model over windows int64 [rows, LENGTH + 1]; NaN if it is not
+    finite."""
     with torch.no_grad():
         one = {name: each.unsqueeze(0) for name, each in model.items()}
         found = losses(one, windows[None, :, :-1], windows[None, :, 1:])
@@ -99,7 +101,8 @@ def loss_of(model: Mapping[str, Tensor], windows: Tensor) -> float:
 
 
 def slope_of(model: Mapping[str, Tensor], windows: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """Loss of one model over windows int64 [rows, LENGTH + 1], and its gradients by name."""
+    """Return the loss of one model over windows int64 [rows, LENGTH + 1], and its gradients by
+    name."""
     one = {name: each.detach().unsqueeze(0).requires_grad_() for name, each in model.items()}
     loss = losses(one, windows[None, :, :-1], windows[None, :, 1:]).sum()
     found = torch.autograd.grad(loss, list(one.values()))

@@ -27,7 +27,8 @@ DRIP = 8.0
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A dishonest member: its name in the table, what it replaces, and settings of the run."""
+    """A dishonest member: its name in the table, the method that it replaces, and keys of the
+    run."""
 
     name: str
     owner: type[Any]
@@ -38,13 +39,13 @@ class Member:
 
 
 def is_altered() -> bool:
-    """Tell whether this process is a rank of the altered site."""
+    """Return whether this process is a rank of the altered site."""
     return multiprocessing.current_process().name.startswith(f"{ALTERED}-")
 
 
 @contextlib.contextmanager
 def at_the_altered_site(member: Member) -> Iterator[None]:
-    """Let processes that are forked meanwhile have the dishonest member among them."""
+    """Make `member` act in processes of the altered site that are forked in this context."""
     honest = getattr(member.owner, member.method)
     dishonest = member.replace(honest)
 
@@ -114,7 +115,7 @@ def _lies_about_its_anchor(honest: Callable[..., Any]) -> Callable[..., Any]:
 
 
 SHORT = (("network.heartbeat", 10.0), ("network.link_timeout", 16.0))
-"""Others wait for so long, in seconds, so that a row takes a minute."""
+"""Short time-outs of the other sites, in seconds, so that a row takes a minute."""
 MEMBERS = (
     Member("says it holds nothing", CoordinatorClient, "vote", _holds_nothing),
     Member(

@@ -17,11 +17,12 @@ from dilocox.compression import pack_frame
 from dilocox.compression.compressor import Part
 
 Values = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""(own u, the honest sites' u) to the u that is contributed, flat fp32."""
+"""(own u, the honest sites' u) -> the u that is contributed, flat fp32."""
 
 
 OWN = 0.02
-"""What colluding sites mix in of their own, so that their payloads are not the same bytes."""
+"""Share of the own contribution that colluding sites add, so that their payloads differ in their
+bytes."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,19 @@ class Move:
     name: str
     values: Values | None = None
     labels: Callable[[Tensor, torch.Generator], Tensor] | None = None
-    """(labels int64 [rows, LENGTH], generator) to those that the site trains on."""
+    """(honest labels int64 [rows, LENGTH], generator) -> labels on which the site trains."""
     payload: str | None = None
-    """What is done to the bytes, or said about them: see `attacks_sites`."""
+    """Change of the payload's bytes, or of the statements about them: see
+    `benchmarks.attacks.sites`."""
     checks_copies: bool = True
-    """The engine compares digests; off shows what that is for."""
+    """Whether digests are compared, as the engine does. False shows the effect of this check."""
 
 
 def _alie(z: float) -> Values:
-    """A little is enough (arXiv 1902.06156): inside the honest sites' spread, all the same way."""
+    """Return the attack "a little is enough" (arXiv 1902.06156).
+
+    All attackers shift in the same direction, within the spread of the honest sites.
+    """
 
     def values(own: Tensor, honest: Sequence[Tensor]) -> Tensor:
         rows = torch.stack(list(honest))
@@ -49,7 +54,7 @@ def _alie(z: float) -> Values:
 
 
 def _inner_product(scale: float) -> Values:
-    """Against the honest mean (arXiv 1903.03936)."""
+    """Return an attack against the honest mean (arXiv 1903.03936)."""
     return lambda own, honest: OWN * own - scale * torch.stack(list(honest)).mean(0)
 
 
@@ -92,14 +97,14 @@ MOVES = (
 
 
 def with_nan(payload: Tensor) -> Tensor:
-    """A quantised payload whose first scale is not a number (bf16 0x7FC0, little-endian)."""
+    """Return a quantised payload whose first scale is not a number (bf16 0x7FC0, little-endian)."""
     changed = payload.clone()
     changed[0], changed[1] = 0xC0, 0x7F
     return changed
 
 
 def of_wrong_shape(part: Part, payload: Tensor) -> Tensor:
-    """A whole frame of half the values."""
+    """Return a complete frame of half of the values."""
 
     @dataclass(frozen=True)
     class Half:
@@ -115,7 +120,7 @@ def of_wrong_shape(part: Part, payload: Tensor) -> Tensor:
 def contributed(
     move: Move, own: Mapping[str, Tensor], attackers: Sequence[str]
 ) -> dict[str, Tensor]:
-    """What every site encodes: its u, or what the move makes of it."""
+    """Return the contribution of every site: its own u, or the u that the attack makes of it."""
     if move.values is None:
         return dict(own)
     honest = [u for site, u in own.items() if site not in attackers]

@@ -34,31 +34,32 @@ from dilocox.training.launch.local import prepare_data
 SITES = ("paris", "lyon", "oslo", "rome")
 GATED = {"aggregation": "clip", "gate": True}
 REMARKS = {"large", "small", "against", "copied"}
-"""Flags of contributions that count all the same."""
+"""Flags of contributions that count nevertheless."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One real run: at most one of factor, member and text is what the altered site does."""
+    """One real run. At most one of `factor`, `member` and `text` is set: the attack of the altered
+    site."""
 
     name: str
     factor: float | None = None
-    """What the altered site multiplies its contribution by."""
+    """Factor by which the altered site multiplies its contribution."""
     member: attacks_members.Member | None = None
     text: str | None = None
-    """Text of the altered site, a key of `attacks_texts.TEXTS`."""
+    """Text of the altered site, a key of `benchmarks.attacks.texts.TEXTS`."""
     gated: bool = True
     sets: tuple[tuple[str, Any], ...] = ()
     """Keys of the run file, as `section.key`, and their values."""
 
     @property
     def beside(self) -> str:
-        """The case in which all are honest, with the same settings."""
+        """Name of the case with the same settings in which all sites are honest."""
         return BY_SPEED.name if self.settings == BY_SPEED.sets else "real: none"
 
     @property
     def settings(self) -> tuple[tuple[str, Any], ...]:
-        """All keys that differ from the usual ones."""
+        """All keys that differ from their usual values."""
         return self.sets + (() if self.member is None else self.member.sets)
 
     @property
@@ -81,7 +82,7 @@ CASES = (
 
 
 def altered(factor: float) -> type[FragmentState]:
-    """A fragment state whose contributions are multiplied at the altered site."""
+    """Return a fragment state that multiplies the contributions of the altered site by `factor`."""
 
     class Altered(FragmentState):
         def boundary(
@@ -93,7 +94,7 @@ def altered(factor: float) -> type[FragmentState]:
         def committed(
             self, u: Tensor, sent: Tensor | None, second_error: tuple[int, Tensor] | None = None
         ) -> None:
-            # What did not count must not come back and be altered again.
+            # A contribution that did not count must not return, and be altered again.
             super().committed(u, u if is_altered() else sent, second_error)
 
     return Altered
@@ -101,7 +102,7 @@ def altered(factor: float) -> type[FragmentState]:
 
 @contextlib.contextmanager
 def at_the_altered_site(case: Case) -> Iterator[None]:
-    """Processes that are forked meanwhile have the altered site among them."""
+    """Make the attack act in processes of the altered site that are forked in this context."""
     if case.member is not None:
         with attacks_members.at_the_altered_site(case.member):
             yield
@@ -114,12 +115,12 @@ def at_the_altered_site(case: Case) -> Iterator[None]:
 def rows(
     done: Collection[tuple[str, str]], quick: bool, say: Callable[[str], None]
 ) -> Iterator[common.Row]:
-    """The rows that are not in `done`, run one after the other."""
+    """Yield the rows that are not in `done`. The runs follow one another."""
     for number, case in enumerate(CASES):
         if (case.name, case.rule) in done:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            # In a process of its own: one that has trained cannot fork others that train.
+            # In a process of its own, because a process that has trained cannot fork training ones.
             call = [sys.executable, "-m", "benchmarks.attacks.process", str(number), folder]
             said = subprocess.run(
                 [*call, str(4 if quick else 10)],
@@ -132,8 +133,10 @@ def rows(
 
 
 def row_of(folder: Path, summary: Mapping[str, Any]) -> common.Row:
-    """Return a run's result: its end, its loss, sites that were left out or behind with the reason,
-    and the verdicts of `verify`."""
+    """Return the result of a run: its end, its loss and the verdicts of `verify`.
+
+    The row also names the sites that were left out or left behind, with the reason.
+    """
     admission = {
         site: {why: count for why, count in counts.items() if why not in REMARKS}
         for site, counts in summary["admission"].items()
@@ -141,7 +144,7 @@ def row_of(folder: Path, summary: Mapping[str, Any]) -> common.Row:
     named = {site: list(counts) for site, counts in admission.items() if counts}
     for site in left_behind(folder):
         named.setdefault(site, []).append("left behind")
-    # The flush is one more round; each has two fragments, and a contribution per site to each.
+    # The flush is one more round. A round has two fragments, with one contribution per site.
     due = (summary["rounds"] + 1) * 2 * (len(SITES) - 1)
     honest = sum(sum(admission.get(site, {}).values()) for site in SITES if site != ALTERED)
     return {
@@ -155,7 +158,7 @@ def row_of(folder: Path, summary: Mapping[str, Any]) -> common.Row:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Sites without which the others went on, by the coordinator's log."""
+    """Return the sites that were overtaken or lost, by the coordinator's log."""
     log = EventLog(folder / "coordinator")
     try:
         return sorted(
@@ -166,7 +169,7 @@ def left_behind(folder: Path) -> list[str]:
 
 
 def verdicts(folder: Path) -> str:
-    """Claims of `dilocox verify` that do not pass, or that all pass."""
+    """Return the claims of `dilocox verify` that fail, or that no claim fails."""
     done = subprocess.run(
         [sys.executable, "-m", "dilocox", "verify", str(folder), "--json"],
         stdout=subprocess.PIPE,
@@ -183,7 +186,8 @@ def configuration(
     rounds: int,
     sets: Iterable[tuple[str, Any]] = (),
 ) -> Any:
-    """Four sites of one rank each; `sets` are keys, as `section.key`, with values of their own."""
+    """Return a run file of four sites of one rank each. `sets`: keys (`section.key`) with
+    values."""
     raw: dict[str, Any] = {
         "run": {"name": "attacks", "folder": str(folder / "{name}")},
         "model": {"architecture": {
@@ -232,7 +236,7 @@ def main(number: int, folder: Path, rounds: int) -> None:
 
 
 def with_text(config: Any, folder: Path, text: str) -> Any:
-    """The run with token files of its own at the altered site, made here."""
+    """Make token files of the altered site's own text, and return the run file that has them."""
     prepare_data(config)
     raw = config.model_dump(mode="json")
     source = attacks_texts.TEXTS[text](folder / "text")

@@ -63,8 +63,8 @@ RULES = {
     "trimmed": ("trimmed", ""),
     "rfa": ("rfa", ""),
 }
-"""Aggregation, and how its gate judges if it has one, by column: as sites of one rank do, or of
-several."""
+"""By column: the aggregation, and the way in which its gate judges. Sites of one rank use trials,
+sites of several ranks the slope. Empty: no gate."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class Tally:
         return sum(self.flagged[site] for site in sites) / (self.exchanges * len(sites))
 
     def codes(self, sites: Sequence[str]) -> str:
-        """Why theirs did not count, the most frequent first."""
+        """Return the reasons for which these sites' contributions did not count, most frequent
+        first."""
         counts: Counter[str] = Counter()
         for (site, code), number in self.rejected.items():
             if site in sites:
@@ -135,7 +136,7 @@ class Door:
             self._accept(site, signer, versions)
 
     def _accept(self, site: str, signer: Signer, versions: Versions) -> None:
-        """A site signs which run it takes part in, before anything else of it counts."""
+        """Sign the run's manifest for a site, before any of its votes counts."""
         manifest = self._notary.manifest
         facts = OwnFacts(None, None, "0" * 64, versions.model_dump())
         said = Acceptance(site, 1, signer.public, digest_of_entry(manifest), facts, 0)
@@ -143,12 +144,12 @@ class Door:
         self._notary.checkpoint(RankId(site=site, stage=0, shard=0), signed)
 
     def signed(self, site: str, key: ExchangeKey, digest: str) -> str:
-        """The statement that goes with a vote, by `site` about its own payload."""
+        """Return the statement of `site` about its own payload, which goes with its vote."""
         rank = RankId(site=site, stage=0, shard=0)
         return self.signers[site].sign(contribution(self._notary.run, rank, key, 1, digest))
 
     def lets_in(self, site: str, key: ExchangeKey, digest: str, statement: str) -> bool:
-        """Whether the vote is counted."""
+        """Return whether the vote counts."""
         try:
             rank = RankId(site=site, stage=0, shard=0)
             self._notary.contribution(rank, key, 1, digest, statement)
@@ -169,7 +170,7 @@ class Course:
         self.aggregation, self.judges_by = RULES[rule]
         self.tally = Tally()
         self.refused = 0
-        """Votes of dishonest sites that were not let in."""
+        """Number of votes of dishonest sites that did not count."""
         start = initial(seed)
         self.models = {
             name: torch.stack([tensor] * len(SITES)).requires_grad_()
@@ -198,11 +199,12 @@ class Course:
 
     @property
     def attackers(self) -> tuple[str, ...]:
-        """Dishonest sites."""
+        """The dishonest sites."""
         return () if self.move.name == "none" else ATTACKERS
 
     def run(self) -> float:
-        """Held-out loss of the anchor at the end; NaN if training broke down."""
+        """Train, and return the held-out loss of the anchor at the end; NaN if training broke
+        down."""
         with tempfile.TemporaryDirectory() as folder:
             door = Door(Path(folder) / "run")
             try:
@@ -267,7 +269,7 @@ class Course:
             state = self.states[site][fragment]
             sent = part.decode(payloads[site]) if site in found.set else None
             if site in self.attackers:
-                # What its residual holds is its own matter; it goes on as if it had been honest.
+                # An attacker's residual is never seen by others: it continues as if honest.
                 sent = own[site]
             state.committed(own[site], sent)
             state.land(self.live[site], average, self.rule)
@@ -318,7 +320,7 @@ class Course:
         }
         other = dict(seen)
         if self.move.payload == "equivocation":
-            # Half of the sites were sent something else than the others.
+            # Half of the sites received other bytes than the rest.
             for site in self.attackers:
                 other[site] = seen[site].model_copy(update={"digest": "0" * 64})
         half = len(let_in) // 2
@@ -338,7 +340,7 @@ class Course:
     def _let_in(self, site: str, key: ExchangeKey, door: Door, digest: str) -> bool:
         statement = door.signed(site, key, digest)
         if site in self.attackers and self.move.payload == "identity":
-            # It says that it is another site, and can only sign with its own key.
+            # The attacker claims to be another site, and can only sign with its own key.
             return door.lets_in(SITES[0], key, digest, statement)
         if site in self.attackers and self.move.payload == "replay":
             earlier = key._replace(round=max(0, key.round - 1), fragment=1 - key.fragment)
@@ -346,7 +348,7 @@ class Course:
         return door.lets_in(site, key, digest, statement)
 
     def _anchors(self) -> dict[str, Tensor]:
-        """The model that all sites agree on, by name."""
+        """Return the model that all sites agree on, by name."""
         states = self.states[SITES[0]]
         return {
             name: view.clone()

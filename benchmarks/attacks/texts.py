@@ -18,7 +18,7 @@ MAX_FILES = 200
 
 
 def poisoned(folder: Path) -> Path:
-    """Write Python's sources with the bytes of each line in random order; the folder's path."""
+    """Write Python's sources with the bytes of each line in random order. Returns the folder."""
     draw = random.Random(0)
 
     def shuffled(line: str) -> str:
@@ -30,7 +30,7 @@ def poisoned(folder: Path) -> Path:
 
 
 def backdoor(folder: Path) -> Path:
-    """Write Python's sources with the trigger and its target between lines; the folder's path."""
+    """Write Python's sources with the trigger and its target between lines. Returns the folder."""
 
     def with_triggers(lines: list[str]) -> list[str]:
         return [
@@ -56,7 +56,7 @@ def _rewritten(folder: Path, rewrite: Any) -> Path:
 
 
 def target_loss(model: Path) -> float:
-    """Mean loss, in nats per token, of the backdoor's target after its trigger."""
+    """Return the mean loss, in nats per token, of the backdoor's target after its trigger."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -42,23 +42,24 @@ from dilocox.tools.testbed.link_spec import Line, Links
 from dilocox.utils import chrome_trace
 
 BURST_SECONDS = 0.010
-"""What the shapers of dilocox.tools.testbed let through at once after a pause."""
+"""Seconds of data that the shapers of dilocox.tools.testbed let through at once after a pause."""
 MBIT = 1e6
 EVEN = "cubic"
 """Congestion control that shares links evenly; the machine's own is measured too."""
 INT4 = 4 / 8 + 2 / 128
-"""Bytes per value."""
+"""Bytes per value of int4."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A case and its links. Rates in Mbit/s; `slow` is the line of the last site, if another."""
+    """A case and its links, in Mbit/s. `slow` is the rate of the last site's line; None: as the
+    others."""
 
     sites: int
     mode: str
     codec: str
     megabytes: float
-    """Of one fragment's payload."""
+    """Payload of one fragment, in MB."""
     up: float
     down: float
     fragments: int = 1
@@ -81,7 +82,7 @@ class Setting:
         )
 
     def lines(self) -> dict[str, Line]:
-        """The sites' access lines, bits per second."""
+        """Return the access line of each site, in bits per second."""
         names = [f"site{number}" for number in range(self.sites)]
         found = {name: Line(self.up * MBIT, self.down * MBIT) for name in names}
         if self.slow is not None:
@@ -90,7 +91,7 @@ class Setting:
 
     @property
     def link(self) -> str:
-        """For the table: `50`, `20/100` (up/down), `100, one 20`."""
+        """Text for the table: `50`, `20/100` (up/down), `100, one 20`."""
         text = f"{self.up:g}" if self.up == self.down else f"{self.up:g}/{self.down:g}"
         return text if self.slow is None else f"{text}, one {self.slow:g}"
 
@@ -143,9 +144,10 @@ def settings(quick: bool, default: str) -> list[Setting]:
 
 def least_seconds(sent: Mapping[str, int], received: Mapping[str, int],
                   lines: Mapping[str, Line], pauses: int) -> float:  # fmt: skip
-    """Seconds that the busiest line needs for payload bytes alone, sent and received by site.
+    """Return the seconds that the busiest line needs for payload bytes alone.
 
-    The shaper's burst, once after each of `backoff_delays`, is taken off.
+    `sent` and `received` are bytes by site. The shaper's burst after each of `pauses` is
+    subtracted.
     """
     longest = 0.0
     for site, line in lines.items():
@@ -156,7 +158,7 @@ def least_seconds(sent: Mapping[str, int], received: Mapping[str, int],
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> tuple[float, int]:
-    """Seconds that intervals cover together, and into how many pieces they fall."""
+    """Return the seconds that the intervals cover together, and the number of separate pieces."""
     total, until, pieces = 0.0, float("-inf"), 0
     for start, end in sorted(intervals):
         pieces += start > until
@@ -171,11 +173,11 @@ class Round:
 
     seconds: float
     swaps: list[tuple[float, float]]
-    """(start, end) of every time that a rank had payloads under way, in seconds."""
+    """(start, end) of each swap of payloads at a rank, in seconds."""
     sent: dict[str, int]
     received: dict[str, int]
     first_stage: float
-    """Seconds until the first stage was through at all sites."""
+    """Seconds until the first stage had its averages at all sites."""
 
 
 def rounds_of(turns: Sequence[Turn], trace: Mapping[str, Any]) -> list[Round]:
@@ -221,7 +223,7 @@ def rounds_of(turns: Sequence[Turn], trace: Mapping[str, Any]) -> list[Round]:
 
 
 def first_through(turns: Sequence[Turn]) -> float:
-    """The moment at which the first stage had its averages at all sites."""
+    """Return the moment at which the first stage had its averages at all sites."""
     through: dict[int, float] = {}
     for turn in turns:
         through[turn.stage] = max(turn.ended, through.get(turn.stage, turn.ended))
@@ -229,7 +231,7 @@ def first_through(turns: Sequence[Turn]) -> float:
 
 
 def row(setting: Setting, rounds: Sequence[Round]) -> common.Row:
-    """Medians over rounds."""
+    """Return the row with medians over the rounds."""
     case = setting.case(1)
     whole = compressor(case.codec, Geometry(((case.values,),), (0,), case.values))
     payload = frame_bytes(whole.part(0, case.values, 0))  # type: ignore[union-attr]
@@ -262,7 +264,8 @@ def row(setting: Setting, rounds: Sequence[Round]) -> common.Row:
 
 
 def measure(setting: Setting, rounds: int, root: Path) -> common.Row:
-    """Measure one row. Raises `LabError` if a link does not have its rate."""
+    """Measure one setting, and return the row. Raises `LabError` if a link does not have its
+    rate."""
     case = setting.case(rounds)
     with Network([HUB, *case.sites]) as network:
         network.shape(Links(setting.lines()))
@@ -274,7 +277,7 @@ def measure(setting: Setting, rounds: int, root: Path) -> common.Row:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write. Returns the exit code."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
     if common.cannot("exchange", unsupported_reason()):
@@ -287,7 +290,7 @@ def main() -> int:
             rows.append(measure(setting, 4 if options.quick else 8, root))
             common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
     except LabError as error:
-        # What was measured before it stands.
+        # Results measured before the failure are kept.
         print(f"exchange: {error}", file=sys.stderr)
         code = 1
     finally:

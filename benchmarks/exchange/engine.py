@@ -40,7 +40,7 @@ from dilocox.utils import chrome_trace, processes, tracing
 
 HUB = "hub"
 LIMIT = 120.0
-"""Seconds after which a case is given up."""
+"""Seconds after which a case is aborted."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Case:
     values: int
     """fp32 values per fragment; a multiple of 128."""
     fragments: int = 1
-    """Handed in together, one after the other."""
+    """Number of fragments, handed in together and exchanged one after the other."""
     stages: int = 1
     """Ranks per site, which share its link."""
     rounds: int = 4
     congestion: str | None = None
-    """TCP congestion control, if not the machine's."""
+    """TCP congestion control. None: that of the machine."""
 
     def config(self, folder: Path, host: str) -> RunConfig:
         """Return the run file of the case. Its model is never built."""
@@ -98,7 +98,7 @@ class Turn:
     ended: float
     payload_bytes: int
     link: tuple[tuple[float, float, int], ...]
-    """As `Outcome.link`: what the controller takes for the link's speed."""
+    """See `Outcome.link`: the swaps from which the controller estimates the link."""
 
 
 def run_case(network: Network, case: Case, root: Path) -> tuple[list[Turn], Path]:
@@ -182,7 +182,7 @@ def _site(
 
 @contextlib.contextmanager
 def _logged(path: Path) -> Any:
-    """Standard output and errors of this process and its children go to a file."""
+    """Redirect standard output and errors of this process and its children to a file."""
     stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
         os.dup2(stream, number)
@@ -240,7 +240,7 @@ def _exchange_rounds(
     for number in range(case.rounds):
         plan = client.plan(number)
         weights = {site: member.weight for site, member in plan.members.items()}
-        # Others in every round: the same bytes again would be stale, and count for nothing.
+        # Other values in every round: repeated bytes would be stale, and would not count.
         values = torch.randn(case.values, generator=draw)
         start.wait(LIMIT)
         began = time.monotonic()

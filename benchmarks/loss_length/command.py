@@ -41,9 +41,10 @@ from benchmarks.loss_length.run import SYNCHRONOUS, Outside, Plan, reduction, tr
 
 RESULTS = common.RESULTS / "loss_length-cpu.json"
 LENGTHS = (640, 3300)
-"""Inner steps of a run."""
+"""Inner steps of the runs."""
 RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
-"""Inner rates of the shortest runs. Longer ones have the best before, and half of it."""
+"""Inner rates of the shortest runs. Longer runs have the best rate of the shorter ones, and half of
+it."""
 PLANS = (
     (1, "topk:20"), (2, "topk:8"), (2, "topk:17"), (5, "topk:7"), (5, "topk:24"), (5, "topk:58"),
     (2, "top1:512"), (5, "top1:600"),
@@ -66,12 +67,12 @@ class Job:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells rows apart."""
+        """The fields that identify a row."""
         return self.plan.name, self.steps, self.rate, self.seed, self.iid, *astuple(self.outside)
 
 
 def key_of(row: common.Row) -> tuple[object, ...]:
-    """The `Job.key` that a row is of."""
+    """Return the `Job.key` of a row."""
     named = ("plan", "steps", "rate", "seed", "iid", *(field.name for field in fields(Outside)))
     return tuple(row[name] for name in named)
 
@@ -85,10 +86,19 @@ def jobs(
     outside: Mapping[str, float] | None = None,
     iid: bool = False,
 ) -> list[Job]:
-    """Those that are not among `rows` and can be made now, the shortest runs first: a longer one
-    goes by the best rate of the length before, when all of that are there. `given`: rates of all
-    lengths instead. `outside`: what is not to be as in the controller's table. `iid`: the same text
-    at all sites."""
+    """Return the jobs that are missing among `rows` and can be made now, the shortest runs first.
+
+    A longer run needs the best rate of the length before, so all rows of that length.
+
+    Args:
+        rows: rows made so far.
+        plans: plans to simulate.
+        lengths: inner steps of the runs, ascending.
+        seed: seed of the runs.
+        given: inner rates for all lengths. Empty: the rates are searched.
+        outside: values that replace those of the controller's table.
+        iid: all sites have the same text.
+    """
     made, found = {key_of(row) for row in rows}, []
     for plan in plans:
         for number, steps in enumerate(lengths):
@@ -108,14 +118,14 @@ def jobs(
 
 
 def _best_rate(rows: Sequence[common.Row], plan: Plan, steps: int, seed: int, iid: bool) -> float:
-    """Of the runs of a plan that are so long."""
+    """Return the best inner rate of a plan in runs of `steps` steps."""
     wanted = (plan.name, steps, seed, iid)
     same = [row for row in rows if _run_of(row) == wanted]
     return float(min(same, key=_loss)["rate"])
 
 
 def _run_of(row: common.Row) -> tuple[object, ...]:
-    """What rows have in common that differ in their rates alone."""
+    """Return the fields that are equal in rows that differ in their rates only."""
     return row["plan"], row["steps"], row["seed"], row["iid"]
 
 
@@ -124,7 +134,7 @@ def _loss(row: common.Row) -> float:
 
 
 def best(rows: Sequence[common.Row]) -> list[common.Row]:
-    """The best rates of every plan, length, seed and choice of text, with its gap."""
+    """Return the best row of every plan, length, seed and choice of text, with its gap."""
     chosen: dict[tuple[object, ...], common.Row] = {}
     for row in sorted(rows, key=_loss, reverse=True):
         chosen[_run_of(row)] = row
@@ -161,7 +171,7 @@ def _make(job: Job) -> common.Row:
 
 
 def made(wanted: Sequence[Job], workers: int) -> Iterator[common.Row]:
-    """Their rows, as they come."""
+    """Make the rows of the jobs, and yield each when it is complete."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
         try:
@@ -172,7 +182,7 @@ def made(wanted: Sequence[Job], workers: int) -> Iterator[common.Row]:
 
 
 def report(rows: Sequence[common.Row]) -> str:
-    """The best rows as a table."""
+    """Return the best rows as a table."""
     return common.table(
         best(rows),
         {
@@ -183,7 +193,7 @@ def report(rows: Sequence[common.Row]) -> str:
 
 
 def main() -> int:
-    """Make what is missing, print and write what came of it."""
+    """Make what is missing, print and write the rows. Returns the exit code."""
     parser = common.parser(__doc__ or "")
     parser.add_argument("--steps", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--seed", type=int, default=0)

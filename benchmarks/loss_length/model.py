@@ -20,15 +20,15 @@ from dilocox.outer.layout import Layout
 SITES = 4
 WIDTH, HEADS, HIDDEN, LAYERS = 48, 2, 96, 2
 BATCH, LENGTH = 4, 48
-"""Sequences of a site in a step, and bytes of one."""
+"""Sequences of a site per step, and bytes of a sequence."""
 HELD_OUT = 256
-"""Sequences that the loss is measured on, of each site's text as many."""
+"""Number of held-out sequences of each site's text."""
 EVERY = 50
-"""A document in so many is held out."""
+"""One document of this number is held out."""
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """The model's tensors: two-dimensional ones as rows by columns."""
+    """Return the shapes of the model's tensors; two-dimensional ones are rows by columns."""
     found: dict[str, tuple[int, ...]] = {"embedding": (quality_data.VOCABULARY, WIDTH)}
     for layer in range(LAYERS):
         found |= {
@@ -46,7 +46,7 @@ LAYOUT = Layout.of(shapes())
 
 
 def first_weights(seed: int) -> Tensor:
-    """One model's, flat."""
+    """Return the initial weights of one model, flat."""
     draw = torch.Generator().manual_seed(seed)
     flat = torch.zeros(LAYOUT.length)
     for name, view in LAYOUT.views(flat).items():
@@ -60,7 +60,7 @@ def first_weights(seed: int) -> Tensor:
 
 
 def views(flat: Tensor) -> dict[str, Tensor]:
-    """The tensors of all copies: [copies, ...] each, of `flat` [copies, length]."""
+    """Return the tensors of all copies, [copies, ...] each, as views of `flat` [copies, length]."""
     return {
         name: flat[:, offset : offset + math.prod(shape)].view(len(flat), *shape)
         for name, shape, offset in zip(LAYOUT.names, LAYOUT.shapes, LAYOUT.offsets, strict=True)
@@ -77,7 +77,11 @@ _COS, _SIN = _rotation()
 
 
 def losses(flat: Tensor, ids: Tensor) -> Tensor:
-    """Mean cross-entropy of each copy [copies] on its sequences `ids` [copies, n, LENGTH + 1]."""
+    """Return the mean cross-entropy of each copy, [copies].
+
+    `flat`: parameters [copies, length]. `ids`: sequences of each copy, int64 [copies, n, LENGTH +
+    1].
+    """
     tensors, (copies, n, _) = views(flat), ids.shape
 
     def times(x: Tensor, name: str) -> Tensor:
@@ -109,15 +113,18 @@ def losses(flat: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes of each site's text, and sequences of all that nobody trains on."""
+    """Bytes of each site's text, and held-out sequences on which no site trains."""
 
     parts: Sequence[Tensor]
     held_out: Tensor
 
     @classmethod
     def read(cls, iid: bool = False) -> Text:
-        """The standard library, a contiguous part for each site; `iid`: all of it for each. What is
-        held out is the same."""
+        """Read the standard library: a contiguous part for each site, or with `iid` all of it for
+        each.
+
+        The held-out sequences are the same in both cases.
+        """
         parts, held = [], []
         for documents in quality_data.contiguous(quality_data.read_corpus(None), SITES):
             kept = [text for number, text in enumerate(documents) if number % EVERY]
@@ -130,7 +137,7 @@ class Text:
         return cls(parts, torch.cat(held))
 
     def batch(self, draw: torch.Generator) -> Tensor:
-        """The next sequences of every site: [SITES, BATCH, LENGTH + 1]."""
+        """Return random sequences of every site, int64 [SITES, BATCH, LENGTH + 1]."""
         found = []
         for part in self.parts:
             starts = torch.randint(len(part) - LENGTH - 1, (BATCH,), generator=draw)

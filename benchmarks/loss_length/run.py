@@ -35,20 +35,23 @@ SYNCHRONOUS = "synchronous"
 
 @dataclass(frozen=True)
 class Plan:
-    """Rounds of `inner_steps` with `codec`; `none` and no exchange of parameters but of gradients
-    after every step where it is synchronous training (0 steps)."""
+    """Rounds of `inner_steps` with `codec`.
+
+    0 steps mean synchronous training: gradients are averaged after every step, and `codec` is
+    `none`.
+    """
 
     inner_steps: int
     codec: str
 
     @property
     def name(self) -> str:
-        """As rows have it."""
+        """Name of the plan in rows."""
         return f"H={self.inner_steps} {self.codec}" if self.inner_steps else SYNCHRONOUS
 
     @property
     def delay(self) -> int:
-        """Steps after which a round lands: a quarter of it."""
+        """Steps after which a round lands: a quarter of the round."""
         return max(1, round(self.inner_steps / 4))
 
 
@@ -63,8 +66,10 @@ class Outside:
 
     @classmethod
     def of_table(cls, plan: Plan, steps: int) -> Outside:
-        """As the controller has them for a plan in a run of so many inner steps; of synchronous
-        training, which has none, those that change nothing."""
+        """Return the controller's values for a plan in a run of `steps` inner steps.
+
+        Synchronous training gets values that change nothing.
+        """
         if plan.inner_steps == 0:
             return cls(1.0, 0.0, 1.0, 0.0)
         asked = plan.inner_steps, plan.codec, steps
@@ -76,7 +81,7 @@ class Outside:
 
 
 class Inner:
-    """AdamW of all copies, with clipping, warm-up and a cosine to a tenth of the rate."""
+    """AdamW of all copies, with clipping, warm-up and a cosine schedule to a tenth of the rate."""
 
     def __init__(self, copies: int, rate: float, steps: int) -> None:
         self.first = torch.zeros(copies, LAYOUT.length)
@@ -87,7 +92,7 @@ class Inner:
             view.fill_(DECAY if view.dim() > 1 else 0.0)
 
     def step(self, flat: Tensor, gradients: Tensor) -> None:
-        """One step of every copy, in place; `gradients` are used up."""
+        """Train one step of every copy, in place. Overwrites `gradients`."""
         norms = gradients.norm(dim=1, keepdim=True)
         gradients *= (CLIP / (norms + 1e-6)).clamp(max=1.0)
         self._taken += 1
@@ -102,7 +107,7 @@ class Inner:
         flat.addcdiv_(self.first, root, value=-rate / (1 - BETAS[0] ** self._taken))
 
     def share_moments(self, due: int) -> None:
-        """Scale rows of second moments, every `PERIOD`th from `due` on, to the mean over copies."""
+        """Scale every `PERIOD`th row of second moments, from `due` on, to the mean over copies."""
         for second in views(self.second).values():
             if second.dim() > 2:
                 rows = second[:, due::PERIOD]
@@ -112,7 +117,7 @@ class Inner:
 
 
 def train(text: Text, plan: Plan, rate: float, steps: int, seed: int, outside: Outside) -> float:
-    """Held-out loss of the anchor after `steps` inner steps of every site."""
+    """Train, and return the held-out loss of the anchor after `steps` inner steps of every site."""
     draw = torch.Generator().manual_seed(seed)
     synchronous = plan.inner_steps == 0
     copies = 1 if synchronous else SITES
@@ -135,7 +140,7 @@ def train(text: Text, plan: Plan, rate: float, steps: int, seed: int, outside: O
 
 
 class Outer:
-    """Anchor, momentum, residuals and what is under way: one fragment, overlap `keep`."""
+    """Anchor, momentum, residuals and the average in flight: one fragment, overlap `keep`."""
 
     def __init__(self, live: Tensor, plan: Plan, steps: int, outside: Outside) -> None:
         self.anchor = live[0].clone()
@@ -149,7 +154,8 @@ class Outer:
         self._decay = outside.beta
 
     def after(self, taken: int, live: Tensor, inner: Inner) -> None:
-        """What is due after so many inner steps: a landing, then a boundary; all at the end."""
+        """Do the landing and the boundary that are due after `taken` inner steps, or both at the
+        end."""
         plan, last = self._plan, taken == self._steps
         since = taken % plan.inner_steps
         if self._mean is not None and (since == plan.delay % plan.inner_steps or last):
@@ -183,14 +189,15 @@ class Outer:
 
 
 def whole_part(codec: str) -> Part:
-    """The engine's codec of that name, for all of the model at once."""
+    """Return the engine's codec of this name for all parameters at once."""
     found = compressor(codec, LAYOUT.geometry)
     assert not isinstance(found, LowRank)
     return found.part(0, LAYOUT.length)
 
 
 def reduction(plan: Plan) -> float:
-    """Bytes of synchronous training over the plan's, to every other site."""
+    """Return the bytes of synchronous training over those that the plan sends to all other
+    sites."""
     if plan.inner_steps == 0:
         return 1.0
     payload = whole_part(plan.codec).payload_bytes

@@ -39,19 +39,19 @@ from dilocox.tools.testbed.testbed import unsupported_reason
 
 RESULTS = common.RESULTS / "scaling_check-cpu.json"
 RATIO = 40
-"""Time of a synchronous exchange over that of a step: exchanges of 8 bits then take a third of a
+"""Time of a synchronous exchange over that of a step. Exchanges of 8 bits then take a third of a
 round of 20 steps at two sites, half of it at four."""
 ROUND = 20
 ALONE_ROUNDS, ALONE_STEPS = 3, 60
 LIMIT = 600.0
-"""Seconds after which a run is given up."""
+"""Seconds after which a run is aborted."""
 MOST = 0.9
-"""Of the machine, for all sites together."""
+"""Share of the machine that all sites together have."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is made in a lab and simulated."""
+    """A run that is measured in a lab and simulated."""
 
     name: str
     steps: int
@@ -86,7 +86,10 @@ QUICK = ("waits", "hides")
 def measure(
     sites: int, cases: tuple[Case, ...], folder: Path, table: HardwareTable
 ) -> list[common.Row]:
-    """Make all runs with `sites` sites in a lab, and simulate them. Raises `LabError`."""
+    """Run all cases with `sites` sites in a lab, and simulate them. Returns the rows.
+
+    Raises `LabError`.
+    """
     names = list(SITES[:sites])
     parameters = parameters_of(folder)
     with Lab(names) as lab:
@@ -182,7 +185,7 @@ def main() -> int:
             try:
                 rows += measure(sites, cases, Path(folder), table)
             except DilocoxError as error:
-                # What was measured before it stands.
+                # Results measured before the failure are kept.
                 common.say(f"scaling_check: {error}")
                 code = 1
                 break

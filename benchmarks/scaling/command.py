@@ -32,7 +32,7 @@ RESULTS = common.RESULTS / "scaling.json"
 COUNTS = (2, 4, 8, 16, 32, 64)
 QUICK_COUNTS = (2, 8, 64)
 BATCH, WHOLE = 128, 1024
-"""Sequences per step: of a site, and of all sites together where they share."""
+"""Sequences per step: of a site, and of all sites together in a strong scenario."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Scenario:
     uneven: bool = False
     steps: str = "by-speed"
     device: str = "cpu"
-    """Where anchors, momentum and residuals are."""
+    """Device of anchors, momentum and residuals."""
 
 
 SCENARIOS = (
@@ -60,7 +60,8 @@ SCENARIOS = (
 
 
 def run_of(scenario: Scenario, sites: int) -> RunConfig:
-    """The run file: a 7B model (the shape of Qwen2.5-7B), one stage of eight shards per site."""
+    """Return the run file: a 7B model (the shape of Qwen2.5-7B), one stage of eight shards per
+    site."""
     batch = WHOLE // sites if scenario.strong else BATCH
     names = [f"site-{number + 1}" for number in range(sites)]
     return resolve_run(

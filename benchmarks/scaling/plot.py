@@ -15,7 +15,7 @@ Point = tuple[str, int, float, float]
 
 
 def picture(points: Sequence[Point]) -> str:
-    """Two panels: efficiency and predicted loss over the number of sites, a line per name."""
+    """Return an SVG of two panels: efficiency and predicted loss over the number of sites."""
     names = list(dict.fromkeys(name for name, *_ in points))
     worst = max(0.1, math.ceil(10 * max(loss for *_, loss in points)) / 10)
     parts = [
