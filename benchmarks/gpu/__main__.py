@@ -21,13 +21,13 @@ from benchmarks.gpu.results import FAIL, Results, Row, summary, table
 from benchmarks.gpu.runner import ROOT, Job, Setting, order, run_all, run_part
 
 MARGIN = 5.0
-"""Seconds at the end of a call that no part gets."""
+"""Seconds at the end of a call in which no part runs."""
 FIRST = "machine"
 ROW = ("name", "verdict", "message", "figures", "seconds")
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=(package.__doc__ or "").split("\n")[0],
@@ -52,7 +52,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def listing(parts: Sequence[Part] = PARTS) -> str:
-    """All parts with their rows and aims."""
+    """Return a list of all parts with their rows and aims, as text."""
     lines = []
     for part in parts:
         numbers = ", ".join(map(str, part.checks))
@@ -64,7 +64,7 @@ def listing(parts: Sequence[Part] = PARTS) -> str:
 
 
 def commit() -> str | None:
-    """The commit that is measured, with + if files were changed; None without git."""
+    """Return the measured commit, followed by + if files were changed. None without git."""
     try:
         said = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
@@ -78,9 +78,9 @@ def commit() -> str | None:
 def run(
     jobs: Sequence[Job], results: Results, setting: Setting, again: bool, first: Part = PARTS[0]
 ) -> None:
-    """Ask for the machine's facts, then run what is to be run."""
+    """Read the machine's facts, then run the selected parts."""
     asked = [job for job in jobs if job[0].name != FIRST]
-    # Not yet in the file: the file may be of another machine.
+    # The head is not in the file yet, because the file may be of another machine.
     probe = Results(None, "", None)
     run_part(first, list(first.rows), probe, setting)
     found = probe.rows[FIRST]
@@ -94,18 +94,18 @@ def run(
 
 
 def show(row: Row) -> None:
-    """A row as soon as it is there."""
+    """Print a row as soon as it is measured."""
     print(table([row]), file=sys.stderr, flush=True)
 
 
 def told(words: Sequence[str]) -> str:
-    """The command without the folders of this machine."""
+    """Return the command without the folders of this machine."""
     plain = [Path(word).name if word.startswith("/") else word for word in words]
     return shlex.join(["python", "-m", "benchmarks.gpu", *plain])
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run; exit code 1 if a row FAILs."""
+    """Run the command line. Returns 1 if a row fails."""
     words = sys.argv[1:] if words is None else words
     options = arguments().parse_args(words)
     if options.list or options.wheels_line:

@@ -16,7 +16,8 @@ ROUND = 1
 
 
 def run(context: Context) -> None:
-    """Three rows of one run, whose site `CHEAT` trains with other learning rates than it signs."""
+    """Measure three rows of one run. The site `CHEAT` trains with other learning rates than it
+    signs."""
     try:
         folder = _run(context)
     except Exception as error:
@@ -26,7 +27,7 @@ def run(context: Context) -> None:
         return
     with ThreadPoolExecutor(2) as pool:
         cheat = pool.submit(_audit, folder, CHEAT, 1)
-        # One after the other: the second finds the compiled code of the first.
+        # The honest audits run one after the other, so that the second finds compiled code.
         context.check(
             "audit of an honest site", lambda: _judged(_audit(folder, "north", 1), "EXACT")
         )
@@ -47,7 +48,7 @@ def _run(context: Context) -> Path:
 
 
 def _audit(folder: Path, site: str, number: int) -> dict[str, Any]:
-    """`dilocox audit` of one round: its verdict, or what it said instead."""
+    """Run `dilocox audit` for one round. Returns its verdict, or its last line if it has none."""
     log = folder.with_name(f"audit-{site}-{number}.log")
     began = time.monotonic()
     words = ("audit", folder, "--round", str(ROUND), "--site", site, "--json")

@@ -15,12 +15,13 @@ from typing import Any
 
 SCALES = ("gpu", "cpu", "tiny")
 NEXT = 75
-"""Exit code of a part's process in which CUDA is unusable: another one measures the next rows."""
+"""Exit code of a part's process in which CUDA is unusable. Another process measures the next
+rows."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found. `ok` None: the check has figures and no verdict."""
+    """Result of a check. `ok` is None if the check has figures and no verdict."""
 
     ok: bool | None
     message: str = ""
@@ -28,9 +29,9 @@ class Outcome:
 
 
 class Context:
-    """What a part's function is given.
+    """The argument of a part's function.
 
-    `scale` is one of `SCALES`. `folder` is the part's own, `shared` that of all parts. `notes` are
+    `scale` is one of `SCALES`. `folder` belongs to the part, `shared` to all parts. `notes` are
     figures that a later check of the same process needs.
     """
 
@@ -50,13 +51,13 @@ class Context:
         return self.scale == "gpu"
 
     def wants(self, *names: str) -> bool:
-        """Whether one of the rows is to be measured."""
+        """Return whether one of the rows is requested."""
         return any(name in self.wanted for name in names)
 
     def check(self, name: str, call: Callable[[], Outcome]) -> Outcome | None:
-        """Measure the row `name`, if it is wanted, and write the row at once.
+        """Measure the row `name` if it is requested, and write the row at once.
 
-        An exception makes a FAIL, so that the other rows are still measured.
+        An exception makes the row a FAIL, so that the other rows are still measured.
         """
         if name not in self.wanted:
             return None
@@ -69,7 +70,7 @@ class Context:
             traceback.print_exc()
             text = " ".join(f"{type(error).__name__}: {error}".split())
             found = Outcome(False, text[:300])
-            # Every later call of CUDA in this process fails as well, but for a lack of memory.
+            # Unless memory was short, every later call of CUDA in this process fails as well.
             unusable = "CUDA error" in text and "out of memory" not in text.lower()
         verdict = "INFO" if found.ok is None else "PASS" if found.ok else "FAIL"
         self.write(name, verdict, found.message, found.figures, time.monotonic() - began)
@@ -98,7 +99,7 @@ class Context:
 
 
 def _plain(value: Any) -> Any:
-    """A number with five digits: more are noise."""
+    """Return a float rounded to five digits, and any other value unchanged."""
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

@@ -10,7 +10,7 @@ import torch
 
 
 def wait(cuda: bool) -> None:
-    """Wait until the device has computed all that it was given."""
+    """Wait until the device has completed all of its work."""
     if cuda:
         torch.cuda.synchronize()
 
@@ -18,7 +18,7 @@ def wait(cuda: bool) -> None:
 def median_seconds(
     call: Callable[[], object], cuda: bool, seconds: float = 0.3, least: int = 3
 ) -> float:
-    """Median seconds of a call, after one call that does not count."""
+    """Return the median seconds of a call, after one call that does not count."""
     call()
     wait(cuda)
     times: list[float] = []

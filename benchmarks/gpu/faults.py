@@ -15,14 +15,15 @@ from benchmarks.gpu import product, sizes
 from benchmarks.gpu.child import Context, Outcome
 
 TOO_MUCH = 1 << 46
-"""Bytes that no GPU has."""
+"""Number of bytes that no GPU has."""
 SITES = 2
 SLOWEST = 60.0
-"""Seconds from the first failure to the end of the command; the NCCL time-out is 605 s."""
+"""Longest time from the first failure to the end of the command, in seconds. The NCCL time-out is
+605 s."""
 
 
 def memory(context: Context) -> None:
-    """One row."""
+    """Measure one row: the end of a run that lacks GPU memory."""
     context.check("out of memory", lambda: _memory(context))
 
 
@@ -43,19 +44,19 @@ def _memory(context: Context) -> Outcome:
     lines = [line for line in done.stderr.splitlines() if line.startswith("dilocox: ")]
     said = lines[-1] if lines else f"exit code {done.returncode} and no line"
     found = {"exit": done.returncode, "starts": len(times), "seconds_to_exit": ended - times[0]}
-    # Two sites: the run may be over before the second one has come to its first step.
+    # The run may be over before the second of its two sites begins its first step.
     ok = done.returncode == 1 and len(times) <= SITES and "memory" in said.lower()
     return Outcome(ok and ended - times[0] < SLOWEST, said[:300], found)
 
 
 class TooLarge:
-    """A loss that asks for more memory than any device has, and counts how often it is asked."""
+    """A loss that requests more memory than any device has, and records each request."""
 
     def __init__(self, starts: Path) -> None:
         self._starts = starts
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Raises `torch.OutOfMemoryError`."""
+        """Raise `torch.OutOfMemoryError`."""
         with self._starts.open("a", encoding="ascii") as file:
             file.write(f"{time.time()}\n")
         if logits.device.type == "cuda":
@@ -65,7 +66,8 @@ class TooLarge:
 
 
 def main() -> int:
-    """A run whose first step does not fit. As `dilocox train` does, the last line says why."""
+    """Train a run whose first step does not fit. As with `dilocox train`, the last line has the
+    reason."""
     import dilocox
 
     path, starts = map(Path, sys.argv[1:])

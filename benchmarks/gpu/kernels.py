@@ -14,20 +14,20 @@ from benchmarks.gpu.child import Context, Outcome
 from benchmarks.gpu.clock import wait
 
 STEPS = {"gpu": 2, "cpu": 1, "tiny": 1}
-"""Steps that are recorded, after two that are not."""
+"""Number of recorded steps, after two that are not recorded."""
 SHOWN = 24
-"""Kernels in the log."""
+"""Number of kernels in the log."""
 GROUPS = (
     ("attention", ("flash", "attention", "fmha", "sdpa")),
     ("matrices", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "mm")),
     ("compiled", ("triton",)),
     ("copies", ("memcpy", "memset", "copy")),
 )
-"""Parts of kernels' names, lower case; the first group that has one counts."""
+"""Parts of kernels' names, in lower case. The first group with a part of the name counts."""
 
 
 def run(context: Context) -> None:
-    """Two rows."""
+    """Measure two rows: the kernels of a step of dilocox, and of the compiled plain loop."""
     shape = sizes.QWEN_06B[context.scale]
     context.check("kernels, dilocox", lambda: _of(speed.ours(shape, context.cuda), context))
     gc.collect()
@@ -37,7 +37,7 @@ def run(context: Context) -> None:
 
 
 def _of(side: speed.Side, context: Context) -> Outcome:
-    """Milliseconds of a step by group of kernels; the kernels that take longest, in the log."""
+    """Measure milliseconds of a step by group of kernels. The slowest kernels go to the log."""
     side.flags.set()
     for _ in range(2):
         side.step()
@@ -68,7 +68,7 @@ def _of(side: speed.Side, context: Context) -> Outcome:
 
 
 def _grouped(each: Counter[str]) -> dict[str, float]:
-    """Microseconds by group."""
+    """Return microseconds by group of kernels."""
     found: Counter[str] = Counter()
     for name, us in each.items():
         low = name.lower()

@@ -14,13 +14,13 @@ from benchmarks.gpu.child import Context, Outcome
 
 LAYOUTS = {"two stages": {"stages": 2}, "two shards": {"shards": 2}}
 DIES_AT = 6
-"""Calls of the loss after which a rank dies."""
+"""Number of calls of the loss after which a rank dies."""
 SLOWEST = 60.0
-"""Seconds until its site trains again; NCCL's time-out is 605 s."""
+"""Longest time in seconds until its site trains again. NCCL's time-out is 605 s."""
 
 
 def run(context: Context) -> None:
-    """Two rows for each layout, one for a rank that dies."""
+    """Measure two rows for each layout, and one for a rank that dies."""
     for name, site in LAYOUTS.items():
         if not context.wants(name, f"{name}, verify"):
             continue
@@ -38,14 +38,14 @@ def run(context: Context) -> None:
 
 
 class DiesOnce:
-    """A loss in which rank 1 of a site ends hard, once; it writes down every start."""
+    """A loss that ends rank 1 of a site hard, once. It records every start of a rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._calls = 0
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The product's own loss."""
+        """Return the product's own loss."""
         import torch.distributed as dist
 
         from dilocox.inner import mean_cross_entropy
@@ -63,7 +63,7 @@ class DiesOnce:
 
 
 def _dies(context: Context) -> Outcome:
-    """Two sites of two shards, of which one ends hard: seconds until the site trains again."""
+    """Train two sites of two shards, one rank of which ends hard. Measures the time of recovery."""
     marks = context.folder / "marks"
     marks.mkdir(exist_ok=True)
     for old in marks.iterdir():

@@ -19,24 +19,24 @@ from benchmarks.gpu.child import Context, Outcome
 
 SITES = ("north", "south")
 RATIO = {"gpu": 400, "cpu": 20, "tiny": 5}
-"""Times that an exchange of gradients takes as long as a step."""
+"""Time of an exchange of gradients over the time of a step."""
 ALONE_STEPS = {"gpu": 30, "cpu": 10, "tiny": 4}
 """Inner steps of a round of the sites without a network."""
 STEPS = {"gpu": 240, "cpu": 40, "tiny": 12}
-"""Of a run over the link; its first half is not measured."""
+"""Inner steps of a run over the link. The first half is not measured."""
 NONE = {"method": "diloco", "slots": 1, "overlap": "none"}
 
 
 @dataclass
 class Bench:
-    """The sites, on this machine's loopback interface."""
+    """Two sites on this machine's loopback interface."""
 
     context: Context
     notes: dict[str, float] = field(default_factory=dict)
-    """Tokens/s of both sites by measurement; seconds of a step; bits per second."""
+    """Tokens/s of both sites by measurement; seconds of a step; bits per second of the link."""
 
     def path(self, name: str, **sections: Any) -> Path:
-        """The run file of a measurement."""
+        """Write the run file of a measurement and return its path."""
         context = self.context
         return sizes.run_file(
             context.folder, name, sizes.LINK[context.scale], context.shared, context.scale,
@@ -48,8 +48,8 @@ class Bench:
         )  # fmt: skip
 
     def alone(self, name: str, outer: dict[str, Any]) -> float:
-        """Tokens/s of both sites, each in a run of its own, at the same time."""
-        # Two runs at once do not know of each other, and each would take all cores.
+        """Return tokens/s of both sites together, each in a run of its own at the same time."""
+        # Neither of two concurrent runs knows of the other, and each would take all cores.
         cores = len(os.sched_getaffinity(0))
         threads = {"threads": max(1, cores // len(SITES))}
         started = []
@@ -73,7 +73,8 @@ class Bench:
         return sum(speed(self.context.folder / f"{name}-{site}", site, 1) for site in SITES)
 
     def together(self, name: str, bits: float, **sections: Any) -> Path:
-        """Both sites in one run over the link; the run's folder."""
+        """Train both sites in one run over a link of `bits` per second, and return the run
+        folder."""
         path = self.path(name, **sections)
         with product.paced(bits):
             runs.train(path)
@@ -81,9 +82,9 @@ class Bench:
 
 
 def speed(folder: Path, site: str, first: int) -> float:
-    """Tokens/s by the clock on the wall in the rounds from `first` on.
+    """Return tokens/s by wall-clock time in the rounds from `first` on.
 
-    The last round is left out where there are others: it is cut, and nothing hides in it.
+    The last round is left out if there are others: it is cut, and nothing hides in it.
     """
     every = sorted(runs.rounds(folder, site), key=lambda each: each["round"])
     later = [each for each in every if each["round"] >= first]
@@ -96,7 +97,7 @@ def speed(folder: Path, site: str, first: int) -> float:
 
 
 def first_after(folder: Path, steps: int) -> int:
-    """The first round that begins after so many steps."""
+    """Return the first round that begins after `steps` inner steps."""
     for each in runs.rounds(folder, SITES[0]):
         if each["step"] - each["steps"] >= steps:
             return int(each["round"])
@@ -104,12 +105,13 @@ def first_after(folder: Path, steps: int) -> int:
 
 
 def gradient_bits(parameters: int) -> float:
-    """Bits that the link of each of two sites carries for one AllReduce of fp32 gradients."""
+    """Return the bits on the link of each of two sites for one AllReduce of fp32 gradients."""
     return 32.0 * parameters * 2 * (len(SITES) - 1) / len(SITES)
 
 
 def run(context: Context) -> None:
-    """Four rows. The first is measured in any case: the link follows from it."""
+    """Measure four rows. The first is measured in any case, because the rate of the link follows
+    from it."""
     product.prepare(Bench(context).path("data"), context.shared)
     bench = Bench(context)
     if context.wants("link, no network"):
@@ -127,7 +129,7 @@ def run(context: Context) -> None:
 
 
 def no_network(bench: Bench) -> Outcome:
-    """Tokens/s with no network; the rate of the link that has the ratio."""
+    """Measure tokens/s without a network, and set the rate of the link with the ratio `RATIO`."""
     scale = bench.context.scale
     outer = {**NONE, "inner_steps": ALONE_STEPS[scale], "rounds": 4}
     found = bench.alone("alone", outer)
@@ -147,12 +149,12 @@ def no_network(bench: Bench) -> Outcome:
 
 
 def rate_text(bits: float) -> str:
-    """A rate as a run file has it."""
+    """Return a rate as a run file writes it."""
     return f"{bits / 1e6:.3f}mbit" if bits >= 1e6 else f"{bits / 1e3:.3f}kbit"
 
 
 def over_link(bench: Bench, name: str, outer: dict[str, Any]) -> Outcome:
-    """dilocox with a declared link and its outer state on the model's device."""
+    """Measure dilocox with a declared link and its outer state on the model's device."""
     scale, bits = bench.context.scale, bench.notes["bits"]
     keys = {"steps": STEPS[scale], "device": "model", **outer}
     raw = {"outer": keys, "control": {"link": rate_text(bits)}}
@@ -175,7 +177,7 @@ def over_link(bench: Bench, name: str, outer: dict[str, Any]) -> Outcome:
 
 
 def allreduce(bench: Bench) -> Outcome:
-    """Synchronous training over the same link: the second step is measured."""
+    """Measure synchronous training over the same link, in its second step."""
     shape = sizes.LINK[bench.context.scale]
     outer = {"method": "allreduce", "inner_steps": 1, "rounds": 2}
     folder = bench.together("allreduce", bench.notes["bits"], outer=outer)

@@ -8,23 +8,23 @@ from __future__ import annotations
 from pathlib import Path
 
 LAST = 3000
-"""Bytes of a log in which its last line is looked for."""
+"""Number of bytes at the end of a log in which its last line is looked for."""
 OF_PART = 40_000
-"""Bytes of a part's log in the file."""
+"""Number of bytes of a part's log in the file."""
 OF_RUN = 6_000
-"""Bytes of each log of a run in the file."""
+"""Number of bytes of each log of a run in the file."""
 OF_STACKS = 30_000
-"""Bytes of the threads' places in a log, of a process that was killed."""
+"""Number of bytes of the stacks of a killed process in the file."""
 _STACKS = "Fatal Python error"
 _MODULES = "Extension modules:"
 RUNS = 24
-"""Logs of runs, for each part."""
+"""Patterns of the logs of runs, for each part."""
 LARGEST = 8_000_000
-"""Bytes of the file."""
+"""Largest size of the file, in bytes."""
 
 
 def tail(log: Path, size: int) -> str:
-    """The last `size` bytes of a log, from the beginning of a line."""
+    """Return the last `size` bytes of a log, from the beginning of a line."""
     try:
         content = log.read_bytes()
     except OSError:
@@ -36,13 +36,13 @@ def tail(log: Path, size: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """What was printed last."""
+    """Return the last line of a log."""
     lines = tail(log, LAST).splitlines()
     return lines[-1].strip()[:300] if lines else "it printed nothing"
 
 
 def stacks(log: Path) -> str:
-    """Where the threads of processes were that were killed, if a log says so."""
+    """Return the stacks of the threads of killed processes, if a log has them."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:

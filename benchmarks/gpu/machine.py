@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.gpu.child import Context, Outcome
 
 TOUCHED = 40 << 30
-"""Bytes of host memory that should be free. Some machines are given memory only when they use it,
-and dilocox looks at what is free."""
+"""Bytes of host memory that should be free. Some machines get memory only when they use it, and
+dilocox looks at the free memory."""
 TOUCH = """
 import mmap, sys
 size = int(sys.argv[1])
@@ -26,11 +26,11 @@ with mmap.mmap(-1, size) as block:
     for at in range(0, size, 4096):
         block[at] = 1
 """
-"""Run by a process of its own, which the system may end."""
+"""Script for a process of its own, because the system may end it."""
 
 
 def run(context: Context) -> None:
-    """The row `machine`."""
+    """Measure the row `machine`."""
     context.check("machine", lambda: _machine(context.scale))
 
 
@@ -68,7 +68,7 @@ def _machine(scale: str) -> Outcome:
 
 
 def _touch() -> None:
-    """Touch host memory where less than `TOUCHED` is free."""
+    """Touch host memory if less than `TOUCHED` bytes are free."""
     if _memory("MemAvailable") >= TOUCHED:
         return
     size = min(TOUCHED, _memory("MemTotal") // 2)
@@ -84,7 +84,7 @@ def _version(package: str) -> str | None:
 
 
 def _memory(name: str) -> int:
-    """Bytes, by a name of /proc/meminfo."""
+    """Return a value of /proc/meminfo, in bytes."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -13,11 +13,11 @@ from benchmarks.gpu import product, runs, sizes
 from benchmarks.gpu.child import Context, Outcome
 
 SITES = {"north": "cuda", "south": "cpu"}
-"""Device of each site; without a GPU both compute on the CPU."""
+"""Device of each site. Without a GPU both compute on the CPU."""
 
 
 def run(context: Context) -> None:
-    """Two rows."""
+    """Measure two rows: a run with one site on the GPU and one on the CPU, and its verification."""
     path = sizes.run_file(
         context.folder, "mixed", sizes.MIXED[context.scale], context.shared, context.scale,
         device="auto", outer={"rounds": 3, "inner_steps": 4, "slots": 4, "fragments": 2},

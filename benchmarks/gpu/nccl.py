@@ -18,19 +18,20 @@ from benchmarks.gpu.child import Context, Outcome
 from benchmarks.gpu.clock import wait
 
 PATIENCE = 20.0
-"""Seconds that the rank that is left is waited for."""
+"""Seconds within which the remaining rank must end."""
 REFUSED = 17
-"""Exit code of a rank whose group NCCL does not form: two ranks on one GPU need NCCL 2.30."""
+"""Exit code of a rank whose group NCCL does not form. Two ranks on one GPU need NCCL 2.30."""
 
 
 def run(context: Context) -> None:
-    """Two rows."""
+    """Measure two rows: one rank under FSDP2, and a peer that dies in a collective."""
     context.check("nccl, one rank", lambda: _one_rank(context.scale))
     context.check("nccl, a peer dies", lambda: _peer_dies(context.folder))
 
 
 def _one_rank(scale: str) -> Outcome:
-    """A chunk in bf16 under FSDP2 on a mesh of one rank, a second group, and the end of both."""
+    """Train a chunk in bf16 under FSDP2 on a mesh of one rank, with a second group, and end
+    both."""
     cuda, began = scale == "gpu", time.monotonic()
     if cuda:
         torch.cuda.set_device(0)
@@ -50,7 +51,7 @@ def _one_rank(scale: str) -> Outcome:
 
 
 def _peer_dies(folder: Path) -> Outcome:
-    """Two ranks on this GPU; rank 1 ends hard while rank 0 is in a collective."""
+    """Start two ranks on this GPU. Rank 1 ends hard while rank 0 is in a collective."""
     meeting = folder / "meeting"
     meeting.unlink(missing_ok=True)
     logs = [(folder / f"peer-{rank}.log").open("wb") for rank in (0, 1)]
@@ -82,7 +83,7 @@ def _peer_dies(folder: Path) -> Outcome:
 
 
 def peer(rank: int, meeting: str) -> int:
-    """One of two ranks. Rank 0 ends as a rank of a run does that meets an error."""
+    """Run one of two ranks. Rank 0 ends as a rank of a run does after an error."""
     torch.cuda.set_device(0)
     try:
         dist.init_process_group(

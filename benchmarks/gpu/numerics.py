@@ -16,12 +16,12 @@ from benchmarks.gpu.parts import CODECS
 ROWS = {"gpu": 1 << 14, "cpu": 1 << 7, "tiny": 4}
 COLUMNS = 1 << 12
 COPIED = {"gpu": 1 << 30, "cpu": 1 << 26, "tiny": 1 << 16}
-"""Bytes."""
+"""Number of bytes that are copied."""
 SECONDS = {"gpu": 0.3, "cpu": 0.1, "tiny": 0.0}
 
 
 def codecs(context: Context) -> None:
-    """One row for each codec, one for low rank, one for the outer step."""
+    """Measure one row for each codec, one for low rank and one for the outer step."""
     values = _inputs(ROWS[context.scale])
     device = torch.device("cuda" if context.cuda else "cpu")
     for name in CODECS:
@@ -31,7 +31,7 @@ def codecs(context: Context) -> None:
 
 
 def _inputs(rows: int) -> dict[str, Tensor]:
-    """Flat fp32 vectors: normal, heavy-tailed, and odd (zeros, subnormals, up to 2^±100)."""
+    """Return flat fp32 vectors: normal, heavy-tailed, and odd (zeros, subnormals, up to 2^±100)."""
     n = rows * COLUMNS
     draw = torch.Generator().manual_seed(1)
     normal = torch.randn(n, generator=draw) * 1e-3
@@ -100,7 +100,7 @@ def _outer_step(inputs: dict[str, Tensor], device: torch.device) -> Outcome:
     for dtype in (torch.float32, torch.bfloat16):
         anchor, momentum = inputs["heavy"].clone(), inputs["normal"].to(dtype)
         average = inputs["odd"].clamp(-1, 1)
-        # Copies even where `device` is the CPU: both sides are written in place.
+        # Make copies even if `device` is the CPU, because both sides are written in place.
         far, far_momentum, far_average = (
             each.to(device, copy=True) for each in (anchor, momentum, average)
         )
@@ -119,7 +119,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def copies(context: Context) -> None:
-    """The row `copies`."""
+    """Measure the row `copies`."""
     context.check("copies", lambda: _copies(context))
 
 

@@ -26,7 +26,7 @@ HASHED = "wait for digest"
 
 
 def run(context: Context) -> None:
-    """One row."""
+    """Measure one row: the time of boundaries and landings."""
     context.check("boundary and landing", lambda: _outer(context))
 
 
@@ -57,13 +57,16 @@ def _outer(context: Context) -> Outcome:
     }
     figures |= {f"{name}_ms": 1e3 * spans[name] / len(later) for name in SPANS}
     figures |= {f"{name}_host_ms": 1e3 * by_host[name] / len(later) for name in SPANS}
-    # Of the landing: until the digest of the landing before it is there.
+    # A part of the landing: the wait for the digest of the landing before it.
     figures["digest_wait_ms"] = 1e3 * by_host[HASHED] / len(later)
     return Outcome(None, f"{product.parameters_of(shape, context.cuda):,} parameters", figures)
 
 
 def seconds_by_gpu(clock: Path) -> dict[str, float]:
-    """Seconds in `SPANS` of exchanges of the rounds from 1 on, by `product.gpu_time_of_spans`."""
+    """Return the GPU's seconds in `SPANS` of exchanges of the rounds from 1 on.
+
+    `clock` is the file of `product.gpu_time_of_spans`.
+    """
     found = dict.fromkeys(SPANS, 0.0)
     for line in clock.read_text(encoding="utf-8").splitlines():
         event = json.loads(line)
@@ -78,20 +81,20 @@ def _counts(key: str) -> bool:
 
 
 def seconds_of_spans(trace: Path, names: Sequence[str] = SPANS) -> dict[str, float]:
-    """Seconds in spans of the rounds from 1 on, in a run's timeline."""
+    """Return the seconds in spans of the rounds from 1 on, in a run's timeline."""
     found = dict.fromkeys(names, 0.0)
     events = json.loads(trace.read_text(encoding="utf-8"))
     for event in events["traceEvents"] if isinstance(events, dict) else events:
         if event.get("ph") != "X" or event["name"] not in found:
             continue
-        # Who waits for a digest waits for that of an earlier round.
+        # A wait for a digest is a wait for the digest of an earlier round.
         if "key" not in event["args"] or _counts(event["args"]["key"]):
             found[event["name"]] += event["dur"] / 1e6
     return found
 
 
 def _bare(context: Context) -> float:
-    """Seconds of a step of the same model and batch, with no run around it."""
+    """Return the seconds of a step of the same model and batch without a run around it."""
     from benchmarks.gpu.clock import wait
 
     site = product.build_site(sizes.OUTER[context.scale], context.cuda)

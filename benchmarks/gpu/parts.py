@@ -17,7 +17,7 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Aim:
-    """What a figure of a row should be, on a GPU."""
+    """Required value of a figure of a row, on a GPU."""
 
     figure: str
     sign: str
@@ -25,7 +25,7 @@ class Aim:
     value: float
 
     def met(self, figures: Mapping[str, Any]) -> bool:
-        """Whether the figures reach the aim; a figure that is missing does not."""
+        """Return whether the figures reach the aim. A missing figure does not."""
         found = figures.get(self.figure)
         if not isinstance(found, int | float):
             return False
@@ -39,10 +39,10 @@ class Aim:
 class Part:
     """Rows that one process measures.
 
-    `function` is `module:name` of a callable that takes a `child.Context`. `seconds` is what the
-    part takes on one H100 or H200, `limit` the seconds after which its process is killed. A part
-    that is `alone` has the machine for itself: it measures time, takes all of the GPU's memory,
-    compiles, or comes first.
+    `function` is `module:name` of a callable that takes a `child.Context`. `seconds` is the
+    duration of the part on one H100 or H200, `limit` the seconds after which its process is killed.
+    A part that is `alone` has the machine for itself: it measures time, takes all of the GPU's
+    memory, compiles, or comes first.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Part:
     """Numbers of the checks in the list of GPU findings."""
     alone: bool = True
     aims: tuple[tuple[str, Aim], ...] = ()
-    """(row, aim)."""
+    """Pairs (row, aim)."""
     gpu_only: bool = False
 
     def aims_of(self, row: str) -> list[Aim]:
-        """The aims of one row."""
+        """Return the aims of one row."""
         return [aim for name, aim in self.aims if name == row]
 
 
@@ -161,7 +161,7 @@ PARTS: tuple[Part, ...] = (
 
 
 def part_of(row: str, parts: Sequence[Part] = PARTS) -> Part:
-    """The part that measures a row. Raises `KeyError`."""
+    """Return the part that measures a row. Raises `KeyError`."""
     for part in parts:
         if row in part.rows:
             return part
@@ -169,9 +169,9 @@ def part_of(row: str, parts: Sequence[Part] = PARTS) -> Part:
 
 
 def selected(names: Sequence[str], parts: Sequence[Part] = PARTS) -> list[tuple[Part, list[str]]]:
-    """Parts with the rows to measure. `names` are parts or rows; none means everything.
+    """Return parts with the rows to measure. `names` are parts or rows; without names, all.
 
-    Raises `ValueError` for a name that is neither.
+    Raises `ValueError` if a name is neither a part nor a row.
     """
     known = {part.name for part in parts} | {row for part in parts for row in part.rows}
     unknown = [name for name in names if name not in known]

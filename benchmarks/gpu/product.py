@@ -23,26 +23,26 @@ from benchmarks.gpu.sizes import Shape
 
 
 class Site:
-    """One rank that holds the whole model of a site, put together as a run does it."""
+    """One rank that holds the whole model of a site, built as a run builds it."""
 
     def __init__(self, rank: Any, inputs: Tensor, labels: Tensor, compute: float) -> None:
         self._rank = rank
         self.inputs = inputs
         self.labels = labels
         self.flops_per_token = 6.0 * compute
-        """Forward and backward pass, without recomputation."""
+        """Operations of forward and backward pass, without recomputation."""
 
     def step(self, learning_rate: float = 1e-4) -> Any:
-        """One inner step."""
+        """Train one inner step."""
         return self._rank.model.inner_step(self.inputs, self.labels, learning_rate)
 
     def compile_problem(self) -> str | None:
-        """After the first step: why layers run without being compiled, or None."""
+        """Return why layers run without being compiled, or None. Call it after the first step."""
         problem: str | None = self._rank.model.compile_problem()
         return problem
 
     def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
-        """Mean loss and gradients of the batch by full name; the model stays as it is."""
+        """Return mean loss and gradients of the batch, by full name. The model stays as it is."""
         model = self._rank.model
         names = list(model.local_tensors())
         loss, found = model.loss_and_gradients(self.inputs, self.labels, names)
@@ -50,7 +50,8 @@ class Site:
 
 
 class _Drawn:
-    """Initial weights drawn on the device: the product draws on one core, seconds per 1e9."""
+    """Initial weights drawn on the device. The product draws on one core, in seconds per 1e9
+    values."""
 
     def __init__(self, shapes: Callable[[], dict[str, torch.Size]], device: torch.device) -> None:
         self._shapes = shapes
@@ -65,7 +66,7 @@ class _Drawn:
 
 
 def raw_run(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A run file's content with the product's defaults and one site."""
+    """Return the content of a run file with the product's defaults and one site."""
     raw: dict[str, Any] = {
         "model": {"architecture": shape.architecture},
         "data": {"sequence_length": shape.length},
@@ -82,7 +83,7 @@ def raw_run(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> dict[str, A
 
 
 def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
-    """A site's model as the product builds it, with no outer state."""
+    """Build a site's model as the product does, without outer state."""
     import dilocox
     from dilocox.models import build_chunk
     from dilocox.training import builder
@@ -116,9 +117,9 @@ def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
 
 
 def sharded_gradients(shape: Shape, cuda: bool) -> list[Tensor]:
-    """Local gradients of one pass through a chunk sharded over a mesh of one rank, in bf16.
+    """Return local gradients of one pass through a chunk sharded over a mesh of one rank, in bf16.
 
-    The default process group of one rank is there.
+    The default process group of one rank must exist.
     """
     import dilocox
     from dilocox.inner import fsdp
@@ -148,14 +149,14 @@ def sharded_gradients(shape: Shape, cuda: bool) -> list[Tensor]:
 
 
 def batch_of(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of one step, int64 [rows, length] each, drawn with a fixed seed."""
+    """Return inputs and labels of one step, int64 [rows, length] each, drawn with a fixed seed."""
     draw = torch.Generator().manual_seed(5)
     ids = torch.randint(0, shape.vocabulary, (shape.rows, shape.length + 1), generator=draw)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def hf_config_of(shape: Shape, cuda: bool) -> Any:
-    """The model's Hugging Face configuration, as a run resolves it."""
+    """Return the model's Hugging Face configuration, as a run resolves it."""
     import dilocox
     from dilocox.models import load_model_config
 
@@ -163,14 +164,14 @@ def hf_config_of(shape: Shape, cuda: bool) -> Any:
 
 
 def parameters_of(shape: Shape, cuda: bool) -> int:
-    """Parameters of the model; tied ones count once."""
+    """Return the number of parameters of the model; tied ones count once."""
     from dilocox.models import count_parameters
 
     return int(count_parameters(hf_config_of(shape, cuda)))
 
 
 def compute_dtype(cuda: bool) -> torch.dtype:
-    """What `site.precision = "auto"` takes on the device."""
+    """Return the dtype that `site.precision = "auto"` has on the device."""
     from dilocox.config.run_config import resolve_run
     from dilocox.inner import resolve_precision
 
@@ -180,7 +181,7 @@ def compute_dtype(cuda: bool) -> torch.dtype:
 
 
 def prepare(run_file: Path, shared: Path) -> None:
-    """Make the run's token files. Parts that run beside each other make them once."""
+    """Make the run's token files. Parts that run at the same time make them once."""
     import dilocox
     from dilocox.training.launch.local import prepare_data, stay_forkable
 
@@ -193,7 +194,7 @@ def prepare(run_file: Path, shared: Path) -> None:
 
 @contextmanager
 def slower_learning(site: str) -> Iterator[None]:
-    """Runs started inside: the ranks of `site` train with other rates than they sign for."""
+    """Make the ranks of `site` train with other rates than they sign, in runs of this context."""
     from dilocox.training.builder import build_rank as plain
     from dilocox.training.launch import rank as rank_process
 
@@ -214,7 +215,7 @@ def slower_learning(site: str) -> Iterator[None]:
 
 @contextmanager
 def paced(bits_per_second: float) -> Iterator[None]:
-    """Runs started inside: every connection between sites sends at most so fast.
+    """Limit the rate of every connection between sites, in runs of this context.
 
     The kernel paces TCP by SO_MAX_PACING_RATE, so no `tc` and no namespace is needed.
     """
@@ -241,8 +242,10 @@ def paced(bits_per_second: float) -> Iterator[None]:
 
 
 class _OnGpu:
-    """A span whose time on the GPU is measured: from when its stream comes to the span's first
-    operation until it has done the last one. The host may be far ahead of the GPU."""
+    """A span that measures its time on the GPU, from its first operation to the end of its last.
+
+    The host may be far ahead of the GPU.
+    """
 
     def __init__(self, inner: Any, name: str, key: str, write: Callable[[str], None]) -> None:
         self._inner, self._about, self._write = inner, {"name": name, "key": key}, write
@@ -263,8 +266,10 @@ class _OnGpu:
 
 @contextmanager
 def gpu_time_of_spans(names: Sequence[str], file: Path) -> Iterator[None]:
-    """Runs started inside write the GPU's time in spans of an exchange to `file`, as JSON lines of
-    name, key and ms."""
+    """Write the GPU's time in spans of exchanges to `file`, in runs of this context.
+
+    The file has JSON lines of name, key and ms.
+    """
     from dilocox.utils import tracing
 
     plain = tracing.span
@@ -283,7 +288,7 @@ def gpu_time_of_spans(names: Sequence[str], file: Path) -> Iterator[None]:
 
 @contextmanager
 def ranks_share_gpu(cuda: bool) -> Iterator[None]:
-    """Runs started inside: the ranks of a site share GPU 0 through the staged process group."""
+    """Let the ranks of a site share GPU 0 by the staged process group, in runs of this context."""
     import torch.distributed as dist
 
     from benchmarks.gpu import staged
@@ -303,7 +308,7 @@ def ranks_share_gpu(cuda: bool) -> Iterator[None]:
 
 
 def end_rank_after_error() -> None:
-    """End this process as a rank of a run ends after an error (`dilocox.training.launch.rank`)."""
+    """End this process as a rank ends after an error (`dilocox.training.launch.rank`)."""
     from dilocox.utils import processes
 
     processes.exit_now(1)

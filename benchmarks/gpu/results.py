@@ -15,23 +15,23 @@ from benchmarks.gpu.parts import PARTS, Aim, Part
 Row = dict[str, Any]
 PASS, FAIL, INFO, LEFT_OUT = "PASS", "FAIL", "INFO", "LEFT OUT"
 SAME = ("gpu", "driver", "python", "torch", "cuda", "nccl", "transformers", "scale")
-"""Facts of the head that all rows of a file have in common."""
+"""Facts of the head that all rows of a file must have in common."""
 
 
 def today() -> str:
-    """The date, UTC."""
+    """Return the date in UTC."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
 def is_done(row: Row | None) -> bool:
-    """Whether a later call need not measure the row: it passed, or it is a figure."""
+    """Return whether a later call may skip the row: it passed, or it has figures."""
     if row is None:
         return False
     return row["verdict"] == PASS or (row["verdict"] == INFO and bool(row["figures"]))
 
 
 def judged(aims: Sequence[Aim], figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every aim as data: figure, aim, and whether the aim is met."""
+    """Return every aim as data: figure, aim, and whether the aim is met."""
     return [
         {"figure": a.figure, "aim": f"{a.sign} {a.value:g}", "met": a.met(figures)} for a in aims
     ]
@@ -58,7 +58,7 @@ class Results:
             self.rows = {row["name"]: row for row in found["rows"]}
 
     def set_head(self, head: Mapping[str, Any]) -> None:
-        """Facts of this machine. Raises `SystemExit` if the file is of another machine."""
+        """Set the facts of this machine. Raises `SystemExit` if the file is of another machine."""
         with self._lock:
             for fact in SAME if self.head else ():
                 if self.head.get(fact) != head.get(fact):
@@ -113,7 +113,7 @@ class Results:
 
 
 def shown(value: object) -> str:
-    """A figure in four digits."""
+    """Return a figure in four digits."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1000:
@@ -122,7 +122,7 @@ def shown(value: object) -> str:
 
 
 def aims_text(row: Row) -> str:
-    """The aims of a row in one cell; empty without aims."""
+    """Return the aims of a row for one cell; empty without aims."""
     told = []
     for aim in row["aims"]:
         figure = shown(row["figures"].get(aim["figure"], "not measured"))
@@ -133,7 +133,7 @@ def aims_text(row: Row) -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows as text: verdict, name, seconds, message, figures and aims."""
+    """Return the rows as text: verdict, name, seconds, message, figures and aims."""
     lines = []
     for row in rows:
         figures = ", ".join(f"{key} {shown(value)}" for key, value in row["figures"].items())
@@ -145,7 +145,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line: how many rows have which verdict, and how many aims are met."""
+    """Return one line: how many rows have each verdict, and how many aims are met."""
     counts = {v: sum(row["verdict"] == v for row in rows) for v in (PASS, FAIL, INFO, LEFT_OUT)}
     aims = [aim for row in rows for aim in row["aims"]]
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)

@@ -21,9 +21,9 @@ from benchmarks.gpu.results import FAIL, INFO, LEFT_OUT, Results, Row, is_done
 
 ROOT = Path(__file__).parents[2]
 LOOK = 0.1
-"""Seconds between two looks at a part's process."""
+"""Seconds between two checks of a part's process."""
 SLOWER = 3.0
-"""Times a part's limit on a CPU."""
+"""Factor of a part's limit on a CPU."""
 GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL, and after SIGKILL."""
 Job = tuple[Part, list[str]]
@@ -31,23 +31,24 @@ Job = tuple[Part, list[str]]
 
 @dataclass(frozen=True)
 class Setting:
-    """How all parts of one call run."""
+    """Settings of all parts of one call."""
 
     scale: str
     work: Path
     deadline: float
-    """Monotonic seconds after which nothing runs any more."""
+    """Monotonic seconds after which no part runs."""
     path: str = ""
     """Further folders of PYTHONPATH."""
     together: int = 1
-    """Parts that may run beside each other, of those that are not `alone`."""
+    """Number of parts that may run at the same time, of those that are not `alone`."""
     show: Callable[[Row], None] = lambda row: None
     logs: Path | None = None
     """File that gets the ends of all logs."""
 
 
 def order(jobs: Sequence[Job], results: Results, again: bool) -> list[Job]:
-    """What to run: rows that are missing, then rows that failed; no row that is done."""
+    """Return the rows to run: missing rows, then rows that failed. Rows that are done are left
+    out."""
     if again:
         return list(jobs)
     fresh, failed = [], []
@@ -64,7 +65,7 @@ def _not_measured(row: Row) -> bool:
 
 
 def run_all(jobs: Sequence[Job], results: Results, setting: Setting) -> None:
-    """Run the parts in order; those that are not `alone` beside their neighbours."""
+    """Run the parts in order. Parts that are not `alone` run beside their neighbours."""
     wave: list[Job] = []
     for at, job in enumerate(jobs):
         wave.append(job)
@@ -77,9 +78,9 @@ def run_all(jobs: Sequence[Job], results: Results, setting: Setting) -> None:
 
 
 def run_part(part: Part, names: list[str], results: Results, setting: Setting) -> None:
-    """Run one part and add its rows; a row that the part did not write says why.
+    """Run one part and add its rows. A row that the part did not write has the reason.
 
-    A row in which the part's process crashed fails, and a new process measures the others.
+    The row in which the part's process crashed fails, and a new process measures the other rows.
     """
     if part.gpu_only and setting.scale not in ("auto", "gpu"):
         _rest(part, names, results, setting, LEFT_OUT, "needs a GPU", 0.0)
@@ -101,9 +102,9 @@ def run_part(part: Part, names: list[str], results: Results, setting: Setting) -
 
 
 def _attempt(part: Part, waiting: list[str], results: Results, setting: Setting) -> bool:
-    """One process for the rows `waiting`, from which every row that is added is removed.
+    """Run one process for the rows `waiting`. Every row that is added is removed from `waiting`.
 
-    Returns whether another process shall measure what is left in `waiting`.
+    Returns whether another process must measure the rows that are left in `waiting`.
     """
     began = time.monotonic()
     folder = setting.work / part.name
@@ -163,7 +164,7 @@ def _attempt(part: Part, waiting: list[str], results: Results, setting: Setting)
 
 
 class _Follower:
-    """Takes over what a part's process writes: rows, and the names of rows that it begins."""
+    """Reads the output of a part's process: rows, and the names of rows that have begun."""
 
     def __init__(self, rows: Path, waiting: Sequence[str], add: Callable[[Row], None]) -> None:
         self._rows = rows
@@ -171,10 +172,10 @@ class _Follower:
         self._add = add
         self._at = 0
         self.begun: str | None = None
-        """The row that was begun last."""
+        """Name of the row that has begun last."""
 
     def read(self) -> None:
-        """Take over the whole lines that are new."""
+        """Read the new complete lines."""
         text = self._rows.read_bytes()[self._at :]
         whole = text[: text.rfind(b"\n") + 1]
         self._at += len(whole)
@@ -186,7 +187,7 @@ class _Follower:
                 self._add(row)
 
     def until_end(self, process: subprocess.Popen[bytes], until: float) -> bool:
-        """Take over rows until the process has ended; true if its time was over before."""
+        """Read rows until the process has ended. Returns True if its time was over before."""
         while True:
             ended = process.poll() is not None
             self.read()
@@ -198,10 +199,10 @@ class _Follower:
 
 
 def _end(process: subprocess.Popen[bytes], stacks: bool = False) -> None:
-    """End the part's process and all that it has started.
+    """End the part's process and all processes that it has started.
 
-    `stacks`: every process first writes where each of its threads is (PYTHONFAULTHANDLER).
-    A process that the system does not end, as one that waits for a driver, is left behind.
+    `stacks`: every process first writes the stacks of its threads (PYTHONFAULTHANDLER). A process
+    that the system does not end, such as one that waits for a driver, is left running.
     """
     for number in (signal.SIGABRT if stacks else signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -211,7 +212,7 @@ def _end(process: subprocess.Popen[bytes], stacks: bool = False) -> None:
 
 
 def _row(name: str, verdict: str, message: str, seconds: float) -> Row:
-    """A row without figures."""
+    """Return a row without figures."""
     return {
         "name": name, "verdict": verdict, "message": message, "figures": {},
         "seconds": round(seconds, 2),
@@ -232,14 +233,15 @@ def _rest(
 
 
 def _least(part: Part, scale: str) -> float:
-    """Seconds under which a part is not begun. What a CPU takes is not known beforehand."""
+    """Return the least time in which a part begins. Its duration on a CPU is not known
+    beforehand."""
     return part.seconds if scale in ("auto", "gpu") else 5.0
 
 
 def environment(path: str) -> dict[str, str]:
-    """A part's environment: this tree first, then `path`, then what the caller has.
+    """Return the environment of a part: this tree first, then `path`, then the caller's.
 
-    A part that starts runs must not start CUDA itself, so the question for a GPU goes to NVML.
+    A part that starts runs must not start CUDA itself, so PyTorch asks NVML for GPUs.
     """
     own = os.environ.get("PYTHONPATH", "")
     folders = [str(ROOT / "src"), str(ROOT), path, own]
@@ -247,11 +249,11 @@ def environment(path: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(each for each in folders if each),
         "PYTHONUNBUFFERED": "1",
-        # A part that is killed says where it was.
+        # A part that is killed writes its stacks.
         "PYTHONFAULTHANDLER": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        # Every rank has compiling processes of its own: 16 each, on 16 cores, are too many.
+        # Every rank has its own compiling processes; 16 per rank on 16 cores are too many.
         "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "4"),
     }

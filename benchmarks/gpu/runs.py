@@ -21,14 +21,14 @@ FIXED: dict[str, Any] = {
     "control": {"adapt": "off", "steps": "equal"},
     "checkpoint": {"every_rounds": 1},
 }
-"""A plan that no measured time changes."""
+"""A plan that does not depend on measured times."""
 LONGEST = 240.0
-"""Seconds after which a command is given up."""
+"""Seconds after which a command is aborted."""
 Record = dict[str, Any]
 
 
 def command(*words: str | Path, log: Path) -> subprocess.CompletedProcess[str]:
-    """A `dilocox` command to its end. What it says on stderr is in `log` as soon as it is said."""
+    """Run a `dilocox` command to its end. Its stderr is in `log` as it is written."""
     with log.open("w+", encoding="utf-8", errors="replace") as errors:
         done = subprocess.run(
             [sys.executable, "-m", "dilocox", *map(str, words)],
@@ -42,7 +42,7 @@ def command(*words: str | Path, log: Path) -> subprocess.CompletedProcess[str]:
 def begin(
     *words: str | Path, log: Path, env: dict[str, str] | None = None
 ) -> subprocess.Popen[Any]:
-    """A `dilocox` command that goes on; what it prints goes to `log`."""
+    """Start a `dilocox` command. Its output goes to `log`."""
     with log.open("ab") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "dilocox", *map(str, words)],
@@ -51,13 +51,13 @@ def begin(
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """What a command said last."""
+    """Return the last line that a command printed."""
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
     return lines[-1].strip()[:300] if lines else "it printed nothing"
 
 
 def records(folder: Path) -> list[Record]:
-    """The whole lines of a run's metrics."""
+    """Return the records of the complete lines of a run's metrics."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
@@ -66,12 +66,13 @@ def records(folder: Path) -> list[Record]:
 
 
 def rounds(folder: Path, site: str) -> list[Record]:
-    """The site's records of its rounds."""
+    """Return the site's records of its rounds."""
     return [r for r in records(folder) if r["kind"] == "round" and r.get("site") == site]
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[Any], seconds: float) -> None:
-    """Wait for a condition. Raises `RuntimeError` if the process or the time ends before."""
+    """Wait for a condition. Raises `RuntimeError` if the process ends or the time is over
+    before."""
     end = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None:
@@ -82,7 +83,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[Any], seconds
 
 
 def figures(folder: Path, skip: int = 1) -> Record:
-    """Speed, waiting and loss of a run's sites, without the first `skip` rounds."""
+    """Return speed, waiting and loss of a run's sites, without the first `skip` rounds."""
     every = [r for r in records(folder) if r["kind"] == "round" and r.get("site")]
     later = [r for r in every if r["round"] >= skip] or every
     seconds = sum(r["seconds"] for r in later)
@@ -96,20 +97,20 @@ def figures(folder: Path, skip: int = 1) -> Record:
 
 
 def train(path: Path, **options: Any) -> Any:
-    """Train by the Python API: what was replaced in this process holds in the ranks too."""
+    """Train by the Python API. Functions patched in this process are patched in the ranks too."""
     import dilocox
 
     return dilocox.train(dilocox.load_run(path), overwrite=True, **options)
 
 
 def verified(folder: Path) -> Outcome:
-    """`dilocox verify` of a run."""
+    """Run `dilocox verify` for a run, and return the outcome."""
     done = command("verify", folder, log=folder.with_name(f"{folder.name}-verify.log"))
     return Outcome(done.returncode == 0, last_line(done))
 
 
 def trained(path: Path, name: str) -> Outcome:
-    """Train a run of two sites: both finish, and the loss falls."""
+    """Train a run of two sites. It passes if both finish and the loss falls."""
     result = train(path)
     found = figures(path.parent / name)
     falls = found["last_loss"] is not None and found["last_loss"] < found["first_loss"]
@@ -120,7 +121,7 @@ def trained(path: Path, name: str) -> Outcome:
 
 
 def two(context: Context) -> None:
-    """Two rows: a run of two sites, and its verification."""
+    """Measure two rows: a run of two sites, and its verification."""
     path = sizes.run_file(
         context.folder, "two", sizes.SITE[context.scale], context.shared, context.scale,
         outer={"rounds": 4, "inner_steps": 10 if context.cuda else 4},
@@ -131,7 +132,7 @@ def two(context: Context) -> None:
 
 
 def _there(path: Path, name: str) -> Path:
-    """The folder of a finished run, which is trained if no earlier row has done so."""
+    """Return the folder of a finished run. Trains the run if no earlier row has done so."""
     folder = path.parent / name
     if not (folder / "summary.json").exists():
         train(path)
@@ -139,12 +140,13 @@ def _there(path: Path, name: str) -> Path:
 
 
 def resume(context: Context) -> None:
-    """One row."""
+    """Measure one row: a run that is stopped and resumed."""
     context.check("resume", lambda: _resumed(context))
 
 
 def _resumed(context: Context) -> Outcome:
-    """The same run whole, and stopped by SIGINT in round 2 and gone on with: equal anchors."""
+    """Compare the last anchors of one run trained whole, and stopped by SIGINT in round 2 and
+    resumed."""
     shape, scale = sizes.SITE[context.scale], context.scale
     outer = {"rounds": 4, "inner_steps": 20 if scale == "gpu" else 10, "slots": 10}
     paths = {
@@ -183,12 +185,12 @@ def _resumed(context: Context) -> Outcome:
 
 
 def alone(folder: Path) -> bool:
-    """Whether some round of a run of two sites counts the contribution of one site."""
+    """Return whether a round of a run of two sites counts the contribution of one site only."""
     return any(r.get("contributors", 2) < 2 for r in records(folder) if r["kind"] == "round")
 
 
 def _last_anchor(folder: Path) -> str | None:
-    """Digest of the anchor at the end of a run."""
+    """Return the digest of the anchor at the end of a run."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     digest = summary.get("anchor_digest")
     return None if digest is None else str(digest)

@@ -18,7 +18,7 @@ Source: src/dilocox/tools/planner/devices.toml.
 
 
 def peak_of(gpu: str) -> float | None:
-    """Dense bf16 operations per second of a GPU by its name; None for an unknown GPU."""
+    """Return the dense bf16 operations per second of a GPU by its name; None for an unknown GPU."""
     return next((rate for name, rate in PEAK_BF16.items() if name in gpu), None)
 
 
@@ -67,40 +67,40 @@ QWEN_06B = {
     "cpu": _SMALL,
     "tiny": _TOY,
 }
-"""Qwen3-0.6B."""
+"""The shape of Qwen3-0.6B."""
 DENSE_13B = {
     "gpu": Shape(20, 2048, 16, 8, 128, 6144, 151936, 2048, 16, 2),
     "cpu": _SMALL,
     "tiny": _TOY,
 }
-"""1.32e9 parameters."""
+"""A shape of 1.32e9 parameters."""
 STEP = {
     "gpu": Shape(8, 1024, 16, 8, 64, 3072, 32768, 1024, 8, 2),
     "cpu": _SMALL,
     "tiny": _TOY,
 }
-"""One step of four micro-batches."""
+"""Shape for one step of four micro-batches."""
 SITE = {
     "gpu": Shape(12, 512, 8, 4, 64, 1536, 32768, 1024, 32, 8),
     "cpu": Shape(4, 64, 4, 2, 16, 128, 512, 64, 8, 2),
     "tiny": _TOY,
 }
-"""About 52M parameters on a GPU: whole runs."""
+"""Shape of whole runs: about 52M parameters on a GPU."""
 MIXED = {"gpu": Shape(4, 256, 4, 2, 64, 768, 8192, 256, 8, 4), "cpu": SITE["cpu"], "tiny": _TOY}
-"""Small enough for a site on CPUs."""
+"""Shape that is small enough for a site on CPUs."""
 LINK = {
     "gpu": Shape(12, 640, 10, 5, 64, 2560, 32768, 1024, 16, 8),
     "cpu": Shape(4, 128, 4, 2, 32, 256, 1024, 64, 8, 8),
     "tiny": _TOY,
 }
-"""About 95M parameters on a GPU."""
+"""Shape of runs over a link: about 95M parameters on a GPU."""
 OUTER = {
     "gpu": Shape(12, 1024, 16, 8, 64, 3072, 32768, 2048, 128, 8),
     "cpu": _SMALL,
     "tiny": _TOY,
 }
-"""0.18e9 parameters, 262,144 tokens a step: the share of a round does not depend on the model, as
-both the step and the boundary grow with its parameters."""
+"""Shape of the part `outer`: 0.18e9 parameters, 262,144 tokens a step. The share of a round does
+not depend on the model, because both the step and the boundary grow with its parameters."""
 
 
 def run_file(
@@ -114,9 +114,9 @@ def run_file(
     sites: tuple[str, ...] = ("north", "south"),
     **sections: Mapping[str, Any],
 ) -> Path:
-    """Write the run file `name`.toml in `folder`; its path.
+    """Write the run file `name`.toml in `folder` and return its path.
 
-    The file has the product's defaults but for sizes. `sections` add to it or replace its keys.
+    The file has the product's defaults except for sizes. `sections` add keys or replace them.
     """
     import tomli_w
 

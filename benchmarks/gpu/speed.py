@@ -20,29 +20,29 @@ from benchmarks.plain_loop import PlainLoop, Recipe
 from dilocox.utils import torch_internals
 
 WARM_UP = {"gpu": 3, "cpu": 1, "tiny": 1}
-"""Steps that do not count: compilation is among them."""
+"""Number of steps that do not count; compilation is among them."""
 TURN = {"gpu": 2, "cpu": 2, "tiny": 1}
-"""Steps of a turn."""
+"""Number of steps of a turn."""
 SECONDS = {"gpu": 9.0, "cpu": 2.0, "tiny": 0.0}
-"""Of each comparison."""
+"""Seconds of each comparison."""
 LEAST_PAIRS = 3
 
 
 @dataclass(frozen=True)
 class Flags:
-    """PyTorch's settings of the whole process that a side computes with."""
+    """PyTorch's settings of the whole process for one side."""
 
     deterministic: bool
     warn_only: bool
     cudnn_deterministic: bool
     sdp: tuple[bool, bool, bool, bool]
-    """Attention by flash, memory-efficient, plain and cuDNN kernels."""
+    """Whether attention may use flash, memory-efficient, plain and cuDNN kernels."""
     sdp_order: tuple[int, ...]
     """Attention kernels in the order in which they are tried."""
 
     @classmethod
     def now(cls) -> Flags:
-        """Those that are set."""
+        """Return the current settings."""
         cuda = torch.backends.cuda
         return cls(
             torch.are_deterministic_algorithms_enabled(),
@@ -56,7 +56,7 @@ class Flags:
         )  # fmt: skip
 
     def set(self) -> None:
-        """Set them."""
+        """Apply the settings."""
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
         cuda = torch.backends.cuda
@@ -77,7 +77,7 @@ class Side:
     """GPU memory between steps."""
     flops_per_token: float
     note: str = ""
-    """Why layers are not compiled that should be."""
+    """Why layers are not compiled although they should be. Empty if they are."""
     step_bytes: int = 0
     """GPU memory that a step adds at its peak."""
     rates: list[float] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Side:
 
 
 def _turn(side: Side, steps: int, tokens: int, cuda: bool) -> float:
-    """Tokens/s of so many steps."""
+    """Train `steps` steps, and return tokens/s."""
     side.flags.set()
     wait(cuda)
     if cuda:
@@ -102,13 +102,13 @@ def _turn(side: Side, steps: int, tokens: int, cuda: bool) -> float:
     wait(cuda)
     took = time.perf_counter() - began
     if cuda:
-        # The other side's model lies in the memory too.
+        # The other side's model is in the memory too.
         side.step_bytes = max(side.step_bytes, torch.cuda.max_memory_allocated() - before)
     return steps * tokens / took
 
 
 def alternate(first: Side, second: Side, shape: Shape, context: Context) -> list[float]:
-    """Let two sides take turns, A B, B A; the ratios first / second of the pairs."""
+    """Let two sides take turns, A B, B A. Returns the ratios first / second of the pairs."""
     steps = TURN[context.scale]
     ratios: list[float] = []
     for side in (first, second):
@@ -123,7 +123,7 @@ def alternate(first: Side, second: Side, shape: Shape, context: Context) -> list
 
 
 def run(context: Context) -> None:
-    """The 0.6B shape: three rows."""
+    """Measure three rows of the 0.6B shape."""
     shape = sizes.QWEN_06B[context.scale]
     context.check("plain loop", lambda: _plain(shape, context))
     context.check("speed 0.6B", lambda: _beside(shape, context))
@@ -131,12 +131,13 @@ def run(context: Context) -> None:
 
 
 def larger(context: Context) -> None:
-    """The 1.3B shape: one row."""
+    """Measure one row of the 1.3B shape."""
     context.check("speed 1.3B", lambda: _beside(sizes.DENSE_13B[context.scale], context))
 
 
 def loop(shape: Shape, cuda: bool, compiled: bool) -> Side:
-    """What a user of one GPU writes: `benchmarks/plain_loop.py`, with PyTorch's own settings."""
+    """Return the loop of a user of one GPU: `benchmarks/plain_loop.py`, with PyTorch's own
+    settings."""
     before = _held(cuda)
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
@@ -159,7 +160,7 @@ def loop(shape: Shape, cuda: bool, compiled: bool) -> Side:
 
 
 def ours(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Side:
-    """dilocox as shipped but for `sections`."""
+    """Return dilocox as shipped, with changes in `sections`."""
     before = _held(cuda)
     site = product.build_site(shape, cuda, **sections)
     flags = Flags.now()
@@ -188,13 +189,14 @@ def _figures(side: Side, cuda: bool) -> dict[str, Any]:
 
 
 def _flops(shape: Shape, cuda: bool) -> float:
-    """Operations per token of a step: matrices, and causal attention by half of its square."""
+    """Return operations per token of a step: matrices, and causal attention by half of its
+    square."""
     attention = shape.layers * shape.heads * shape.head_dim * shape.length
     return 6.0 * (product.parameters_of(shape, cuda) + attention)
 
 
 def _plain(shape: Shape, context: Context) -> Outcome:
-    """The plain loop with no compiled layers."""
+    """Measure the plain loop without compiled layers."""
     side, steps = loop(shape, context.cuda, False), TURN[context.scale]
     _turn(side, WARM_UP[context.scale], shape.tokens, context.cuda)
     end = time.perf_counter() + SECONDS[context.scale] / 2
@@ -204,9 +206,9 @@ def _plain(shape: Shape, context: Context) -> Outcome:
 
 
 def _beside(shape: Shape, context: Context) -> Outcome:
-    """dilocox as shipped, by turns with the plain loop with compiled layers."""
+    """Measure dilocox as shipped, in turns with the plain loop with compiled layers."""
     torch._dynamo.reset()
-    # Where the compiler fails, both loops run eagerly, and the row's message says why.
+    # If the compiler fails, both loops run eagerly, and the row's message has the reason.
     torch._dynamo.config.suppress_errors = True
     plain = loop(shape, context.cuda, True)
     own = ours(shape, context.cuda)
@@ -223,7 +225,7 @@ def _beside(shape: Shape, context: Context) -> Outcome:
 
 
 def _determinism(shape: Shape, context: Context) -> Outcome:
-    """What equal bits cost: seconds of a deterministic step over those of one that is not."""
+    """Measure the cost of equal bits: seconds of a deterministic step over those of a free one."""
     torch._dynamo.reset()
     strict = ours(shape, context.cuda)
     free = ours(shape, context.cuda, site={"deterministic": False})

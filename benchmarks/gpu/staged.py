@@ -28,7 +28,7 @@ Start = Callable[..., Any]
 
 
 class _Work(dist._Work):
-    """Gloo's work, and the copy back to the device, once."""
+    """A work of Gloo, followed once by the copy to the device."""
 
     def __init__(self, inner: Any, after: Callable[[], object] | None) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Work(dist._Work):
         self._future: Any = torch.futures.Future()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for Gloo and copy back."""
+        """Wait for Gloo, and copy to the device."""
         if not self._done:
             if self._inner is not None:
                 self._inner.wait()
@@ -47,11 +47,11 @@ class _Work(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether waiting would return at once."""
+        """Return whether waiting would return at once."""
         return self._done or (self._inner is None or bool(self._inner.is_completed()))
 
     def get_future(self) -> Any:
-        """A future that is done."""
+        """Return a future that is complete."""
         self.wait()
         return self._future
 
@@ -75,15 +75,15 @@ class Staged(dist.ProcessGroup):
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def size(self) -> int:
-        """Ranks of the group."""
+        """Return the number of ranks of the group."""
         return self._count
 
     def rank(self) -> int:
-        """This rank."""
+        """Return this rank."""
         return self._own
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        """The name that the backend is registered by."""
+        """Return the name under which the backend is registered."""
         return NAME
 
     @property
@@ -93,30 +93,30 @@ class Staged(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """As `pg_name`."""
+        """See `pg_name`."""
         return self.pg_name
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> _Work:
-        """To one rank."""
+        """Send a tensor to one rank."""
         host = _host(tensors[0])
         # The buffer lives until the work is done.
         return _Work(self._gloo.send([host], dst, tag), lambda: host.numel())
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> _Work:
-        """From one rank."""
+        """Receive a tensor from one rank."""
         host = torch.empty(tensors[0].shape, dtype=tensors[0].dtype)
         into = tensors[0].detach()
         return _Work(self._gloo.recv([host], src, tag), lambda: into.copy_(host))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Work:
-        """From the root to all."""
+        """Send the root's tensor to all ranks."""
         host, into = _host(tensors[0]), tensors[0].detach()
         options = dist.BroadcastOptions()
         options.rootRank = opts.rootRank if opts is not None else 0
         return _Work(self._gloo.broadcast([host], options), lambda: into.copy_(host))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
-        """Sum or mean, to all."""
+        """Give the sum or the mean to all ranks."""
         host, into, op = _host(tensors[0]), tensors[0].detach(), getattr(opts, "reduceOp", _SUM)
 
         def after() -> None:
@@ -138,7 +138,7 @@ class Staged(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> _Work:
-        """Every rank's tensor, to all."""
+        """Give every rank's tensor to all ranks."""
         host = _host(inputs[0])
         parts = [torch.empty_like(host) for _ in range(self._count)]
 
@@ -163,27 +163,27 @@ class Staged(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> _Work:
-        """Several gathers."""
+        """Do several gathers."""
         works = [self._gather(o, i) for o, i in zip(outputs, inputs, strict=True)]
         return _Work(None, lambda: [work.wait() for work in works])
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> _Work:
-        """Several reductions."""
+        """Do several reductions."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self._reduce_scatter_base(o, i, opts) for o, i in pairs]
         return _Work(None, lambda: [work.wait() for work in works])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _Work:
-        """Several sums or means."""
+        """Compute several sums or means."""
         works = [self.allreduce([each], opts) for each in tensors]
         return _Work(None, lambda: [work.wait() for work in works])
 
     def alltoall_base(
         self, output: Tensor, given: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> _Work:
-        """Equal parts, each to its rank."""
+        """Send equal parts, each to its rank."""
         own = torch.cat([_host(part).reshape(-1) for part in given.chunk(self._count)])
         got = []
         for root in range(self._count):
@@ -198,14 +198,14 @@ class Staged(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> _Work:
-        """Until all ranks are here."""
+        """Wait until all ranks have arrived."""
         return _Work(self._gloo.barrier(), None)
 
     def shutdown(self) -> None:
-        """Nothing is left to do: every call ends with its work."""
+        """Do nothing, because every call ends with its work."""
 
     def abort(self) -> None:
-        """As `shutdown`."""
+        """See `shutdown`."""
 
 
 def register(device: str) -> Start:
@@ -217,7 +217,7 @@ def register(device: str) -> Start:
     plain = dist.init_process_group
 
     def start(backend: Any = None, **options: Any) -> Any:
-        # A device would have the group connected at once, by a way that only NCCL has.
+        # With a device PyTorch would connect the group at once, by a call that only NCCL has.
         options.pop("device_id", None)
         return plain(NAME, **options)
 

@@ -19,11 +19,11 @@ from benchmarks.gpu.clock import wait
 
 REPEATS = 5
 _ATTENTION = "aten::_scaled_dot_product_"
-"""Begins the names of the operations that compute attention."""
+"""Beginnings of the names of the operations that compute attention."""
 
 
 def run(context: Context) -> None:
-    """Five rows."""
+    """Measure five rows."""
     context.check("exact gradients", lambda: exact(context))
     context.check("attention", lambda: attention(context))
     context.check("host syncs", lambda: syncs(context))
@@ -32,7 +32,7 @@ def run(context: Context) -> None:
 
 
 def exact(context: Context) -> Outcome:
-    """The gradients of one batch, `REPEATS` times, with the run file's defaults."""
+    """Compare the gradients of one batch, `REPEATS` times, with the run file's defaults."""
     site = product.build_site(sizes.STEP[context.scale], context.cuda)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -51,7 +51,7 @@ def exact(context: Context) -> Outcome:
 
 
 def attention(context: Context) -> Outcome:
-    """The attention kernels of a step with deterministic kernels, and of a step without."""
+    """Compare the attention kernels of a step with deterministic kernels and of a step without."""
     ran: list[str] = []
     for deterministic in (True, False):
         site = product.build_site(
@@ -68,7 +68,7 @@ def attention(context: Context) -> Outcome:
 
 
 class _Reads(TorchDispatchMode):
-    """Counts reads of a device value by the host, by the line that asks."""
+    """Counts reads of a device value by the host, by the line that reads."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ def _caller() -> str:
 
 
 def syncs(context: Context) -> Outcome:
-    """Synchronisations of the host in one step of four micro-batches, after two steps."""
+    """Count synchronisations of the host in one step of four micro-batches, after two steps."""
     site = product.build_site(sizes.STEP[context.scale], context.cuda)
     for _ in range(2):
         site.step()
@@ -123,7 +123,7 @@ def _on_cpu(site: product.Site) -> Counter[str]:
 
 
 def compiled(context: Context, checkpointing: bool) -> Outcome:
-    """Graphs that `model.compile` makes, with and without activation checkpointing."""
+    """Count the graphs that `model.compile` makes, with and without activation checkpointing."""
     from torch._dynamo.utils import counters
 
     gc.collect()
@@ -132,7 +132,7 @@ def compiled(context: Context, checkpointing: bool) -> Outcome:
     plain = torch.nn.Module.compile
 
     def eager(self: torch.nn.Module, *given: Any, **options: Any) -> None:
-        # Graphs are counted here, not made fast.
+        # The graphs are counted only, so the fastest backend is not needed.
         plain(self, *given, **{**options, "backend": "eager"})
 
     model = {"compile": True, "activation_checkpointing": checkpointing}

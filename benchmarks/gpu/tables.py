@@ -18,18 +18,18 @@ RESULTS = Path(__file__).parents[1] / "results"
 NOTHING = "No run on a GPU exists yet: nothing of dilocox has been measured on one.\n"
 HEAD = "| check | verdict | figures | aims |\n|---|---|---|---|\n"
 SHOWN = 4
-"""Figures of a row in the table; the result file has all."""
+"""Figures of a row in the table. The result file has all figures."""
 _MARKED = re.compile(r"(<!-- gpu: begin -->\n).*?(<!-- gpu: end -->)", re.DOTALL)
 
 
 def committed() -> list[dict[str, Any]]:
-    """The contents of the committed result files, by name."""
+    """Return the contents of the committed result files, by name."""
     files = sorted(RESULTS.glob("gpu-*.json"))
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def filled(text: str, results: Sequence[dict[str, Any]]) -> str:
-    """`text` with one table for each result between the marks."""
+    """Return the document `text` with one table for each result between the marks."""
     tables = "\n".join(_table(each) for each in results) if results else NOTHING
     return _MARKED.sub(lambda found: found.group(1) + tables + found.group(2), text)
 

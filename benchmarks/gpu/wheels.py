@@ -11,12 +11,13 @@ NAMES = (
     "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "rfc8785",
     "securesystemslib", "cryptography", "cffi", "pycparser", "tomli_w", "typing_extensions",
 )  # fmt: skip
-"""What dilocox needs and common images with PyTorch, transformers and aiohttp do not have."""
+"""Packages that dilocox needs, and that common images with PyTorch, transformers and aiohttp
+lack."""
 PLATFORMS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_17", "manylinux2014")
 
 
 def pinned() -> dict[str, str]:
-    """Name, lower case with hyphens, to version, of constraints.txt."""
+    """Return the versions of constraints.txt, by name in lower case with hyphens."""
     found = {}
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         name, equals, version = line.split("#")[0].strip().partition("==")
@@ -26,7 +27,7 @@ def pinned() -> dict[str, str]:
 
 
 def line(python: str = "3.12") -> str:
-    """The command that downloads the wheels for x86-64 Linux."""
+    """Return the command that downloads the wheels for x86-64 Linux."""
     known = pinned()
     wanted = " ".join(
         f"'{name}=={known[_plain(name)]}'" if _plain(name) in known else name for name in NAMES
@@ -39,9 +40,9 @@ def line(python: str = "3.12") -> str:
 
 
 def install(wheels: Path, target: Path) -> None:
-    """Install all wheels of a folder into `target`, with no network.
+    """Install all wheels of a folder into `target`, without a network.
 
-    Raises `SystemExit` if the folder has no wheel or pip refuses one.
+    Raises `SystemExit` if the folder has no wheel, or if pip refuses a wheel.
     """
     files = sorted(wheels.glob("*.whl"))
     if not files:
