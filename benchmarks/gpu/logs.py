@@ -18,7 +18,7 @@ OF_STACKS = 30_000
 _STACKS = "Fatal Python error"
 _MODULES = "Extension modules:"
 RUNS = 24
-"""Patterns of the logs of runs, for each part."""
+"""Largest number of logs of runs in the file, for each part."""
 LARGEST = 8_000_000
 """Largest size of the file, in bytes."""
 

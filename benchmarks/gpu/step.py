@@ -19,11 +19,11 @@ from benchmarks.gpu.clock import wait
 
 REPEATS = 5
 _ATTENTION = "aten::_scaled_dot_product_"
-"""Beginnings of the names of the operations that compute attention."""
+"""Beginning of the names of the operations that compute attention."""
 
 
 def run(context: Context) -> None:
-    """Measure five rows."""
+    """Measure five rows about one training step."""
     context.check("exact gradients", lambda: exact(context))
     context.check("attention", lambda: attention(context))
     context.check("host syncs", lambda: syncs(context))
@@ -123,7 +123,7 @@ def _on_cpu(site: product.Site) -> Counter[str]:
 
 
 def compiled(context: Context, checkpointing: bool) -> Outcome:
-    """Count the graphs that `model.compile` makes, with and without activation checkpointing."""
+    """Count the graphs that `model.compile` makes, with or without activation checkpointing."""
     from torch._dynamo.utils import counters
 
     gc.collect()
