@@ -84,7 +84,7 @@ class Course:
     exchange_seconds: float
     wait_seconds: float
     tokens_per_second: float
-    """Of both sites together, by wall-clock time."""
+    """Tokens/s of both sites together, by wall-clock time."""
     payload_bytes: float
 
     @property

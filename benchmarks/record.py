@@ -69,9 +69,10 @@ class Used:
     moment: float
     """Seconds since 1970."""
     training: float
-    """Of the ranks' main threads, which compute inner steps and landings and begin exchanges."""
+    """Seconds of the ranks' main threads, which compute inner steps and landings, and begin
+    exchanges."""
     beside: float
-    """Of all other threads."""
+    """Seconds of all other threads."""
 
 
 def used(group: Path, proc: Path = Path("/proc")) -> Used:
