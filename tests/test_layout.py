@@ -92,6 +92,82 @@ def test_a_large_function_is_found(source: str, expected: list[str]) -> None:
     assert list(too_large(source)) == expected
 
 
+LOOP = "OuterLoop"
+CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault",
+           "sort", "update"}  # fmt: skip
+"""Methods that change a list, a set or a dict."""
+
+
+def loop_names(tree: ast.AST) -> Iterator[str]:
+    """Names that `tree` annotates with `OuterLoop`, or sets to a new one."""
+    for node in ast.walk(tree):
+        targets: list[str] = []
+        if isinstance(node, ast.arg) and node.annotation and LOOP in ast.unparse(node.annotation):
+            targets = [node.arg]
+        elif isinstance(node, ast.AnnAssign) and LOOP in ast.unparse(node.annotation):
+            targets = [ast.unparse(node.target)]
+        elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(f"{LOOP}("):
+            targets = [ast.unparse(each) for each in node.targets]
+        yield from (target.rpartition(".")[2] for target in targets)
+
+
+def changed_in_a_loop(tree: ast.AST, names: set[str]) -> Iterator[str]:
+    """What `tree` changes inside an outer loop that has one of `names`."""
+
+    def inside(node: ast.expr) -> bool:
+        """Whether `node` is a loop, or reached from one by attributes and indices."""
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            if isinstance(node, ast.Attribute) and node.attr in names:
+                return True
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in names
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and inside(node.value):
+            if not isinstance(node.ctx, ast.Load):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of = node.func.value
+            part = isinstance(of, ast.Attribute | ast.Subscript) and inside(of.value)
+            if part and node.func.attr in CHANGES:
+                yield ast.unparse(node.func)
+
+
+def test_an_outer_loop_changes_by_its_methods_alone() -> None:
+    """Else a reader has to look for its flags in every module that has one."""
+    trees = {name: ast.parse(source) for name, source in modules()}
+    names = {name: set(loop_names(tree)) for name, tree in trees.items()}
+    assert set().union(*names.values()) == {"outer"}, "loops have one name, by which they are found"
+    # Elsewhere `outer` is a table of the run file.
+    rooms = tuple(f"{name.rpartition('.')[0]}." for name, own in names.items() if own)
+    found = {
+        name: changes
+        for name, tree in trees.items()
+        if name.startswith(rooms) and name != "outer.loop"
+        if (changes := list(changed_in_a_loop(tree, {"outer"})))
+    }
+    assert {"training.", "tools.audit."} <= set(rooms)
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("own.outer.behind = True", ["own.outer.behind"]),
+        ("counts, outer.counts = outer.counts, 0", ["outer.counts"]),
+        ("self.outer.status.rounds += 1", ["self.outer.status.rounds"]),
+        ("outer.landed[0] = 3", ["outer.landed[0]"]),
+        ("outer.restored.append(3)", ["outer.restored.append"]),
+        ("outer.states[0].names.clear()", ["outer.states[0].names.clear"]),
+        ("self.outer = own.outer; outer.adopt(3); outer.update(); x = outer.landed[0]", []),
+        ("outer.status.drop_round()", []),
+    ],
+)
+def test_a_change_in_an_outer_loop_is_found(source: str, expected: list[str]) -> None:
+    tree = ast.parse(f"outer: OuterLoop\n{source}")
+    assert list(changed_in_a_loop(tree, set(loop_names(tree)))) == expected
+
+
 def test_the_top_is_small() -> None:
     packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     loose = {path.stem for path in SOURCE.glob("*.py")} - {"__init__", "__main__"}

@@ -19,6 +19,7 @@ from dilocox.models import ChunkSpec
 from dilocox.outer.anchor_state import copy_anchor
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
+from dilocox.outer.loop_status import LoopStatus
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.overlap import Rule
 from dilocox.training import checkpoint_io, rank_state
@@ -148,7 +149,7 @@ class Standing:
             contribution=torch.ones(128 * 128 // 4), moments=None, probe=None,
         )  # fmt: skip
         self.outer = SimpleNamespace(
-            under_way_now=lambda: [item], anchors=dict, owner_landings=[], dropping=False
+            under_way_now=lambda: [item], anchors=dict, owner_landings=[], status=LoopStatus()
         )
         self.meter = SimpleNamespace(so_far=lambda outer: {}, non_finite=lambda: None, dropped=None)
         self.at = SimpleNamespace(round=1, slot=0, tick=4)
@@ -331,7 +332,7 @@ def test_a_window_of_the_record_begins_with_a_copy_of_the_anchor(
         error_feedback=True,
         momentum_dtype=MOMENTUM_DTYPES[dtype],
     )
-    outer: Any = SimpleNamespace(behind=False, awaiting=False, states=[state], under_way_now=list)
+    outer: Any = SimpleNamespace(status=LoopStatus(), states=[state], under_way_now=list)
     copy = copy_anchor(outer, 4)
     assert copy is not None
     assert sum(each.nbytes for each in copy.tensors.values()) == start * 128 * 128

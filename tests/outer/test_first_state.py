@@ -10,6 +10,7 @@ import torch
 
 from dilocox.coordinator.protocol.messages import Entering
 from dilocox.outer.first_state import FirstState, OtherStartError
+from dilocox.outer.loop_status import LoopStatus
 from dilocox.outer.snapshot import Snapshot
 from dilocox.training.join_run import JoiningSite
 
@@ -85,7 +86,9 @@ def test_a_newcomer_refuses_before_it_says_that_it_is_ready(
     )
     pieces = [SimpleNamespace(anchor=OWN, momentum=STILL) for _ in range(2)]
     adopted: list[int] = []
-    outer = SimpleNamespace(awaiting=set(), adopt=lambda snapshot: adopted.append(snapshot.piece))
+    outer = SimpleNamespace(
+        status=LoopStatus(), adopt=lambda snapshot: adopted.append(snapshot.piece)
+    )
     place = SimpleNamespace(site="lyon", stage=0, shard=0, leads=True)
     own: Any = SimpleNamespace(rank=SimpleNamespace(states=pieces, place=place), outer=outer)
     control: Any = SimpleNamespace(news=SimpleNamespace(phase="starting", entering=[]))

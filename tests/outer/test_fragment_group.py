@@ -12,6 +12,7 @@ from dilocox.outer.fragment_group import FragmentGroup, fragment_of
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.in_flight import Pending
 from dilocox.outer.layout import Layout
+from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.outer.snapshot import Snapshot
 from tests.outer.test_loop import Rank, plan
 
@@ -94,7 +95,7 @@ def test_pieces_meet_and_part_from_round_to_round() -> None:
     rank.loop.land_due(14)
     assert (rank.anchor(0), rank.anchor(1)) == (-12.0, -12.0)
     assert float(rank.live["a"][0]) == float(rank.live["b"][0]) == -12.0
-    counts = rank.loop.counts
+    counts = rank.loop.status.counts
     assert (counts.exchanges, counts.values) == (4, (2 + 1 + 1 + 2) * 128)
 
 
@@ -119,7 +120,7 @@ def test_what_is_under_way_of_a_piece_lands_at_its_next_boundary() -> None:
 
 def test_of_pieces_that_enter_each_takes_what_landed_after_its_own_copy() -> None:
     rank = Rank()
-    rank.loop.awaiting = {0, 1}
+    rank.loop.status.expect({0, 1})
     alone = {"members": {"lyon": plan().members["lyon"]}, "fragments": 1, "delay": 1}
     rank.loop.end_of_slot(plan(**alone), 4)
     rank.wire.answer("lyon")
@@ -130,12 +131,12 @@ def test_of_pieces_that_enter_each_takes_what_landed_after_its_own_copy() -> Non
     assert rank.anchor(0) == 6.0
     rank.loop.adopt(Snapshot(1, 4, state))
     assert (rank.anchor(0), rank.anchor(1)) == (6.0, 5.0)
-    assert rank.loop.counts.exchanges == 1
+    assert rank.loop.status.counts.exchanges == 1
 
 
 def test_a_piece_that_is_here_does_not_wait_for_one_that_is_not() -> None:
     rank = Rank()
-    rank.loop.awaiting = {1}
+    rank.loop.status.expect({1})
     alone = {"members": {"lyon": plan().members["lyon"]}, "fragments": 1, "delay": 1}
     rank.loop.end_of_slot(plan(**alone), 4)
     rank.wire.answer("lyon")
@@ -144,7 +145,7 @@ def test_a_piece_that_is_here_does_not_wait_for_one_that_is_not() -> None:
     state = {"anchor": torch.full((128,), 6.0), "momentum": torch.zeros(128)}
     rank.loop.adopt(Snapshot(1, 4, state))
     assert (rank.anchor(0), rank.anchor(1)) == (-1.0, 5.0)
-    assert rank.loop.counts.exchanges == 1
+    assert rank.loop.status.counts.exchanges == 1
 
 
 @pytest.mark.parametrize("what", ["average", "sent"])
@@ -164,12 +165,14 @@ def test_values_of_another_length_than_the_fragment_s_do_not_land(what: str) -> 
 def test_gradients_are_of_all_that_a_rank_holds_whatever_the_plan_calls_it() -> None:
     """`outer.fragments` has no effect on methods that exchange gradients."""
     rank = Rank()
-    rank.loop.states = rank.loop.states[:1]
+    loop = OuterLoop(
+        rank.loop.states[:1], rank.live, LoopPlace("paris"), rank.wire.submit, rank.wire.touch
+    )
     key, several = ExchangeKey.gradient(0, 1, 0), plan(fragments=4)
-    assert rank.loop.probe_again(key, several, {}) is None
+    assert loop.probe_again(key, several, {}) is None
     u = torch.ones(128)
-    rank.loop.restored.append(Pending.waiting(key, several, 0, u, True))
-    rank.loop.resume_in_flight()
+    loop.restore([Pending.waiting(key, several, 0, u, True)], [], dropping=False)
+    loop.resume_in_flight()
     assert rank.wire.keys == [key.text]
 
 
@@ -177,7 +180,7 @@ def test_an_exchange_of_a_checkpoint_begins_again_as_its_own_plan_had_it() -> No
     rank = Rank()
     u = torch.cat([torch.full((128,), 2.0), torch.full((128,), 3.0)])
     key = ExchangeKey.outer(0, 0, 0)
-    rank.loop.restored.append(Pending.waiting(key, plan(fragments=1), 4, u, True))
+    rank.loop.restore([Pending.waiting(key, plan(fragments=1), 4, u, True)], [], dropping=False)
     rank.loop.resume_in_flight()
     rank.wire.answer("paris", "lyon")
     rank.loop.land_due(4)

@@ -98,7 +98,7 @@ class Rank:
             states,
             self.live,
             LoopPlace("paris", stage, stages),
-            self.wire.submit,
+            lambda contribution: self.wire.submit(contribution),
             self.wire.touch,
         )
 
@@ -136,7 +136,7 @@ def test_boundaries_and_landings_follow_the_calendar() -> None:
     # Fresh progress stays on top: 2 + 4 steps of a have landed by now, and 4 of b.
     assert (rank.anchor(0), rank.anchor(1)) == (-6.0, -4.0)
     assert float(rank.live["a"][0]) == float(rank.live["b"][0]) == -8.0
-    counts = rank.loop.counts
+    counts = rank.loop.status.counts
     assert (counts.exchanges, counts.payload_bytes, counts.values) == (3, 300, 3 * 128)
     assert counts.contributors == [2, 2, 2]
 
@@ -157,14 +157,14 @@ def test_the_flush_lands_everything_in_eight_bits() -> None:
     rank.round(plan(), "paris", "lyon")
     rank.wire.answer("paris", "lyon")
     flush = plan(1, kind="flush", codec="int8", inner_steps=0, slots=0)
-    submit = rank.loop._submit
+    submit = rank.wire.submit
 
     def at_once(contribution: Contribution) -> Future[Outcome]:
         future = submit(contribution)
         rank.wire.answer("paris", "lyon")
         return future
 
-    rank.loop._submit = at_once
+    rank.wire.submit = at_once  # type: ignore[method-assign]
     rank.loop.flush(flush)
     assert not rank.loop.pending
     assert [c.compressor.name for c, _ in rank.wire.given] == ["none", "none", "int8", "int8"]
@@ -189,12 +189,12 @@ def test_what_is_left_out_is_sent_with_the_next() -> None:
 def test_dropping_lets_nothing_count_until_it_ends() -> None:
     rank = Rank()
     rank.train(5.0)
-    rank.loop.dropping = True
+    rank.loop.status.drop_round()
     rank.loop.reset_to_anchor()
     assert float(rank.live["a"][0]) == 0.0
     rank.round(plan(), "lyon")
     assert [c.contributes for c, _ in rank.wire.given] == [False, False]
-    rank.loop.dropping = False
+    rank.loop.status.end_round()
     rank.round(plan(1), "paris", "lyon")
     assert [c.contributes for c, _ in rank.wire.given[2:]] == [True, True]
 
@@ -205,13 +205,14 @@ def test_a_pseudo_gradient_that_is_not_finite_is_named_and_not_brought(bad: floa
     rank.train()
     rank.live["a"][1] = bad
     rank.loop.end_of_slot(plan(), 1)
-    assert rank.loop.non_finite is None
+    assert rank.loop.status.take_non_finite() is None
     rank.loop.end_of_slot(plan(), 2)
     contribution, _ = rank.wire.given[0]
     assert not contribution.contributes
     assert contribution.values is not None
     assert bool(torch.isfinite(contribution.values).all())
-    assert rank.loop.non_finite == "stage 0: pseudo-gradient of a[1]"
+    assert rank.loop.status.take_non_finite() == "stage 0: pseudo-gradient of a[1]"
+    assert rank.loop.status.take_non_finite() is None, "it is told once"
     assert rank.live["a"].tolist() == [0.0, 0.0, 0.0]
     assert rank.live["b"].tolist() == [-1.0, -1.0, -1.0]
 
@@ -236,15 +237,16 @@ def test_an_overtaken_site_keeps_all_its_work_as_residual() -> None:
         rank.train()
         rank.loop.end_of_slot(plan(), slot)
     rank.wire.answer("lyon", missed=True)
-    assert rank.loop.behind
+    assert rank.loop.status.overtaken
     assert (rank.anchor(0), rank.anchor(1)) == (0.0, 0.0)
     rank.loop.fold_into_residual(1.0)
+    assert not rank.loop.status.overtaken
     residuals = [state.residual for state in rank.loop.states]
     assert [None if each is None else float(each[0]) for each in residuals] == [4.0, 4.0]
     assert not rank.loop.pending
     # The run's anchor comes from a donor, the residual stays.
     there = {"anchor": torch.full((128,), 7.0), "momentum": torch.ones(128)}
-    rank.loop.awaiting = {0, 1}
+    rank.loop.status.expect({0, 1})
     for fragment in (0, 1):
         rank.loop.adopt(Snapshot(fragment, 9, there))
     assert float(rank.live["a"][0]) == 7.0
@@ -262,10 +264,10 @@ def test_what_was_waited_for_is_put_down_to_who_came_last() -> None:
                 arrivals=arrivals)
     )  # fmt: skip
     rank.loop.land_due(4)
-    waited = rank.loop.counts.waited_for
+    waited = rank.loop.status.counts.waited_for
     # No more than the wait itself, whatever the clocks say.
     assert list(waited) == ["lyon"]
-    assert 0.0 <= waited["lyon"] <= rank.loop.counts.wait_seconds + 1e-3
+    assert 0.0 <= waited["lyon"] <= rank.loop.status.counts.wait_seconds + 1e-3
 
 
 def test_a_failed_exchange_is_raised_at_its_landing() -> None:
@@ -280,7 +282,7 @@ def test_a_failed_exchange_is_raised_at_its_landing() -> None:
 def test_entering_lands_on_what_it_has_fetched() -> None:
     """Landings from before a fragment came wait for it; those it holds already are left out."""
     rank = Rank()
-    rank.loop.awaiting = {0, 1}
+    rank.loop.status.expect({0, 1})
     alone = plan().model_copy(update={"members": {"lyon": plan().members["lyon"]}})
     for slot in range(1, 5):
         rank.loop.end_of_slot(alone, slot)
@@ -294,7 +296,7 @@ def test_entering_lands_on_what_it_has_fetched() -> None:
     assert rank.anchor(0) == 4.0
     rank.loop.adopt(Snapshot(1, 6, state))
     assert rank.anchor(1) == 5.0
-    assert rank.loop.awaiting == set()
+    assert rank.loop.status.awaiting == set()
 
 
 def test_who_has_entered_keeps_what_it_has_trained_at_landings_from_before() -> None:
@@ -318,19 +320,19 @@ def test_bytes_of_who_is_overtaken_count() -> None:
     rank.loop.end_of_slot(plan(), 2)
     rank.wire.answer("lyon", missed=True)
     rank.loop.land_due(4)
-    assert rank.loop.counts.payload_bytes == 100
+    assert rank.loop.status.counts.payload_bytes == 100
     rank.loop.end_of_slot(plan(), 4)
     rank.wire.answer("lyon", missed=True)
     rank.loop.fold_into_residual(1.0)
-    assert rank.loop.counts.payload_bytes == 200
-    assert rank.loop.counts.contributors == []
+    assert rank.loop.status.counts.payload_bytes == 200
+    assert rank.loop.status.counts.contributors == []
 
 
 def test_entering_knows_which_landings_came_before_their_time() -> None:
     """Rounds become shorter: a landing of tick 6 comes with its fragment's boundary at 5, and is
     in what a donor copies there."""
     rank = Rank()
-    rank.loop.awaiting = {0, 1}
+    rank.loop.status.expect({0, 1})
     alone = {"members": {"lyon": plan().members["lyon"]}}
     long = plan(delay=4, **alone)
     short = plan(1, first_tick=4, first_step=4, inner_steps=2, slots=2, delay=2, **alone)
@@ -356,7 +358,7 @@ def test_entering_where_the_rank_of_the_codec_has_changed_meanwhile() -> None:
     donor, own = (FragmentState(Layout.of(shapes), live, error_feedback=True) for _ in range(2))
     donor.compressor("lowrank:8")
     rank.loop.states, rank.loop.live = [own], live
-    rank.loop.awaiting = {0}
+    rank.loop.status.expect({0})
     alone = {"members": {"lyon": plan().members["lyon"]}, "fragments": 1}
     rank.loop.end_of_slot(plan(codec="lowrank:7", delay=1, **alone), 4)
     seen: list[int] = []
@@ -380,7 +382,7 @@ def test_restored_exchanges_are_handed_in_once_the_run_goes_on() -> None:
     rank = Rank()
     u = torch.full((128,), 2.0)
     key = ExchangeKey.outer(0, 0, 0)
-    rank.loop.restored.append(Pending.waiting(key, plan(), 4, u, True))
+    rank.loop.restore([Pending.waiting(key, plan(), 4, u, True)], [], dropping=False)
     assert not rank.wire.given
     rank.loop.resume_in_flight()
     rank.wire.answer("paris", "lyon")
@@ -405,20 +407,20 @@ def test_gradients_are_averaged_in_place_and_bad_ones_left_out() -> None:
         future.set_result(Outcome(mean, ("lyon",), None, None, 10, 0.0, 1))
         return future
 
-    rank.loop._submit = submit
+    rank.wire.submit = submit  # type: ignore[method-assign]
     rank.loop.states[0].layout = layout
     gradients = {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
-    rank.loop.average_gradients(unequal, key, gradients, late=False)
+    rank.loop.gradients.average(unequal, key, gradients, late=False)
     assert brought[0].contributes
     assert brought[0].values is not None
     assert brought[0].values[:3].tolist() == [1.5] * 3
     assert gradients["a"].tolist() == gradients["b"].tolist() == [7.0] * 3
     gradients["b"][2] = float("nan")
-    rank.loop.average_gradients(unequal, key, gradients, late=False)
+    rank.loop.gradients.average(unequal, key, gradients, late=False)
     assert not brought[1].contributes
     assert gradients["b"].tolist() == [7.0] * 3
     with pytest.raises(TrainingError, match="no site has finite gradients"):
-        rank.loop.average_gradients(unequal, key, gradients, late=False)
+        rank.loop.gradients.average(unequal, key, gradients, late=False)
 
 
 def test_late_gradients_are_those_of_the_step_before_and_nothing_is_withheld_for_good() -> None:
@@ -437,18 +439,18 @@ def test_late_gradients_are_those_of_the_step_before_and_nothing_is_withheld_for
         future.set_result(Outcome(sent, ("paris",), sent, None, 10, 0.0, 1))
         return future
 
-    rank.loop._submit = submit
+    rank.wire.submit = submit  # type: ignore[method-assign]
     used = []
     for step in range(3):
         gradients["a"].fill_(float(4 * (step + 1)))
         key = ExchangeKey.gradient(0, step, 0)
-        rank.loop.average_gradients(plan(), key, gradients, late=True)
+        rank.loop.gradients.average(plan(), key, gradients, late=True)
         used.append(float(gradients["a"][0]))
     # Brought: 4, 8 + 2, 12 + 5; the first step has nothing to use yet.
     assert [float(u[0]) for u in brought] == [4.0, 10.0, 17.0]
     assert used == [0.0, 2.0, 5.0]
     assert [item.key.step for item in rank.loop.under_way_now()] == [2]
-    assert rank.loop.land_gradients() is not None
+    assert rank.loop.gradients.land() is not None
     assert not rank.loop.under_way_now()
     residual = rank.loop.states[0].residual
     assert residual is not None

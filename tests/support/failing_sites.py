@@ -307,7 +307,7 @@ class Site:
                 self.live[name] -= by
                 self.moved[name] += before - self.live[name].double()
             self.loop.end_of_slot(plan, slot)
-            assert not self.loop.behind, "it was overtaken"
+            assert not self.loop.status.overtaken, "it was overtaken"
             self.control.at(plan.first_tick + slot, plan.round, slot, 0.02)
         self.told.ranges += plan.members[self.me].ranges
         self.client.round_done(plan.round)

@@ -13,6 +13,7 @@ from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
+from dilocox.outer.loop_status import LoopStatus
 from dilocox.outer.snapshot import Snapshot
 from dilocox.training import anchor_digests
 from dilocox.training.anchor_digests import UNFIT, ShownPieces
@@ -35,7 +36,7 @@ def rank(*pieces: FragmentState, phase: str = "running", entering: Any = ()) -> 
         rank=SimpleNamespace(
             states=list(pieces), place=SimpleNamespace(site="new", stage=0, shard=0)
         ),
-        outer=SimpleNamespace(landed=[-1] * len(pieces), awaiting=set()),
+        outer=SimpleNamespace(landed=[-1] * len(pieces), status=LoopStatus()),
         control=SimpleNamespace(news=SimpleNamespace(phase=phase, entering=list(entering))),
         background=SimpleNamespace(submit=lambda call: call()),
         client=SimpleNamespace(show_pieces=told.append),
@@ -105,10 +106,10 @@ class Entered:
 
     def _adopt(self, snapshot: Snapshot) -> None:
         self.adopted.append(snapshot.piece)
-        self.own.outer.awaiting.discard(snapshot.piece)
+        self.own.outer.status.mark_arrived(snapshot.piece)
 
     def _ready(self) -> None:
-        assert not self.own.outer.awaiting
+        assert not self.own.outer.status.awaiting
         self.readies += 1
 
     def _check(self, entry: Entering, pieces: Any, all_came: bool) -> CheckPiecesReply:
@@ -164,7 +165,7 @@ def test_a_false_piece_is_not_taken_over_and_comes_from_another_donor(
     entered.arrives(0)
     entered.arrives(1, value=7.0)
     assert entered.adopted == [0]
-    assert entered.own.outer.awaiting == {1}
+    assert entered.own.outer.status.awaiting == {1}
     entered.joining_site.adopt()
     assert entered.fetches == ["old", "other"]
     entered.arrives(1)
@@ -193,7 +194,8 @@ def test_what_comes_at_the_start_is_taken_over_as_it_is(monkeypatch: pytest.Monk
     entered = Entered(monkeypatch)
     entered.own.control.news.phase = "starting"
     entered.settled = False
-    entered.own.outer.awaiting, entered.own.client.ready = {0, 1}, lambda: None
+    entered.own.outer.status.expect({0, 1})
+    entered.own.client.ready = lambda: None
     for number in (0, 1):
         entered.joining_site._take(0, Snapshot(number, 0, dict(piece(5.0).agreed()), ""))
     entered.joining_site._is_through(0)

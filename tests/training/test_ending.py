@@ -11,6 +11,7 @@ import torch
 
 from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import RunEndedError
+from dilocox.outer.loop_status import LoopStatus
 from dilocox.training import checkpointing, rank_state
 from dilocox.training.checkpointing import Checkpointer, part_in_the_end
 from dilocox.training.join_run import EntryStopped
@@ -140,7 +141,7 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
     }
     trainer.__dict__.update(fields)
     trainer.meter.behind = behind
-    trainer.outer.non_finite = None
+    trainer.outer.status = LoopStatus()
     trainer.report_eval_loss = lambda round_: made.append(f"loss {round_}")  # type: ignore[method-assign]
     return trainer
 
@@ -232,7 +233,7 @@ class Restored:
             mesh=SimpleNamespace(device=torch.device("cpu"), stages=1, shards=1),
         )  # fmt: skip
         self.outer = SimpleNamespace(
-            owner_landings=[], dropping=False, restored=[], under_way_now=list
+            owner_landings=[], status=LoopStatus(), under_way_now=list, restore=lambda *_: None
         )
         self.meter = SimpleNamespace(
             so_far=lambda outer: {}, non_finite=lambda: None, dropped=None, go_on=lambda *_: None

@@ -12,6 +12,7 @@ from dilocox.coordinator.protocol.entry_messages import CheckPiecesReply
 from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import RunEndedError
 from dilocox.outer.in_flight import Counts
+from dilocox.outer.loop_status import LoopStatus
 from dilocox.outer.snapshot import Snapshot
 from dilocox.training import join_run
 from dilocox.training.join_run import EntryStopped, JoiningSite
@@ -51,9 +52,9 @@ class Followed:
         )
         self.control = SimpleNamespace(touch=self._touch, hurry=lambda: None)
         self.outer = SimpleNamespace(
-            awaiting=set(), end_of_slot=self._end_of_slot, reset_to_anchor=lambda: None,
-            counts=Counts(wait_seconds=7.0, exchanges=3),
-        )  # fmt: skip
+            status=LoopStatus(), end_of_slot=self._end_of_slot, reset_to_anchor=lambda: None
+        )
+        self.outer.status.counts.wait_seconds, self.outer.status.counts.exchanges = 7.0, 3
         self.client = SimpleNamespace(
             poll_plan=self._plan, ready=lambda: None, check_pieces=self._check
         )
@@ -94,7 +95,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """All has come already, and nobody needs to pause."""
     monkeypatch.setattr(join_run, "PAUSE", 0.0)
     monkeypatch.setattr(JoiningSite, "_fetch", lambda self: None)
-    monkeypatch.setattr(JoiningSite, "adopt", lambda self: self._own.outer.awaiting.clear())
+    monkeypatch.setattr(JoiningSite, "adopt", lambda self: self._own.outer.status.expect([]))
 
 
 def test_nothing_is_followed_before_the_run_has_started() -> None:
@@ -121,7 +122,7 @@ def test_what_was_waited_for_on_the_way_is_not_in_the_first_round() -> None:
     followed: Any = Followed(["running"])
     followed.control.news = news("running")
     joining_site_of(followed).catch_up()
-    assert followed.outer.counts == Counts()
+    assert followed.outer.status.counts == Counts()
 
 
 class Leased(SimpleNamespace):
@@ -196,7 +197,7 @@ def test_of_two_donors_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
     def adopt(snapshot: Any) -> None:
         taken.append(snapshot.tick)
-        followed.outer.awaiting.discard(snapshot.piece)
+        followed.outer.status.mark_arrived(snapshot.piece)
 
     followed.outer.adopt = adopt
     followed.control.news = news("running")

@@ -13,7 +13,7 @@ import torch
 from dilocox.coordinator.protocol.messages import MemberPlan, RoundPlan
 from dilocox.inner import StepResult
 from dilocox.inner.device_memory import MemoryUse
-from dilocox.outer.in_flight import Counts
+from dilocox.outer.loop_status import LoopStatus
 from dilocox.training import round_meter
 from dilocox.training.round_meter import NOTHING, Devices, RoundMetrics
 from tests.support.planned_runs import run
@@ -83,17 +83,18 @@ def round_on(
         states=[],
         mesh=SimpleNamespace(device=torch.device(kind), gather_names=lambda names: [names]),
     )
-    outer: Any = SimpleNamespace(counts=Counts(work_seconds=3.0), behind=False)
+    outer: Any = SimpleNamespace(status=LoopStatus())
+    outer.status.counts.work_seconds = 3.0
     measured = RoundMetrics(run(), rank)
     measured.begin(PLAN, 0)
     clocks.wall += 10.0
     training()
     clocks.ahead = 4.0
     measured.add(StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]]), 0.1)
-    with measured.working(outer.counts):
+    with measured.working(outer.status.counts):
         clocks.wall += 5.0
         clocks.thread += 1.0
-        outer.counts.wait_seconds += 2.0
+        outer.status.counts.wait_seconds += 2.0
     with measured.working():
         clocks.wall += 0.5
         clocks.thread += 0.5
@@ -146,7 +147,7 @@ def test_a_rank_that_waits_for_the_last_landing_ends_the_round_for_all(clocks: C
             gather_names=lambda names: [names, ["", "", json.dumps(other)]],
         ),
     )
-    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    outer: Any = SimpleNamespace(status=LoopStatus())
     measured = RoundMetrics(run(), rank)
     measured.begin(PLAN, 0)
     clocks.wall += 1.0
@@ -166,7 +167,8 @@ def test_swaps_of_all_shards_count_once(clocks: Clocks) -> None:
         states=[],
         mesh=SimpleNamespace(device=torch.device("cpu"), gather_names=lambda names: [names, names]),
     )
-    outer: Any = SimpleNamespace(counts=Counts(link=[(0.0, 1.0, 8), (2.0, 3.0, 8)]), behind=False)
+    outer: Any = SimpleNamespace(status=LoopStatus())
+    outer.status.counts.link = [(0.0, 1.0, 8), (2.0, 3.0, 8)]
     measured = RoundMetrics(run(site={"shards": 2}), rank)
     measured.begin(PLAN, 0)
     clocks.wall += 4.0
@@ -185,7 +187,7 @@ def test_a_slot_is_as_long_as_the_rank_takes_with_its_waits_for_others(clocks: C
         states=[],
         mesh=SimpleNamespace(device=torch.device("cpu"), gather_names=lambda names: [names]),
     )
-    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    outer: Any = SimpleNamespace(status=LoopStatus())
     measured = RoundMetrics(run(), rank)
     step = StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]])
     plan = PLAN.model_copy(update={"slots": 4})
@@ -253,7 +255,7 @@ STEP = StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]])
 
 def steps_of(measured: RoundMetrics, clocks: Clocks, outer: Any, *seconds: float) -> None:
     for each in seconds:
-        with measured.first_step(outer.counts):
+        with measured.first_step(outer.status.counts):
             clocks.wall += each
         measured.add(STEP, 0.1)
 
@@ -262,7 +264,7 @@ def steps_of(measured: RoundMetrics, clocks: Clocks, outer: Any, *seconds: float
 def test_the_first_step_of_a_process_is_not_its_pace(clocks: Clocks, kind: str) -> None:
     """It compiles, and connects the ranks: plans and leases are made from the others. What it did
     is in the round's seconds all the same."""
-    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    outer: Any = SimpleNamespace(status=LoopStatus())
     measured, plan = RoundMetrics(run(), lyon(kind)), PLAN.model_copy(update={"slots": 4})
     measured.begin(plan, 0)
     clocks.ahead = 10.0 if kind == "cuda" else 0.0  # which the device still computes
@@ -285,7 +287,7 @@ def test_the_first_step_of_a_process_is_not_its_pace(clocks: Clocks, kind: str) 
 
 
 def test_a_round_of_the_first_step_alone_tells_nothing(clocks: Clocks) -> None:
-    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    outer: Any = SimpleNamespace(status=LoopStatus())
     measured = RoundMetrics(run(), lyon())
     measured.begin(PLAN, 0)
     steps_of(measured, clocks, outer, 60.0)
@@ -301,12 +303,12 @@ def test_a_round_of_the_first_step_alone_tells_nothing(clocks: Clocks) -> None:
 
 
 def test_what_the_first_step_waits_for_other_sites_is_left_out_once(clocks: Clocks) -> None:
-    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    outer: Any = SimpleNamespace(status=LoopStatus())
     measured, plan = RoundMetrics(run(), lyon()), PLAN.model_copy(update={"slots": 2})
     measured.begin(plan, 0)
-    with measured.first_step(outer.counts):
+    with measured.first_step(outer.status.counts):
         clocks.wall += 60.0
-        outer.counts.wait_seconds += 20.0
+        outer.status.counts.wait_seconds += 20.0
     measured.add(STEP, 0.1)
     steps_of(measured, clocks, outer, 0.5)
     measured.end(plan, outer, lyon())
@@ -315,7 +317,7 @@ def test_what_the_first_step_waits_for_other_sites_is_left_out_once(clocks: Cloc
 
 
 def test_a_round_of_the_first_step_alone_tells_no_pace(clocks: Clocks) -> None:
-    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    outer: Any = SimpleNamespace(status=LoopStatus())
     measured, plan = RoundMetrics(run(), lyon()), PLAN.model_copy(update={"slots": 1})
     measured.begin(plan, 0)
     steps_of(measured, clocks, outer, 60.0)

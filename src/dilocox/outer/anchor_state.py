@@ -39,7 +39,7 @@ def copy_anchor(outer: OuterLoop, round_: int) -> AnchorCopy | None:
     Returns None while a site enters the run, and after an exchange took place without the site:
     the rank's anchor is then not the run's anchor.
     """
-    if outer.behind or outer.awaiting:
+    if outer.status.overtaken or outer.status.awaiting:
         return None
     landed = [round_ - 1] * len(outer.states)
     items = outer.under_way_now()

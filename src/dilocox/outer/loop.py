@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 
 import torch
 
-from dilocox.compression import LowRank
 from dilocox.compression.second_moments import carried
 from dilocox.config.codec_spec import parse_spec
 from dilocox.coordinator.protocol.fragment_groups import pieces_of
 from dilocox.coordinator.protocol.messages import ExchangeKey, RoundPlan
 from dilocox.coordinator.protocol.schedule import boundary_slots
 from dilocox.errors import TrainingError
-from dilocox.outer.contribution import Contribution, Outcome, Probe
+from dilocox.outer.contribution import Outcome, Probe
+from dilocox.outer.exchanger import Exchanger, Submit
 from dilocox.outer.fragment_group import FragmentGroup, fragment_of
 from dilocox.outer.fragment_state import FragmentState
-from dilocox.outer.in_flight import Counts, Pending
+from dilocox.outer.gradient_averager import GradientAverager
+from dilocox.outer.in_flight import Pending
 from dilocox.outer.layout import Layout
+from dilocox.outer.loop_status import LoopStatus
 from dilocox.outer.loss_gate import Gate, GradientProbe
 from dilocox.outer.overlap import Rule
 from dilocox.outer.second_moments import Second, none_held, row_means, take_means, told_by
 from dilocox.outer.snapshot import Snapshot
-from dilocox.outer.staging import staging_of
 from dilocox.utils import tracing
 
 
@@ -46,9 +44,6 @@ class LoopPlace:
     site: str
     stage: int = 0
     stages: int = 1
-
-
-Submit = Callable[[Contribution], "Future[Outcome]"]
 
 
 class OuterLoop:
@@ -80,38 +75,28 @@ class OuterLoop:
     ) -> None:
         self.states = list(states)
         self.live = live
+        self.status = LoopStatus()
+        """This site's part in the exchanges. Callers change it by its methods."""
         self.landed = [-1] * len(self.states)
         """By piece: round of the exchange that landed on it last; -1 if none has landed."""
         self.pending: list[Pending] = []
         """Exchanges of pseudo-gradients that have not landed."""
-        self.gradient: Pending | None = None
-        """Exchange of gradients in flight, for methods that exchange gradients. May be None."""
-        self.counts = Counts()
-        self.dropping = False
-        """True: this site's contributions do not count until the round ends (non-finite values)."""
-        self.slope: GradientProbe | None = None
-        """Held-out loss and gradient for the gate of a site of several ranks. None otherwise."""
-        self.non_finite: str | None = None
-        """First non-finite value of a boundary's pseudo-gradient. The reader clears it."""
+        self.owner_landings: list[int] = []
+        """Ticks at which the first stage's first fragment will land."""
+        device = self.states[0].anchor.device
+        self._exchanger = Exchanger(place.site, device, submit, touch, self.status)
+        self.gradients = GradientAverager(self.states, place.site, self._exchanger)
+        """Averages gradients, for methods that exchange gradients."""
         self._me = place.site
         self._stage = place.stage
         self._stages = place.stages
-        self._submit = submit
-        self._touch = touch
         self._hash_beside = hash_beside
         self._admission = admission or Admission()
         self._second = second
-        self.owner_landings: list[int] = []
-        """Ticks at which the first stage's first fragment will land."""
-        self.behind = False
-        """True: an exchange took place without this site, so its anchor is no longer the run's."""
-        self.returning = False
-        """True: this site enters the run again, and keeps its residual."""
-        self.awaiting: set[int] = set()
-        """While this site enters: pieces whose state has not arrived yet."""
+        self._slope: GradientProbe | None = None
         self._held_back: list[tuple[int, Pending, int]] = []
         """Landings that wait for the state of a piece: (tick, exchange, piece)."""
-        self.restored: list[Pending] = []
+        self._restored: list[Pending] = []
         """Exchanges of a checkpoint that are not submitted again yet."""
 
     def has_boundary(self, plan: RoundPlan, slot: int) -> bool:
@@ -138,56 +123,14 @@ class OuterLoop:
         piece, tick = snapshot.piece, snapshot.tick
         if snapshot.tensors:
             state = self.states[piece]
-            state.adopt(self.live, snapshot.tensors, snapshot.codec, self.returning)
-        self.awaiting.discard(piece)
+            state.adopt(self.live, snapshot.tensors, snapshot.codec, self.status.returning)
+        self.status.mark_arrived(piece)
         self.landed[piece] = snapshot.landed
         waiting = [each for each in self._held_back if each[2] == piece]
         self._held_back = [each for each in self._held_back if each[2] != piece]
         for landed_at, item, _ in sorted(waiting, key=lambda each: each[0]):
             if landed_at > tick:
                 self._land(item, landed_at, [piece])
-
-    def average_gradients(
-        self, plan: RoundPlan, key: ExchangeKey, gradients: Mapping[str, torch.Tensor], late: bool
-    ) -> None:
-        """Replace `gradients` (full name to fp32) in place by their weighted mean over the sites.
-
-        `late`: take the mean of the inner step before, whose exchange ran beside the computation of
-        this step; zeros in the first step. The residual goes into the next step's contribution.
-        Raises `TrainingError` if no site's gradients are finite.
-        """
-        state = self.states[0]
-        before = self.land_gradients() if late else None
-        weight = plan.members[self._me].weight
-        with tracing.span("boundary", key=key.text, values=state.layout.length):
-            u, finite = state.gradients(gradients, weight, plan.residual_decay)
-        self.gradient = Pending.waiting(key, plan, 0, u, finite)
-        self._hand_in(self.gradient)
-        mean = before if late else self.land_gradients()
-        views = None if mean is None else state.layout.views(mean)
-        for name, gradient in gradients.items():
-            if views is None:
-                gradient.zero_()
-            else:
-                gradient.copy_(views[name])
-
-    def land_gradients(self) -> torch.Tensor | None:
-        """Return the mean of the gradients in flight, flat fp32; None if no exchange is in flight.
-
-        Raises `TrainingError` if no site's gradients were finite.
-        """
-        item, self.gradient = self.gradient, None
-        if item is None:
-            return None
-        outcome = self._wait(item)
-        state = self.states[0]
-        if item.contribution is not None:
-            with tracing.span("residual"):
-                state.committed(item.contribution, outcome.sent, outcome.second_error)
-        self._count(outcome, state.layout.length)
-        if outcome.average is None:
-            raise TrainingError(f"{item.key.text}: no site has finite gradients")
-        return outcome.average
 
     def end_of_slot(self, plan: RoundPlan, slot: int) -> bool:
         """Land, then begin, the exchanges that are due at the end of `slot` (1 to plan.slots).
@@ -237,7 +180,7 @@ class OuterLoop:
     def settle(self) -> None:
         """Wait until all exchanges in flight have ended. None of them lands."""
         for item in self.under_way_now():
-            self._wait(item)
+            self._exchanger.wait(item)
 
     def fold_into_residual(self, weight: float) -> None:
         """Move training that is in no average to the residual. No exchange in flight lands.
@@ -245,15 +188,15 @@ class OuterLoop:
         Call this after an exchange took place without this site, which then enters the run again.
         """
         for item in self.under_way_now():
-            outcome = self._wait(item)
-            self.counts.payload_bytes += outcome.payload_bytes
+            outcome = self._exchanger.wait(item)
+            self.status.counts.payload_bytes += outcome.payload_bytes
             if item.contribution is not None:
                 fragment = self._whole(item.key, item.plan)
                 fragment.committed(item.contribution, outcome.sent, outcome.second_error)
         self.pending = []
         for state in self.states:
             state.fold_into_residual(self.live, weight)
-        self.behind, self.returning = False, True
+        self.status.mark_returning()
 
     def flush(self, plan: RoundPlan) -> None:
         """Land all exchanges in flight, then exchange and land the last contributions."""
@@ -304,70 +247,65 @@ class OuterLoop:
         u, contributes, moments = None, False, None
         if member:
             weight = plan.members[self._me].weight
-            contributes = not self.dropping
+            contributes = not self.status.dropping
             with tracing.span("boundary", key=key.text, values=whole.layout.length):
                 u, finite, bad = whole.boundary(self.live, weight, plan.residual_decay)
             contributes = contributes and finite
             if parse_spec(plan.codec).moments:
                 moments = row_means(self._second(), whole.layout, plan.round)
             if not finite:
-                self.non_finite = f"stage {self._stage}: pseudo-gradient of {bad}"
+                self.status.report_non_finite(f"stage {self._stage}: pseudo-gradient of {bad}")
         lands_at = tick + plan.delay
         self._start(Pending.waiting(key, plan, lands_at, u, contributes, moments=moments))
 
     def _start(self, item: Pending) -> None:
-        self._hand_in(item)
         if item.key.kind == "gradient":
-            self.gradient = item
-        else:
-            self.pending.append(item)
+            self.gradients.start(item)
+            return
+        whole, admission = self._whole(item.key, item.plan), self._admission
+        if item.probe is None:
+            item.probe = self._probe(whole.layout)
+        self._exchanger.start(item, whole, admission.aggregation, admission.examines)
+        self.pending.append(item)
+
+    def restore(
+        self, in_flight: Sequence[Pending], owner_landings: Sequence[int], dropping: bool
+    ) -> None:
+        """Restore what a checkpoint knows of this loop, besides tensors.
+
+        Args:
+            in_flight: exchanges between boundary and landing, for `resume_in_flight`.
+            owner_landings: the loop's `owner_landings` at that time.
+            dropping: `LoopStatus.dropping` at that time.
+        """
+        self._restored = list(in_flight)
+        self.owner_landings = list(owner_landings)
+        if dropping:
+            self.status.drop_round()
 
     def resume_in_flight(self) -> None:
         """Submit the exchanges of a checkpoint again. Call this once the run continues."""
-        restored, self.restored = self.restored, []
+        restored, self._restored = self._restored, []
         for item in restored:
             self._start(item)
 
     def under_way_now(self) -> list[Pending]:
         """Return all exchanges between boundary and landing, for a checkpoint."""
-        return [*self.pending, self.gradient] if self.gradient else list(self.pending)
+        gradients = self.gradients.in_flight
+        return [*self.pending, gradients] if gradients else list(self.pending)
 
-    def _hand_in(self, item: Pending) -> None:
-        plan, device = item.plan, self.states[0].anchor.device
-        if item.contribution is not None:
-            # A contribution from a checkpoint is in host memory.
-            item.contribution = item.contribution.to(device)
-        staging = staging_of(device)
-        outer, admission = item.key.kind == "outer", self._admission
-        whole = self._whole(item.key, plan)
-        chosen = whole.compressor(plan.codec)
-        if item.moments is not None and not isinstance(chosen, LowRank):
-            chosen = chosen.carrying(item.moments)
-        if outer and item.probe is None:
-            item.probe = self._probe(whole.layout)
-        item.outcome = self._submit(
-            Contribution(
-                key=item.key,
-                length=whole.layout.length,
-                values=item.contribution,
-                compressor=chosen,
-                warm=whole.warm if isinstance(chosen, LowRank) else None,
-                mode=plan.exchange,
-                weights={site: member.weight for site, member in plan.members.items()},
-                contributes=item.contributes,
-                aggregation=admission.aggregation if outer else "mean",
-                examines=admission.examines and outer,
-                probe=item.probe,
-                staging=staging,
-                ready=staging.mark(),
-            )
-        )
+    def probe_with(self, slope: GradientProbe | None) -> None:
+        """Judge the contributions of the next exchanges by `slope`; None: without a gate.
+
+        `slope` is the held-out loss and its gradient, for the gate of a site of several ranks.
+        """
+        self._slope = slope
 
     def _probe(self, layout: Layout) -> Probe | None:
         """Return the loss gate's probe: the anchors as they are now, or the gradient there."""
         gate = self._admission.gate
         if gate is None:
-            return None if self.slope is None else self.slope.probe(layout)
+            return None if self._slope is None else self._slope.probe(layout)
         return gate.probe(self.anchors(), layout)
 
     def probe_again(
@@ -390,11 +328,12 @@ class OuterLoop:
     def _land(self, item: Pending, tick: int, pieces: Sequence[int] | None = None) -> None:
         """Land `pieces` of an exchange; None means all. Hold pieces back that await their state."""
         pieces = self.pieces_of(item) if pieces is None else pieces
-        self._held_back += [(tick, item, piece) for piece in pieces if piece in self.awaiting]
-        here = [self.states[piece] for piece in pieces if piece not in self.awaiting]
+        awaiting = self.status.awaiting
+        self._held_back += [(tick, item, piece) for piece in pieces if piece in awaiting]
+        here = [self.states[piece] for piece in pieces if piece not in awaiting]
         if not here:
             return
-        outcome = self._wait(item)
+        outcome = self._exchanger.wait(item)
         fragment = self._fragment(item.plan, item.key.fragment)
         if outcome.missed:
             if item.contribution is None:
@@ -402,13 +341,13 @@ class OuterLoop:
                     f"exchange {item.key.text} took place without this site, which must join again"
                 )
             fragment.committed(item.contribution, None, pieces=here)
-            self.counts.payload_bytes += outcome.payload_bytes
-            self.behind = True
+            self.status.counts.payload_bytes += outcome.payload_bytes
+            self.status.mark_overtaken()
             return
         with tracing.span("landing", key=item.key.text, values=fragment.layout.length):
             self._apply(item, outcome, fragment, here)
         for piece in pieces:
-            if piece not in self.awaiting:
+            if piece not in awaiting:
                 self.landed[piece] = item.key.round
 
     def _apply(
@@ -442,7 +381,7 @@ class OuterLoop:
                 state.land(self.live, None if average is None else average[place], rule)
         if not item.counted:
             self._share_moments(item, outcome, fragment.layout)
-            self._count(outcome, fragment.layout.length)
+            self._exchanger.count(outcome, fragment.layout.length)
             item.counted = True
         # A site that is entering may have fetched a Q of another codec than this exchange has.
         fragment.compressor(plan.codec)
@@ -460,38 +399,3 @@ class OuterLoop:
         others = [carried(payload, layout.geometry) for site, payload in said if site != self._me]
         if others:
             take_means(self._second(), layout, item.plan.round, told_by(others))
-
-    def _count(self, outcome: Outcome, values: int) -> None:
-        counts = self.counts
-        counts.exchange_seconds += outcome.seconds
-        counts.exchanges += 1
-        counts.payload_bytes += outcome.payload_bytes
-        counts.values += values
-        counts.attempts += outcome.attempts
-        counts.contributors.append(len(outcome.contributors))
-        counts.link.extend(outcome.link)
-        counts.work_seconds += outcome.work_seconds
-        if outcome.effective_rank is not None:
-            counts.effective_ranks.append(outcome.effective_rank)
-
-    def _wait(self, item: Pending) -> Outcome:
-        start = time.monotonic()
-        with tracing.span("wait for landing", key=item.key.text):
-            while not wait_for([item.outcome], timeout=1.0).done:
-                self._touch()
-            outcome = item.outcome.result()
-        if outcome.ready is not None:
-            outcome.ready.wait()
-        second = None if outcome.second_error is None else outcome.second_error[1]
-        staging_of(self.states[0].anchor.device).use(outcome.average, outcome.sent, second)
-        self.counts.wait_seconds += time.monotonic() - start
-        self._blame(outcome, start)
-        return outcome
-
-    def _blame(self, outcome: Outcome, since: float) -> None:
-        """Count the wait from `since` on against the site that was ready last."""
-        others = {site: at for site, at in outcome.arrivals.items() if site != self._me}
-        last = max(others, key=lambda site: others[site], default=None)
-        if last is not None and others[last] > since:
-            waited = self.counts.waited_for
-            waited[last] = waited.get(last, 0.0) + min(others[last], time.monotonic()) - since

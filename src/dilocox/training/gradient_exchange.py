@@ -20,4 +20,4 @@ class GradientExchange:
         """Replace this rank's `gradients`, by full name, by the weighted mean over the sites."""
         key = ExchangeKey.gradient(self._plan.round, self._step, self._own.rank.place.stage)
         late = self._own.config.gradient_delay > 0
-        self._own.outer.average_gradients(self._plan, key, gradients, late)
+        self._own.outer.gradients.average(self._plan, key, gradients, late)

@@ -20,7 +20,6 @@ from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import DilocoxError, ExchangeError, RunEndedError, TrainingError
 from dilocox.outer.first_state import FirstState, OtherStartError
-from dilocox.outer.in_flight import Counts
 from dilocox.outer.snapshot import Snapshot
 from dilocox.training.anchor_digests import CheckedPieces, ShownPieces
 from dilocox.training.rank_state import RankState
@@ -182,7 +181,7 @@ class JoiningSite:
         """Whether the pieces are theta_0, which cannot be compared with other sites."""
         self._whole = False
         """Whether all pieces have arrived and the coordinator has been told so."""
-        own.outer.awaiting = set(range(len(own.rank.states)))
+        own.outer.status.expect(range(len(own.rank.states)))
         self._thread = self._fetch()
 
     def _fetch(self) -> threading.Thread:
@@ -195,7 +194,7 @@ class JoiningSite:
         number, donor, place = self._tries, entry.donor, own.rank.place
         name = entry_name(entry, place.stage, place.shard)
         known = [digest_of(state.anchor.cpu()) for state in own.rank.states]
-        here = set(range(len(known))) - own.outer.awaiting
+        here = set(range(len(known))) - own.outer.status.awaiting
         # Anchor, momentum, and the warm start Q, which is smaller than the anchor.
         limits = [3 * state.anchor.nbytes for state in own.rank.states]
 
@@ -273,14 +272,14 @@ class JoiningSite:
                 self._control.touch()
                 self.adopt()
             own.at.round += 1
-        while own.outer.awaiting:
+        while own.outer.status.awaiting:
             self._control.touch()
             self._thread.join(0.05)
             self.adopt()
         own.outer.reset_to_anchor()
         # Bytes and waits of catching up must not count in this site's first round, because plans
         # are made from a round's counts.
-        own.outer.counts = Counts()
+        own.outer.status.take_counts()
         own.rank.model.sync_tied(moments=own.config.shares_moments)
 
     def _reach(self, tick: int) -> None:
@@ -321,11 +320,11 @@ class JoiningSite:
                 arrived, self._arrived = [], arrived
         for snapshot in arrived:
             # A piece of an earlier donor is kept: exchanges may have landed on it since.
-            if snapshot.piece in self._own.outer.awaiting:
+            if snapshot.piece in self._own.outer.status.awaiting:
                 (self._own.outer.adopt if unchecked else self._checks.add)(snapshot)
         self._take_confirmed(fetched)
         if fetched and self._checks.empty and not self._whole and error is None:
-            self._whole = not self._own.outer.awaiting
+            self._whole = not self._own.outer.status.awaiting
             if self._whole:
                 self._client.ready()
         if self._whole and error is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,7 @@ def capture(own: RankState, probes: bool = True) -> tuple[dict[str, torch.Tensor
         "pending": pending,
         "warm_codecs": [fragment.warm_codec for fragment in rank.states],
         "owner_landings": outer.owner_landings,
-        "dropping": outer.dropping,
+        "dropping": outer.status.dropping,
         "dropped_round": own.dropped_round,
         "weight": own.weight,
         "round_so_far": own.meter.so_far(outer),
@@ -134,8 +134,6 @@ def restore(own: RankState, loaded: checkpoint_io.Loaded) -> None:
     torch.set_rng_state(tensors["random/cpu"])
     if rank.mesh.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["random/cuda"], rank.mesh.device)
-    outer.owner_landings = list(state["owner_landings"])
-    outer.dropping = bool(state["dropping"])
     own.dropped_round = int(state["dropped_round"])
     own.weight = _weight(state, rank.place.site)
     if "round_so_far" in state:
@@ -143,10 +141,22 @@ def restore(own: RankState, loaded: checkpoint_io.Loaded) -> None:
     own.at.round = int(state["round"])
     own.at.slot = int(state["slot"])
     own.at.tick = int(state["tick"])
-    for number, item in enumerate(state["pending"]):
+    outer.restore(
+        _in_flight(outer, tensors, state["pending"]),
+        state["owner_landings"],
+        bool(state["dropping"]),
+    )
+
+
+def _in_flight(
+    outer: OuterLoop, tensors: dict[str, torch.Tensor], pending: Sequence[Mapping[str, Any]]
+) -> list[Pending]:
+    """Return the exchanges that `capture` has described in `tensors` and `pending`."""
+    found = []
+    for number, item in enumerate(pending):
         key = ExchangeKey.parse(item["key"])
         plan = RoundPlan.model_validate_json(json.dumps(item["plan"]))
-        outer.restored.append(
+        found.append(
             Pending.waiting(
                 key,
                 plan,
@@ -157,6 +167,7 @@ def restore(own: RankState, loaded: checkpoint_io.Loaded) -> None:
                 tensors.get(f"moments/{number}"),
             )
         )
+    return found
 
 
 def _weight(state: Mapping[str, Any], site: str) -> float:

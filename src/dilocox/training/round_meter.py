@@ -80,7 +80,7 @@ class RoundMetrics:
 
     def so_far(self, outer: OuterLoop) -> dict[str, float]:
         """Return the sums of this round so far. A checkpoint keeps them for `go_on`."""
-        counts, earlier = outer.counts, self._earlier
+        counts, earlier = outer.status.counts, self._earlier
         finite = [result.loss for result in self._results if result.finite]
         return {
             "steps": earlier["steps"] + len(self._results),
@@ -202,14 +202,14 @@ class RoundMetrics:
         """
         sums = self.so_far(outer)
         steps = int(sums["steps"])
-        counts, outer.counts = outer.counts, Counts()
+        counts, overtaken = outer.status.take_counts(), outer.status.overtaken
         lost, self._lost = self._lost, 0.0
         # Threads of exchanges do not slow a GPU down.
         if self._device.type == "cpu":
             counts.work_seconds += lost
             lost = counts.work_seconds * self._crowding()
         own = _Own(
-            sums, counts, lost, outer.behind, self._first_alone, self._memory.read(), self._peak
+            sums, counts, lost, overtaken, self._first_alone, self._memory.read(), self._peak
         )
         shared = _over_ranks(rank, self.dropped, own)
         self.behind = shared.behind

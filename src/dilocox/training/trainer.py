@@ -191,7 +191,7 @@ class Trainer:
             if self.config.exchanges_gradients:
                 exchange = GradientExchange(self.state, plan, number)
             tokens = member.batch * self.config.data.sequence_length
-            with self.meter.first_step(self.outer.counts):
+            with self.meter.first_step(self.outer.status.counts):
                 with tracing.span("batch"):
                     inputs, labels = self.batches.step(member.ranges, member.batch, number)
                 with tracing.span("inner step", step=step, site_tokens=tokens):
@@ -221,7 +221,7 @@ class Trainer:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
                 self.check_finite(plan)
             due = self.outer.has_due(plan, slot)
-            with self.meter.working(self.outer.counts if due else None):
+            with self.meter.working(self.outer.status.counts if due else None):
                 if self.evaluator.probe_batch is not None and self.outer.has_boundary(plan, slot):
                     self.outer.land_before(plan, slot)
                     self.probe_gradients(plan, self.outer.begins(plan, slot))
@@ -244,12 +244,12 @@ class Trainer:
         in a row, or if the site trains alone.
         """
         bad = self.meter.non_finite()
-        if bad is None or self.outer.dropping:
+        if bad is None or self.outer.status.dropping:
             return
         self.drop(plan, bad)
         if self.config.exchanges_gradients:
             return  # the mean of each step left these gradients out: sites still agree
-        self.outer.dropping = True
+        self.outer.status.drop_round()
         self.outer.reset_to_anchor()
         self.rank.model.sync_tied()
 
@@ -258,7 +258,7 @@ class Trainer:
 
         Only this rank knows of it. The fragment has already been reset to the anchor.
         """
-        bad, self.outer.non_finite = self.outer.non_finite, None
+        bad = self.outer.status.take_non_finite()
         if bad is not None:
             self.drop(plan, bad)
 
@@ -288,11 +288,12 @@ class Trainer:
 
         If the other sites have gone on without this site, it catches up instead.
         """
-        self.outer.dropping = False
+        self.outer.status.end_round()
         self.at.round, self.at.slot = plan.round + 1, 0
         self.rounds_ended += 1
         with tracing.span("account"), self.meter.working():
-            self.outer.behind = self.outer.behind or self.overtaken(plan.round) is not None
+            if self.overtaken(plan.round) is not None:
+                self.outer.status.mark_overtaken()
             metrics = self.meter.end(plan, self.outer, self.rank)
         if self.meter.dropped is not None:
             self.state.dropped_round = plan.round
@@ -416,7 +417,7 @@ class Trainer:
 
         A gate that judges contributions by gradients uses it.
         """
-        self.outer.slope = self.evaluator.gradient_probe(self.outer.names(plan, fragments))
+        self.outer.probe_with(self.evaluator.gradient_probe(self.outer.names(plan, fragments)))
 
     def wait_for_record(self) -> None:
         """Return when all checkpoints and the whole record up to now are written."""
@@ -464,7 +465,7 @@ class Trainer:
             self.watch.wait()
         before_change()
         if self.config.exchanges_gradients:
-            self.outer.land_gradients()
+            self.outer.gradients.land()
         elif self.me in plan.members:
             tracing.mark("flush", codec=plan.codec)
             if self.evaluator.probe_batch is not None:
