@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dilocox.inner.garbage import Collector
+from dilocox.outer.loop_status import LoopStatus
 from dilocox.training.builder import Hooks
 from dilocox.training.trainer import Trainer
 from tests.support.planned_runs import run
@@ -94,7 +95,8 @@ def test_a_trainer_counts_its_steps_and_rests_while_it_fetches() -> None:
         rank=SimpleNamespace(model=model), prefetch_plan=lambda _round: None,
         batches=SimpleNamespace(step=lambda *_: (None, None)),
         meter=SimpleNamespace(add=lambda *_: None, first_step=lambda _counts: nullcontext()),
-        outer=SimpleNamespace(counts=None), tell_of_compilation=lambda: None,
+        outer=SimpleNamespace(status=LoopStatus()), tell_of_compilation=lambda: None,
+        exchange=SimpleNamespace(of_step=lambda *_: None),
         control=SimpleNamespace(touch=lambda: None),
         at=SimpleNamespace(round=0), counted_from=0, hooks=Hooks(),
     )  # fmt: skip

@@ -126,10 +126,10 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
         "rank": SimpleNamespace(
             place=SimpleNamespace(leads=True), mesh=SimpleNamespace(device=torch.device("cpu"))
         ),
-        "config": SimpleNamespace(exchanges_gradients=False),
         "watch": None,
-        "evaluator": SimpleNamespace(probe_batch=None),
         "outer": Calls(made),
+        "exchange": Calls(made),
+        "non_finite": Calls(made),
         "meter": Calls(made, end={}),
         "background": Calls(made),
         "checkpointer": Calls(made, ends_run=True),
@@ -141,7 +141,6 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
     }
     trainer.__dict__.update(fields)
     trainer.meter.behind = behind
-    trainer.outer.status = LoopStatus()
     trainer.report_eval_loss = lambda round_: made.append(f"loss {round_}")  # type: ignore[method-assign]
     return trainer
 

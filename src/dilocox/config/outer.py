@@ -86,6 +86,11 @@ class OuterSection(Section):
         """Whether the method averages the gradients of every inner step, without outer steps."""
         return exchanges_gradients(self.method)
 
+    @property
+    def pieces(self) -> int:
+        """Number of pieces of a stage, each with an outer state of its own."""
+        return 1 if self.exchanges_gradients else self.fragments
+
     @model_validator(mode="after")
     def _consistent(self) -> OuterSection:
         if (self.rounds is None) == (self.steps is None):

@@ -383,11 +383,10 @@ def build_states(config: RunConfig, rank: RankParts) -> list[FragmentState]:
 
     Raises `ConfigError` if the run file asks for more pieces than this rank's tensors allow.
     """
-    fragments = 1 if config.exchanges_gradients else config.outer.fragments
     sizes = {name: shape.numel() for name, shape in rank.shapes.items()}
     device = torch.device("cpu") if config.outer.device == "cpu" else rank.mesh.device
     states = []
-    for names in split_pieces(sizes, fragments):
+    for names in split_pieces(sizes, config.outer.pieces):
         layout = Layout.of({name: rank.live[name].shape for name in names})
         states.append(
             FragmentState(

@@ -133,7 +133,7 @@ def geometries(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[Geom
 def piece_names(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[str]]:
     """Return the names of a stage's tensors by piece. `shapes`: their whole shapes."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    return split_pieces(sizes, 1 if config.exchanges_gradients else config.outer.fragments)
+    return split_pieces(sizes, config.outer.pieces)
 
 
 def factor_bytes(codec: str, geometry: Geometry) -> int:

@@ -6,10 +6,9 @@ late follows the rounds without inner steps until a plan includes it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -17,7 +16,7 @@ from typing import NoReturn
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.messages import Entering, PlanReply, RoundPlan
-from dilocox.errors import DilocoxError, RunEndedError
+from dilocox.errors import RunEndedError
 from dilocox.inner.garbage import PythonCollects
 from dilocox.outer.first_state import FirstState
 from dilocox.outer.staging import before_change
@@ -25,10 +24,11 @@ from dilocox.record.writer.state_recorder import RoundWatch
 from dilocox.training import checkpointing
 from dilocox.training.builder import Batches, Hooks
 from dilocox.training.evaluator import Evaluator
-from dilocox.training.gradient_exchange import GradientExchange
 from dilocox.training.join_run import Donors, EntryStopped, FormGroup, JoiningSite
+from dilocox.training.non_finite import NonFinitePolicy
 from dilocox.training.own_code import evaluated
 from dilocox.training.rank_state import RankState, capture_round
+from dilocox.training.round_exchange import round_exchange
 from dilocox.utils import tracing
 from dilocox.utils.background import BackgroundQueue
 
@@ -76,6 +76,8 @@ class Trainer:
         self.donors = Donors(
             own, self.control, self.client, self.background, self.form_group, self.donor_pause
         )
+        self.non_finite = NonFinitePolicy(own, self.client)
+        self.exchange = round_exchange(own, self.evaluator, self.non_finite)
         self.rank.model.before_update = before_change
 
     def run(self, joining_site: JoiningSite | None) -> None:
@@ -187,9 +189,7 @@ class Trainer:
                 self.prefetch_plan(plan.round + 1)
             step = plan.first_step + member.place(number)
             rate = self.hooks.learning_rate(step, self.config)
-            exchange = None
-            if self.config.exchanges_gradients:
-                exchange = GradientExchange(self.state, plan, number)
+            exchange = self.exchange.of_step(plan, number)
             tokens = member.batch * self.config.data.sequence_length
             with self.meter.first_step(self.outer.status.counts):
                 with tracing.span("batch"):
@@ -217,71 +217,11 @@ class Trainer:
         Then report to the coordinator this rank's position and how long its slots take.
         """
         before_change()
-        if not self.config.exchanges_gradients:
-            if self.outer.has_boundary(plan, slot) or slot == plan.slots:
-                self.check_finite(plan)
-            due = self.outer.has_due(plan, slot)
-            with self.meter.working(self.outer.status.counts if due else None):
-                if self.evaluator.probe_batch is not None and self.outer.has_boundary(plan, slot):
-                    self.outer.land_before(plan, slot)
-                    self.probe_gradients(plan, self.outer.begins(plan, slot))
-                if self.outer.end_of_slot(plan, slot):
-                    self.rank.model.sync_tied(moments=self.config.shares_moments)
-            self.check_pseudo_gradients(plan)
-        elif slot == plan.slots:
-            self.check_finite(plan)
-            for state in self.rank.states:
-                state.take_anchor_from(self.rank.live)
+        self.exchange.end_slot(plan, slot)
         self.at.slot, self.at.tick = slot, plan.first_tick + slot
         if slot < plan.slots:
             self.control.at(self.at.tick, plan.round, slot, self.meter.slot_seconds(slot))
             self.donors.serve()
-
-    def check_finite(self, plan: RoundPlan) -> None:
-        """Drop this site's contributions of the round if a loss or gradient was not finite.
-
-        The site then continues from the anchor. Raises `RunEndedError` in the second such round
-        in a row, or if the site trains alone.
-        """
-        bad = self.meter.non_finite()
-        if bad is None or self.outer.status.dropping:
-            return
-        self.drop(plan, bad)
-        if self.config.exchanges_gradients:
-            return  # the mean of each step left these gradients out: sites still agree
-        self.outer.status.drop_round()
-        self.outer.reset_to_anchor()
-        self.rank.model.sync_tied()
-
-    def check_pseudo_gradients(self, plan: RoundPlan) -> None:
-        """Report the contribution that was dropped at a boundary because it was not finite.
-
-        Only this rank knows of it. The fragment has already been reset to the anchor.
-        """
-        bad = self.outer.status.take_non_finite()
-        if bad is not None:
-            self.drop(plan, bad)
-
-    def drop(self, plan: RoundPlan, bad: str) -> None:
-        """Note that a contribution is dropped because `bad`, a loss or a tensor, is not finite.
-
-        Raises `RunEndedError` in the second such round in a row, or if the site trains alone.
-        """
-        where = f"site {self.me}, round {plan.round}: {bad} is not finite"
-        if len(plan.members) == 1 or self.state.dropped_round == plan.round - 1:
-            again = " for the second round in a row" if len(plan.members) > 1 else ""
-            reason = (
-                f"{where}{again}; the last checkpoint is whole: lower inner.learning_rate and "
-                "resume, or look at the data of these steps"
-            )
-            # Every rank reports it: if one rank left first, the other sites would go on.
-            with contextlib.suppress(DilocoxError):
-                self.client.fail(reason)
-            raise RunEndedError(reason)
-        log.warning(
-            "%s: the site's contribution is dropped, and the site continues from the anchor", where
-        )
-        self.meter.dropped = bad
 
     def end_round(self, plan: RoundPlan) -> None:
         """Report the round, and evaluate and write a checkpoint if `plan` says so.
@@ -412,13 +352,6 @@ class Trainer:
             evaluated(self.client, self.hooks.on_evaluation, round_, loss)
         self.checkpointer.keep_best(self.rank, round_, loss, first=True)
 
-    def probe_gradients(self, plan: RoundPlan, fragments: Sequence[int]) -> None:
-        """Measure the gradient of the held-out loss with respect to these fragments of the plan.
-
-        A gate that judges contributions by gradients uses it.
-        """
-        self.outer.probe_with(self.evaluator.gradient_probe(self.outer.names(plan, fragments)))
-
     def wait_for_record(self) -> None:
         """Return when all checkpoints and the whole record up to now are written."""
         self.checkpointer.wait()
@@ -464,16 +397,9 @@ class Trainer:
             # An auditor may look for this state as soon as the flush is decided, which is at once.
             self.watch.wait()
         before_change()
-        if self.config.exchanges_gradients:
-            self.outer.gradients.land()
-        elif self.me in plan.members:
-            tracing.mark("flush", codec=plan.codec)
-            if self.evaluator.probe_batch is not None:
-                self.outer.land_due(2**62)
-                self.probe_gradients(plan, range(plan.fragments))
-            self.outer.flush(plan)
+        self.exchange.flush(plan)
         self.meter.begin(plan, 0)
-        self.check_pseudo_gradients(plan)
+        self.non_finite.check_pseudo_gradients(plan)
         metrics = self.meter.end(plan, self.outer, self.rank)
         if self.rank.place.leads:
             self.client.report(plan.round, metrics, kind="flush")

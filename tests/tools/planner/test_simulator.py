@@ -29,8 +29,7 @@ def site(name: str, step: float = 1.0, **values: Any) -> SimSite:
 
 
 def menu(config: RunConfig, size: int = SIZE, values: int = 1) -> dict[str, Any]:
-    fragments = 1 if config.exchanges_gradients else config.outer.fragments
-    row = [PayloadCost(size, values, size, 0) for _ in range(fragments)]
+    row = [PayloadCost(size, values, size, 0) for _ in range(config.outer.pieces)]
     return {config.compression.codec: [row for _ in range(config.site.stages)]}
 
 

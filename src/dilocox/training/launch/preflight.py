@@ -408,8 +408,7 @@ def _stage_parameters(config: RunConfig, blueprint: ModelPlan, stage: int) -> in
     """Return the parameters of a stage, after checking that it can be divided into pieces."""
     shapes = stage_shapes(config, blueprint, stage)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    if not config.exchanges_gradients:
-        split_pieces(sizes, config.outer.fragments)
+    split_pieces(sizes, config.outer.pieces)
     return sum(sizes.values())
 
 
