@@ -234,7 +234,7 @@ def row(setting: Setting, rounds: Sequence[Round]) -> common.Row:
     """Return the row with medians over the rounds."""
     case = setting.case(1)
     whole = compressor(case.codec, Geometry(((case.values,),), (0,), case.values))
-    payload = frame_bytes(whole.part(0, case.values, 0))  # type: ignore[union-attr]
+    payload = frame_bytes(whole.part(0, case.values, 0))
     exchanges = setting.fragments * setting.stages
     travelled = []
     for each in rounds:

@@ -11,9 +11,8 @@ from typing import Any, Literal
 import torch
 
 from dilocox.compression import (
-    Compressor,
+    FragmentCodec,
     Geometry,
-    LowRank,
     Part,
     compressor,
     payload_digest,
@@ -124,14 +123,12 @@ def values_of(site: str, geometry: Geometry = GEOMETRY) -> torch.Tensor:
 
 
 def warm_of(name: str, geometry: Geometry = GEOMETRY) -> torch.Tensor | None:
-    found = compressor(name, geometry)
-    return found.first_warm() if isinstance(found, LowRank) else None
+    agreement = compressor(name, geometry).agreement
+    return None if agreement is None else agreement.first_warm()
 
 
 def part_of(name: str, values: int) -> Part:
-    found = compressor(name, Geometry(((values,),), (0,), values))
-    assert not isinstance(found, LowRank)
-    return found.part(0, values, 0)
+    return compressor(name, Geometry(((values,),), (0,), values)).part(0, values, 0)
 
 
 def run(
@@ -142,7 +139,7 @@ def run(
     abstain: Sequence[str] = (),
     members: Sequence[str] = tuple(WEIGHTS),
     geometry: Geometry = GEOMETRY,
-    strange: Mapping[str, Callable[[Geometry, int], Compressor | LowRank]] | None = None,
+    strange: Mapping[str, Callable[[Geometry, int], FragmentCodec]] | None = None,
     on_device: bool = False,
 ) -> dict[str, Outcome]:
     """What every site makes of the same exchange. `strange`: sites that send something else."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dilocox.compression import Compressor, LowRank
+from dilocox.compression import FragmentCodec, LowRank
 from dilocox.coordinator.protocol.messages import ExchangeKey
 from dilocox.coordinator.protocol.step_share import FULL, steps_taken
 from dilocox.outer.averaging import average, chunk_bounds, requantise
@@ -39,7 +39,7 @@ class Outcome:
 class LoopbackExchange:
     """`gather` or `reduce` among `sites`, all of which are there; `counted` ones contribute."""
 
-    compressor: Compressor | LowRank
+    compressor: FragmentCodec
     mode: str
     key: ExchangeKey
     warm: Tensor | None = None
@@ -50,8 +50,9 @@ class LoopbackExchange:
         weights: Mapping[str, float],
         counted: Sequence[str],
     ) -> dict[str, Outcome]:
-        if isinstance(self.compressor, LowRank):
-            return self._low_rank(self.compressor, contributions, weights, counted)
+        agreement = self.compressor.agreement
+        if agreement is not None:
+            return self._low_rank(agreement, contributions, weights, counted)
         length = next(iter(contributions.values())).numel()
         seed = zlib.crc32(self.key.text.encode())
         sites = list(contributions)

@@ -340,7 +340,7 @@ def test_what_is_committed_to_is_what_is_sent(mode: str, codec: str, named: bool
     """Where the payload does not hang on who is there, it is named before anything is sent."""
     ballot = Voter(MemoryStore({}), "paris", members=["paris"], reduce=mode == "reduce")
     chosen = compressor(codec, GEOMETRY)
-    warm = chosen.first_warm() if isinstance(chosen, LowRank) else None
+    warm = None if chosen.agreement is None else chosen.agreement.first_warm()
     what = Contribution(KEY, LENGTH, values_of("paris"), chosen, mode, WEIGHTS, warm=warm)
     outcome = exchange(ballot, "paris", what, LinkSlot(OrderedLock(), 0))
     assert outcome.contributors == ("paris",)

@@ -17,6 +17,7 @@ from dilocox.compression.base import (
 )
 from dilocox.compression.buffer_layout import Geometry
 from dilocox.compression.compressor import Compressor, Part
+from dilocox.compression.fragment_codec import FragmentCodec
 from dilocox.compression.frame import (
     FramePart,
     frame_bytes,
@@ -34,6 +35,7 @@ __all__ = [
     "CODECS",
     "Codec",
     "Compressor",
+    "FragmentCodec",
     "FramePart",
     "Geometry",
     "LowRank",

@@ -96,11 +96,22 @@ class Compressor:
             )
         return replace(self, moments=moments)
 
-    def part(self, start: int, end: int, seed: int = 0) -> Part:
+    @property
+    def phases(self) -> tuple[Part, ...]:
+        """The payload's properties: there is one phase (`FragmentCodec`)."""
+        return (self.part(0, self.geometry.length),)
+
+    @property
+    def agreement(self) -> None:
+        """None: sites encode without a basis."""
+        return None
+
+    def part(self, start: int, end: int, seed: int = 0, basis: Tensor | None = None) -> Part:
         """Return the part with values [start, end) of the buffer; both are multiples of 128.
 
-        `seed` must be equal at all sites; only `cocktail` draws from it. Raises `ExchangeError` if
-        the interval is not in the buffer, or is not all of it while payloads carry moments.
+        `seed` must be equal at all sites; only `cocktail` draws from it. `basis` has no
+        effect. Raises `ExchangeError` if the interval is not in the buffer, or is not all of it
+        while payloads carry moments.
         """
         if self.moments is not None and (start, end) != (0, self.geometry.length):
             raise ExchangeError(

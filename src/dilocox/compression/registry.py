@@ -10,7 +10,7 @@ from typing import Any
 from dilocox.compression.base import Codec
 from dilocox.compression.buffer_layout import Geometry
 from dilocox.compression.compressor import Compressor
-from dilocox.compression.lowrank.codec import LowRank
+from dilocox.compression.fragment_codec import FragmentCodec
 from dilocox.config.codec_kinds import BUILT_IN, CodecKind
 from dilocox.config.codec_spec import Spec, parse_spec
 from dilocox.errors import ConfigError
@@ -49,15 +49,16 @@ def codec(name: str) -> Codec:
 
 
 @lru_cache(maxsize=1024)
-def compressor(spec: str, geometry: Geometry) -> Compressor | LowRank:
-    """What encodes buffers of that geometry as `spec` says; `LowRank` needs two phases.
+def compressor(spec: str, geometry: Geometry) -> FragmentCodec:
+    """Return the codec that encodes buffers of that geometry as `spec` says.
 
     Raises `ConfigError` for a text that is no spec, and for a kind whose codec cannot be made.
     """
     parsed = parse_spec(spec)
     kind = parsed.record
     if kind.agrees_first:
-        return LowRank(geometry, parsed.number, 8 if parsed.variant == "int8" else 4)
+        agreed: FragmentCodec = _function(kind)(geometry, parsed.number, parsed.variant)
+        return agreed
     build: Callable[[int, int], Codec] = partial(_function(kind), parsed.number)
     one = build(0, 0)
     if kind not in BUILT_IN:

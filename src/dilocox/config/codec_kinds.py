@@ -27,7 +27,9 @@ Build = Callable[[int, int, int], Any]
 """Builds a `dilocox.compression.Codec` from (number, seed, place).
 
 `number` is the spec's number, or 0 if the kind takes none. `seed` is the same at all sites and new
-in every exchange. `place` is the position of the first value in the fragment's buffer.
+in every exchange. `place` is the position of the first value in the fragment's buffer. Only the
+built-in `lowrank` is built from (geometry, number, variant) instead, because it encodes whole
+buffers.
 """
 
 
@@ -123,7 +125,7 @@ BUILT_IN = (
     CodecKind("cocktail", f"{_AT}.cocktail:build_cocktail", 0.3, needs_feedback=True, sparse=True,
               picks=True),
     CodecKind(
-        "lowrank", f"{_AT}.lowrank.codec:LowRank", 0.3, CodecNumber("R", 8, 1, LARGEST_RANK),
+        "lowrank", f"{_AT}.lowrank.codec:build_lowrank", 0.3, CodecNumber("R", 8, 1, LARGEST_RANK),
         ("int4", "int8"), needs_feedback=True, sparse=True, averages_in_parts=False,
         carries_moments=False, agrees_first=True,
     ),

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from dilocox.compression import Compressor, FramePart, LowRank, frame_bytes, pack_frame
+from dilocox.compression import FragmentCodec, FramePart, frame_bytes, pack_frame
 from dilocox.coordinator.protocol.messages import ExchangeKey
 from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.outer.staging import HOST, Mark, Staging
@@ -47,7 +47,7 @@ class Contribution:
     values: torch.Tensor | None
     """u, flat fp32 [length] on the device that encodes, decodes and averages. None at a site that
     only receives."""
-    compressor: Compressor | LowRank
+    compressor: FragmentCodec
     mode: str
     """`gather` or `reduce` (docs/algorithm.md §2)."""
     weights: Weights

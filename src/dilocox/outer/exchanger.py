@@ -9,7 +9,6 @@ from concurrent.futures import wait as wait_for
 
 import torch
 
-from dilocox.compression import LowRank
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.fragment_group import FragmentGroup
 from dilocox.outer.in_flight import Pending
@@ -62,7 +61,7 @@ class Exchanger:
             item.contribution = item.contribution.to(self._device)
         staging = staging_of(self._device)
         chosen = whole.compressor(plan.codec)
-        if item.moments is not None and not isinstance(chosen, LowRank):
+        if item.moments is not None:
             chosen = chosen.carrying(item.moments)
         item.outcome = self._submit(
             Contribution(
@@ -70,7 +69,7 @@ class Exchanger:
                 length=whole.layout.length,
                 values=item.contribution,
                 compressor=chosen,
-                warm=whole.warm if isinstance(chosen, LowRank) else None,
+                warm=None if chosen.agreement is None else whole.warm,
                 mode=plan.exchange,
                 weights={site: member.weight for site, member in plan.members.items()},
                 contributes=item.contributes,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dilocox.compression import Compressor, LowRank, compressor
+from dilocox.compression import FragmentCodec, compressor
 from dilocox.coordinator.protocol.fragment_groups import pieces_of
 from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.fragment_state import FragmentState
@@ -36,7 +36,7 @@ class FragmentGroup:
             yield state, slice(start, start + state.layout.length)
             start += state.layout.length
 
-    def compressor(self, name: str) -> Compressor | LowRank:
+    def compressor(self, name: str) -> FragmentCodec:
         """Return the codec `name` for this fragment; see `FragmentState.compressor`.
 
         Raises `TrainingError` for a low-rank codec and several pieces, because each piece has a Q
@@ -45,7 +45,7 @@ class FragmentGroup:
         if len(self._states) == 1:
             return self._states[0].compressor(name)
         found = compressor(name, self.layout.geometry)
-        if isinstance(found, LowRank):
+        if found.agreement is not None:
             raise TrainingError(
                 f"{name}: each piece has a low-rank basis of its own, so pieces cannot be "
                 "exchanged together"

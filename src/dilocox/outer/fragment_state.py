@@ -19,13 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from dilocox.compression import (
-    Compressor,
-    LowRank,
-    compressor,
-    first_non_finite,
-    first_unusable,
-)
+from dilocox.compression import FragmentCodec, compressor, first_non_finite, first_unusable
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
 from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import as_kept, nesterov_step
@@ -90,20 +84,22 @@ class FragmentState:
         not finite, or beyond `LARGEST` (then the value follows). None if all values are usable."""
         self._hashed: Future[str] | None = None
 
-    def compressor(self, name: str) -> Compressor | LowRank:
+    def compressor(self, name: str) -> FragmentCodec:
         """Return the codec `name` for this piece.
 
         For a low-rank codec, `warm` is created, or converted from the low-rank codec used before.
         Call this at a boundary, so that all sites convert `warm` at the same moment.
         """
         found = compressor(name, self.layout.geometry)
-        if isinstance(found, LowRank) and self.warm_codec != name:
+        agreement, before = found.agreement, None
+        if agreement is not None and self.warm_codec != name:
             self._settle()
-            before = compressor(self.warm_codec, self.layout.geometry) if self.warm_codec else None
-            if self.warm is not None and isinstance(before, LowRank):
-                self.warm = found.fit_warm(self.warm, before)
+            if self.warm_codec:
+                before = compressor(self.warm_codec, self.layout.geometry).agreement
+            if self.warm is not None and before is not None:
+                self.warm = agreement.fit_warm(self.warm, before)
             else:
-                self.warm = found.first_warm().to(self.anchor.device)
+                self.warm = agreement.first_warm().to(self.anchor.device)
             self.warm_codec = name
         return found
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from dilocox.compression import Geometry, LowRank, compressor, frame_bytes
+from dilocox.compression import Geometry, compressor, frame_bytes
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.candidates import codecs
 from dilocox.errors import ConfigError
@@ -75,8 +75,8 @@ def _refuse_without_ranks(config: RunConfig, stages: Sequence[Mapping[str, Shape
     codec = config.compression.codec
     fragments = itertools.chain.from_iterable(geometries(config, shapes) for shapes in stages)
     for geometry in itertools.chain.from_iterable(fragments):
-        chosen = compressor(codec, geometry)
-        if isinstance(chosen, LowRank) and chosen.matrices:
+        agreement = compressor(codec, geometry).agreement
+        if agreement is not None and agreement.matrices:
             return
     raise ConfigError(
         f'[compression] codec = "{codec}": low rank pays for no matrix of this model, so all '
@@ -142,8 +142,7 @@ def factor_bytes(codec: str, geometry: Geometry) -> int:
     The factor is sent before the messages that `message_bytes` counts. 0 for a codec that is not
     low-rank.
     """
-    chosen = compressor(codec, geometry)
-    return frame_bytes(chosen.factor_part) if isinstance(chosen, LowRank) else 0
+    return sum(frame_bytes(phase) for phase in compressor(codec, geometry).phases[:-2])
 
 
 def message_bytes(codec: str, geometry: Geometry) -> int:
@@ -151,8 +150,5 @@ def message_bytes(codec: str, geometry: Geometry) -> int:
 
     Factors of low rank are not included, see `factor_bytes`.
     """
-    chosen = compressor(codec, geometry)
-    if isinstance(chosen, LowRank):
-        # The owner also sends its basis, so this is the most that any rank sends.
-        return frame_bytes(chosen.basis_part) + frame_bytes(chosen.payload_part)
-    return frame_bytes(chosen.part(0, geometry.length, 0))
+    # The owner of a low-rank exchange also sends its basis, so this is the most that a rank sends.
+    return sum(frame_bytes(phase) for phase in compressor(codec, geometry).phases[-2:])

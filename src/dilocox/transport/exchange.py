@@ -18,11 +18,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from dilocox.compression import (
-    FramePart,
     LowRank,
     Part,
     all_zero,
@@ -102,7 +102,7 @@ def _carry(
     start, work = time.monotonic(), time.thread_time()
     sent_bytes = 0
     attempts = 0
-    frame = _frame_for_all(contribution)
+    frame, run = _strategy(contribution)
     commitment = ballot.commit(contribution, None if frame is None else frame_digest(frame))
     while True:
         attempts += 1
@@ -115,12 +115,7 @@ def _carry(
             return Outcome(None, (), None, None, sent_bytes, took, attempts, True)
         attempt = Attempt(ballot, me, contribution, begun, turn, times)
         try:
-            if isinstance(contribution.compressor, LowRank):
-                outcome = low_rank(attempt, contribution.compressor)
-            elif contribution.mode == "gather":
-                outcome = gather(attempt, frame)
-            else:
-                outcome = reduce(attempt)
+            outcome = run(attempt)
         except (RepeatError, EpochChangedError):
             sent_bytes += attempt.sent_bytes
             continue
@@ -138,13 +133,24 @@ def _carry(
         )
 
 
-def _frame_for_all(what: Contribution) -> torch.Tensor | None:
-    """Encode the frame that this site sends to all others.
+def _strategy(what: Contribution) -> tuple[torch.Tensor | None, Callable[[Attempt], Outcome]]:
+    """Return the frame that this site sends to all others, and the function that runs an attempt.
 
-    Returns None if the frame depends on the members (`reduce`, low-rank codecs), or if this site
+    The frame is None if it depends on the members (`reduce`, low-rank codecs), or if this site
     contributes no values.
     """
-    if what.values is None or what.mode != "gather" or isinstance(what.compressor, LowRank):
+    agreement = what.compressor.agreement
+    if agreement is not None:
+        return None, partial(low_rank, codec=agreement)
+    if what.mode != "gather":
+        return None, reduce
+    frame = _frame_for_all(what)
+    return frame, partial(gather, own=frame)
+
+
+def _frame_for_all(what: Contribution) -> torch.Tensor | None:
+    """Encode the frame of `gather`. None if this site contributes no values."""
+    if what.values is None:
         return None
     part = what.compressor.part(0, what.length, what.seed)
     with tracing.span("encode", values=what.length):
@@ -177,9 +183,8 @@ def advancing(
 def gather(attempt: Attempt, own: torch.Tensor | None) -> Outcome:
     """Send every payload to every site. `own`: this site's frame; None if it only receives."""
     what = attempt.contribution
-    assert not isinstance(what.compressor, LowRank)
     part = what.compressor.part(0, what.length, what.seed)
-    return _to_everyone(attempt, part, None if attempt.observes else own, part.decode, phase=1)[0]
+    return _to_everyone(attempt, part, None if attempt.observes else own, phase=1)[0]
 
 
 def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
@@ -223,14 +228,12 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     if owner not in bases:
         raise attempt.broken([owner])
     basis = bases[owner]
-    own = None
+    part, own = codec.part(0, what.length, basis=basis), None
     if not attempt.observes:
         assert what.values is not None
         with tracing.span("encode", values=what.length):
-            own = what.pack(codec.payload_part, codec.encode(what.values, basis))
-    outcome, chosen = _to_everyone(
-        attempt, codec.payload_part, own, lambda payload: codec.decode(payload, basis), phase=3
-    )
+            own = what.pack(part, part.encode(what.values))
+    outcome, chosen = _to_everyone(attempt, part, own, phase=3)
     if not chosen:
         return outcome
     weights = [what.weights[site] for site in outcome.contributors]
@@ -245,18 +248,16 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
 
 def _to_everyone(
     attempt: Attempt,
-    part: FramePart,
+    part: Part,
     own: torch.Tensor | None,
-    decode: Callable[[torch.Tensor], torch.Tensor],
     phase: int,
 ) -> tuple[Outcome, list[torch.Tensor]]:
     """Send payloads of `part` to every site, vote, and average the payloads that count.
 
     Args:
         attempt: The attempt.
-        part: What a payload encodes.
+        part: What a payload encodes, and how.
         own: This site's frame; None if it only receives.
-        decode: Payload, uint8 on the device, to values, fp32.
         phase: Number of the message within the attempt.
 
     Returns:
@@ -270,13 +271,13 @@ def _to_everyone(
         phase=phase,
     )
     frames |= received
-    payloads, weighing = _weighed(attempt, part, frames, decode)
+    payloads, weighing = _weighed(attempt, part, frames)
     digest = None if own is None else frame_digest(own)
     decision = attempt.decide("held", weighing.held, digest)
     if decision.decision == "fetch":
         fetched = fetch(attempt, decision.fetches, frames, part)
         if fetched:
-            payloads, weighing = _weighed(attempt, part, frames | fetched, decode)
+            payloads, weighing = _weighed(attempt, part, frames | fetched)
         decision = attempt.decide("fetched", weighing.held, digest)
     counted = attempt.committed_sites(decision, weighing.held)
     with tracing.span("average", values=attempt.contribution.length, sites=len(counted)):
@@ -288,9 +289,8 @@ def _to_everyone(
 
 def _weighed(
     attempt: Attempt,
-    part: FramePart,
+    part: Part,
     frames: Mapping[str, torch.Tensor],
-    decode: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], Weighing]:
     """Check and decode `frames`; return the payloads of intact frames by site, and their weighing.
 
@@ -301,7 +301,7 @@ def _weighed(
     payloads = attempt.unpack(frames, parts, contributions=True)
     there = attempt.contribution.staging.to_device
     weighing = Weighing(
-        attempt.contribution, attempt.me, attempt.senders, lambda each: decode(there(each))
+        attempt.contribution, attempt.me, attempt.senders, lambda each: part.decode(there(each))
     )
     with tracing.span(
         "decode and average", values=attempt.contribution.length, sites=len(payloads)
@@ -318,7 +318,6 @@ def _weighed(
 def reduce(attempt: Attempt) -> Outcome:
     """Average in chunks: each owner averages its chunk and sends the mean to all sites."""
     what, me, there = attempt.contribution, attempt.me, attempt.contribution.staging.to_device
-    assert not isinstance(what.compressor, LowRank)
     owners = attempt.senders
     bounds = dict(zip(owners, chunk_bounds(what.length, len(owners)), strict=True))
     chunks = {

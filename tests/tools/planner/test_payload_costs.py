@@ -34,7 +34,6 @@ def test_payloads_are_what_codecs_really_make(codec: str) -> None:
         for parcel, names in zip(row, split_pieces(sizes, 4), strict=True):
             layout = Layout.of({name: shapes[name] for name in names})
             made = compressor(codec, layout.geometry)
-            assert not isinstance(made, LowRank)
             part = made.part(0, layout.length, 0)
             frame = pack_frame(part, part.encode(torch.randn(layout.length)))
             assert parcel.payload == parcel.own == frame.numel()

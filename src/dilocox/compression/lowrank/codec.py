@@ -17,7 +17,7 @@ site's residual is u_i - sent_i, from the site's own quantised factor and the co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from torch import Tensor
 from dilocox.compression.base import check_payload, check_values, require_finite
 from dilocox.compression.blockwise_int import Quantised
 from dilocox.compression.buffer_layout import Geometry
+from dilocox.compression.compressor import Part
 from dilocox.compression.frame import payload_digest
 from dilocox.compression.lowrank.layout import BATCH, DENSE, Arrangement, whole_blocks
+from dilocox.compression.lowrank.messages import Message, OnBasis
 from dilocox.compression.lowrank.quantised_factors import (
     basis_bytes,
     decode_basis,
@@ -46,18 +48,6 @@ MOST_ENERGY = 1e60
 energy could overflow."""
 _DIGEST_BYTES = 32
 _ENERGY_BYTES = 8
-
-
-@dataclass(frozen=True)
-class Message:
-    """Properties of one of the three messages, in the form that frames take (`FramePart`)."""
-
-    identifier: int
-    numbers: tuple[int, int]
-    """Rank and bits."""
-    name: str
-    values: int
-    payload_bytes: int
 
 
 class LowRank:
@@ -82,6 +72,8 @@ class LowRank:
     """
 
     identifier = PAYLOAD_IDENTIFIER
+    moments = None
+    """Payloads carry no second moments."""
 
     def __init__(self, geometry: Geometry, rank: int, bits: int = 4) -> None:
         if rank < 1 or bits not in (4, 8):
@@ -121,6 +113,35 @@ class LowRank:
         self.payload_part = Message(
             PAYLOAD_IDENTIFIER, numbers, self.name, geometry.length, self.payload_bytes
         )
+
+    @property
+    def phases(self) -> tuple[Message, ...]:
+        """Properties of the three messages (`FragmentCodec`)."""
+        return self.factor_part, self.basis_part, self.payload_part
+
+    @property
+    def agreement(self) -> LowRank:
+        """This codec: the sites agree on a basis before they encode."""
+        return self
+
+    def part(self, start: int, end: int, seed: int = 0, basis: Tensor | None = None) -> Part:
+        """Return the whole buffer as a part, which is encoded on `basis`, uint8 [basis_bytes].
+
+        `seed` has no effect. Raises `ExchangeError` without a basis, and for less than the whole
+        buffer.
+        """
+        if basis is None or (start, end) != (0, self.geometry.length):
+            raise ExchangeError(
+                f"{self.name}: only whole buffers can be encoded, on a basis that the sites have "
+                "agreed on"
+            )
+        encode, decode = partial(self.encode, basis=basis), partial(self.decode, basis=basis)
+        codec = OnBasis(self.payload_part, encode, decode)
+        return Part(self.name, self.identifier, end, codec, ())
+
+    def carrying(self, moments: Tensor) -> LowRank:
+        """Raise `ExchangeError`: low-rank payloads carry no second moments."""
+        raise ExchangeError(f"{self.name}: second moments must be none, got {moments.dtype}")
 
     def first_warm(self) -> Tensor:
         """Return the seeded warm start, fp32 [warm_length] on the CPU, equal on every machine."""
@@ -402,6 +423,11 @@ class LowRank:
             decode_factors(factor, self._right, self.warm_length, self._codec),
             DENSE.decode(rest, self._arranged.dense_length),
         )
+
+
+def build_lowrank(geometry: Geometry, rank: int, variant: str) -> LowRank:
+    """Return `lowrank:RANK`, with factors of 8 bits if `variant` is `int8`, else of 4 bits."""
+    return LowRank(geometry, rank, 8 if variant == "int8" else 4)
 
 
 def _energy(matrices: Tensor) -> Tensor:

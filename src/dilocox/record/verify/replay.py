@@ -8,6 +8,7 @@ low-rank basis.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilocox.compression import LowRank, compressor
+from dilocox.compression import FragmentCodec, compressor
 from dilocox.config.codec_spec import parse_spec
 from dilocox.coordinator.protocol.fragment_groups import apart
 from dilocox.errors import DilocoxError, RecordError
@@ -288,16 +289,12 @@ def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | N
         return None
     codec = compressor(step.codec, layout.geometry)
     addresses = [step.payloads[f"{site}/{shard}"] for site in step.set]
-    if isinstance(codec, LowRank):
-        low_rank = codec
-        payloads = [payload_tensor(get(address)) for address in addresses]
-        basis = payload_tensor(get(low_rank.basis_digest(payloads[0]).hex()))
-        decoded = (low_rank.decode(payload, basis) for payload in payloads)
+    if codec.agreement is not None or step.exchange == "gather":
+        payloads = (payload_tensor(get(address)) for address in addresses)
+        first = next(payloads)
+        part = codec.part(0, layout.length, step.key.seed, basis_of(codec, first, get))
+        decoded = (part.decode(payload) for payload in itertools.chain([first], payloads))
         return _aggregated(step, decoded, layout, shard)
-    if step.exchange == "gather":
-        part = codec.part(0, layout.length, step.key.seed)
-        found = (part.decode(payload_tensor(get(each))) for each in addresses)
-        return _aggregated(step, found, layout, shard)
     chunks = [
         (start, end) for start, end in chunk_bounds(layout.length, len(step.owners)) if end > start
     ]
@@ -311,6 +308,17 @@ def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | N
         mean = average(found, step.weights)
         means.append(requantise(part, mean, sum(step.weights)).decoded)
     return torch.cat(means) if means else torch.empty(0)
+
+
+def basis_of(codec: FragmentCodec, payload: Tensor, get: Get) -> Tensor | None:
+    """Return the basis with which `payload` was encoded, uint8; None if the codec needs no basis.
+
+    Raises `RecordError` if the basis is missing, and `ExchangeError` if the bytes are not a payload
+    of this codec.
+    """
+    if codec.agreement is None:
+        return None
+    return payload_tensor(get(codec.agreement.basis_digest(payload).hex()))
 
 
 def _aggregated(step: Step, decoded: Iterator[Tensor], layout: Layout, shard: int) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilocox.compression import Compressor, LowRank, pack_frame, payload_digest
+from dilocox.compression import FragmentCodec, Part, pack_frame, payload_digest
 from dilocox.compression.second_moments import carried
 from dilocox.config.codec_spec import parse_spec
 from dilocox.errors import DilocoxError, RecordError
@@ -24,7 +24,7 @@ from dilocox.outer.layout import Layout
 from dilocox.outer.staging import sha256_of
 from dilocox.record.log.digests import sealed
 from dilocox.record.log.step_statements import Step
-from dilocox.record.verify.replay import DIGEST_BYTES, Get, payload_tensor, step_average
+from dilocox.record.verify.replay import DIGEST_BYTES, Get, basis_of, payload_tensor, step_average
 from dilocox.record.verify.run_history import RunHistory
 from dilocox.training.builder import RankPlace
 from dilocox.transport.exchange import advancing, chunk_index
@@ -111,17 +111,18 @@ class RecordedExchanges:
                 f"{key}: the log says of other pieces than its plan what came of them"
             )
         mean = step_average(step, layout, self._place.shard, self._get)
-        if given.values is None or (isinstance(given.compressor, LowRank) and not step.set):
+        codec, agreement = given.compressor, given.compressor.agreement
+        basis, advance, second = None, None, None
+        if given.values is None or (agreement is not None and not step.set):
             return self._result(step, mean, None)
-        codec, advance, second = given.compressor, None, None
-        if isinstance(codec, LowRank):
-            chosen, basis = self._low_rank(step, codec)
-            made = self._whole(step, given.values, lambda u: codec.encode(u, basis),
-                               lambda payload: codec.decode(payload, basis))  # fmt: skip
-            advance = advancing(codec, given.key, chosen, list(step.weights), basis)
-        elif step.exchange == "gather":
-            part = codec.part(0, given.length, given.seed)
-            made = self._whole(step, given.values, part.encode, part.decode, codec)
+        if agreement is not None:
+            chosen = self._payloads(step)
+            basis = basis_of(codec, chosen[0], self._get)
+            assert basis is not None
+            advance = advancing(agreement, given.key, chosen, list(step.weights), basis)
+        if agreement is not None or step.exchange == "gather":
+            part = codec.part(0, given.length, given.seed, basis)
+            made = self._whole(step, given.values, part, codec)
         else:
             made, second = self._chunks(step, given)
         counts = self._place.site in step.set
@@ -177,14 +178,13 @@ class RecordedExchanges:
         self,
         step: Step,
         values: Tensor,
-        encode: Callable[[Tensor], Tensor],
-        decode: Callable[[Tensor], Tensor],
-        codec: Compressor | None = None,
+        part: Part,
+        codec: FragmentCodec,
     ) -> _Made:
-        payload = encode(values)
+        payload = part.encode(values)
 
         def alike() -> bool:
-            if codec is None or codec.moments is None:
+            if codec.moments is None:
                 return True
             both = (payload, payload_tensor(self._own(step)))
             ours, theirs = (carried(each, codec.geometry).cpu().int() for each in both)
@@ -192,15 +192,10 @@ class RecordedExchanges:
 
         return _Made(
             payload_digest(payload.cpu()).hex(),
-            decode(payload),
-            lambda: decode(payload_tensor(self._own(step)).to(payload.device)),
+            part.decode(payload),
+            lambda: part.decode(payload_tensor(self._own(step)).to(payload.device)),
             alike,
         )
-
-    def _low_rank(self, step: Step, codec: LowRank) -> tuple[list[Tensor], Tensor]:
-        """Return the payloads that count, and the basis that they were encoded with."""
-        chosen = self._payloads(step)
-        return chosen, payload_tensor(self._get(codec.basis_digest(chosen[0]).hex()))
 
     def _chunks(self, step: Step, given: Contribution) -> tuple[_Made, tuple[int, Tensor] | None]:
         """Replay the contribution of an exchange `reduce`, which has one payload per chunk.
@@ -210,7 +205,6 @@ class RecordedExchanges:
         """
         codec, values = given.compressor, given.values
         assert values is not None
-        assert not isinstance(codec, LowRank)
         bounds = dict(zip(step.owners, chunk_bounds(given.length, len(step.owners)), strict=True))
         parts = {
             site: codec.part(start, end, given.seed)
