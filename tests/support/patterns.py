@@ -123,14 +123,15 @@ def decoded(file: Path, geometry: Geometry = ODD) -> dict[str, str]:
     found = {}
     for spec, payloads in torch.load(file, weights_only=True).items():
         made = compressor(spec, geometry)
-        if isinstance(made, Compressor):
+        low = made.agreement
+        if low is None:
             values = [made.part(0, geometry.length, seed=3).decode(each) for each in payloads]
         else:
             basis, *sent = payloads
-            warm = made.first_warm()
-            values = [warm, *(made.decode(each, basis) for each in sent)]
+            warm = low.first_warm()
+            values = [warm, *(low.decode(each, basis) for each in sent)]
             for count in (1, 2, 3):
-                warm = made.next_warm(sent, [1.0, 0.5], basis, warm, count)
+                warm = low.next_warm(sent, [1.0, 0.5], basis, warm, count)
                 values.append(warm)
         found[spec] = digest(*values)
     return found
