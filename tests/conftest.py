@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.full_disk import FullDisk
+from tests.support.selection import may_be_selected, place
 from tests.support.skips import as_in_ci
+
+TESTS = Path(__file__).parent
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # `make test &` in a script: what is started inherits it, and would not hear a test's Ctrl-C.
@@ -30,3 +33,19 @@ def pytest_runtest_makereport(
     """In CI a test that lacks a package or a program fails: `make setup-dev` installs them all."""
     report = yield
     return as_in_ci(report) if os.environ.get("CI") else report
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave test files out of whose tests `-m` selects none, unless one is asked for by name."""
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    asked = {Path(argument.split("::")[0]).resolve() for argument in config.args}
+    if collection_path in asked:
+        return None
+    source = collection_path.read_text(encoding="utf-8")
+    return None if may_be_selected(source, config.getoption("markexpr")) else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files first that take longest."""
+    items.sort(key=lambda item: place(item.path.relative_to(TESTS).as_posix()))
