@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.forge import Forge
 from tests.support.harness import Workshop, write_corpus
-
-if TYPE_CHECKING:
-    from tests.support.forked import Forge
 
 
 @pytest.fixture(scope="session")
 def forge() -> Iterator[Forge]:
     """One interpreter that the processes of a session are forked from."""
-    from tests.support.forked import (
-        Forge,  # torch and transformers: seconds that others need not wait
-    )
-
     forge = Forge()
     yield forge
     forge.close()

@@ -8,7 +8,7 @@ import pytest
 
 from dilocox.record.log import statements as s
 from dilocox.record.log.transparency_log import read_log
-from tests.support.forked import Forge, ForkedRun
+from tests.support.forge import Forge, ForkedRun
 from tests.support.harness import PATIENT, Workshop, verdicts
 
 pytestmark = pytest.mark.runs

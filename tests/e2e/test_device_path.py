@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_engine import largest_difference, model_of
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import PATIENT, Run, Workshop, verdicts
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import Workshop
 from tests.support.mounting import need_mounts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import Workshop, verdicts
 
 pytestmark = pytest.mark.alone

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import Workshop, verdicts
 
 pytestmark = pytest.mark.alone

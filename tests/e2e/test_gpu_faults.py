@@ -6,7 +6,7 @@ import pytest
 
 from dilocox.record.log.round_document import Document
 from dilocox.tools.audit.audited_run import AuditedRun
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import PATIENT, Workshop, verdicts
 
 pytestmark = pytest.mark.runs

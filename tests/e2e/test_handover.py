@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from dilocox.config.handover import MOMENTUM
 from dilocox.training.portable_checkpoint import Handover
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import Workshop, verdicts
 
 pytestmark = pytest.mark.alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,29 @@ def test_who_may_not_join(workshop: Workshop) -> None:
     assert run.wait() == 130, run.output()
 
 
+def test_ranks_of_a_launcher_join(workshop: Workshop) -> None:
+    """By torchrun's variables. torchrun itself: below, and in test_signals.py."""
+    run, lines = start_coordinator(workshop, "ranks", *SETS)
+    other = join(workshop, run, lines["lyon"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    ranks = [
+        workshop.forge.command(
+            workshop, "ranks", *lines["paris"].split(),
+            environment={
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            },
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
+    assert other.wait() == 0, other.output()
+    assert run.wait() == 0, run.output()
+    assert run.summary()["val_loss_last"] < run.summary()["val_loss_first"]
+
+
+@pytest.mark.slow
 def test_ranks_of_torchrun_join(workshop: Workshop) -> None:
     run, lines = start_coordinator(workshop, "launched", *SETS)
     other = join(workshop, run, lines["lyon"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import PATIENT, Workshop, verdicts
 
 pytestmark = pytest.mark.runs
 
 ONE_STAGE = ("site.stages=1", "checkpoint.every_rounds=1", PATIENT)
+FAILS = "network.heartbeat=6"
+"""For runs that fail: their coordinator answers for two more beats, fifths of this."""
 
 
 def test_a_sick_round_is_dropped_and_the_run_goes_on(workshop: Workshop, forge: Forge) -> None:
@@ -35,7 +37,7 @@ def test_a_sick_round_is_dropped_and_the_run_goes_on(workshop: Workshop, forge: 
 
 
 def test_two_sick_rounds_end_the_run_which_can_be_resumed(workshop: Workshop, forge: Forge) -> None:
-    sets = ("outer.rounds=6", *ONE_STAGE)
+    sets = ("outer.rounds=6", *ONE_STAGE, FAILS)
     run = forge.train(workshop, "sick-twice", *sets, hooks="sick-twice")
     assert run.wait() == 1, run.output()
     assert "site lyon, round 3: stage 0, shard 0: gradient of model." in run.last_line()
@@ -61,7 +63,7 @@ def test_two_sick_rounds_end_the_run_which_can_be_resumed(workshop: Workshop, fo
 def test_a_site_alone_ends_with_one_line(
     workshop: Workshop, forge: Forge, hooks: str, stages: int, what: str
 ) -> None:
-    sets = ("outer.rounds=4", "checkpoint.every_rounds=1", f"site.stages={stages}", PATIENT)
+    sets = ("outer.rounds=4", "checkpoint.every_rounds=1", f"site.stages={stages}", FAILS)
     run = forge.train(workshop, hooks, *sets, hooks=hooks, sites=("paris",))
     assert run.wait() == 1, run.output()
     assert "site paris, round 1: " in run.last_line()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dilocox.cli.main import main
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import Workshop, verdicts
 
 pytestmark = pytest.mark.runs

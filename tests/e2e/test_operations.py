@@ -10,7 +10,7 @@ import sqlite3
 
 import pytest
 
-from tests.support.forked import Forge, ForkedRun
+from tests.support.forge import Forge, ForkedRun
 from tests.support.harness import Workshop
 
 pytestmark = pytest.mark.alone

@@ -9,7 +9,7 @@ import pytest
 import dilocox
 from dilocox.data import TokenFiles
 from tests.e2e.test_operations import coordinate, flush_digests, join_lines
-from tests.support.forked import Forge, ForkedRun
+from tests.support.forge import Forge, ForkedRun
 from tests.support.harness import PATIENT, Workshop, verdicts
 from tests.support.own_functions import FUNCTIONS
 

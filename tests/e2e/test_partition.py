@@ -14,7 +14,7 @@ import pytest
 
 from dilocox.tools.testbed import Network, unsupported_reason
 from dilocox.tools.testbed.commands import ip
-from tests.support.forked import Forge, ForkedRun
+from tests.support.forge import Forge, ForkedRun
 from tests.support.harness import Workshop
 
 REASON = unsupported_reason()

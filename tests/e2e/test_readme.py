@@ -15,7 +15,7 @@ import pytest
 from tests.support.harness import PATIENT, Workshop
 
 if TYPE_CHECKING:
-    from tests.support.forked import ForkedRun
+    from tests.support.forge import ForkedRun
 
 pytestmark = pytest.mark.runs
 

@@ -11,7 +11,7 @@ from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import read_log
 from dilocox.record.verify.counts import told_commitments
 from dilocox.record.verify.run_history import RunHistory, read_history
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import PATIENT, Workshop, verdicts
 
 pytestmark = pytest.mark.alone

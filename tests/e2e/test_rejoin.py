@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import Run, Workshop, verdicts
 
 pytestmark = pytest.mark.alone

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.forked import PLACES, Forge
+from tests.support.forge import Forge
 from tests.support.harness import Run, Workshop, verdicts
 
 pytestmark = pytest.mark.alone
@@ -145,6 +145,8 @@ def random_moments(count: int, ranks: Sequence[str]) -> list[str]:
 
     Few calls each, so that the run is still going on at the last of them.
     """
+    from tests.support.forked import PLACES  # imports torch and transformers
+
     draw = random.Random(20)
     most = {"step": 12, "load": 3, "write": 2, "send": 4, "vote": 4, "landing": 4}
     places: list[str] = []

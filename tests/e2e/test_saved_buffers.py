@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import Workshop, verdicts
 
 pytestmark = pytest.mark.alone

@@ -16,7 +16,7 @@ import pytest
 from dilocox.cli.status import ask
 from dilocox.tools.report.status import status_of
 from tests.e2e.test_operations import coordinate, join_all, join_lines
-from tests.support.forked import Forge
+from tests.support.forge import Forge
 from tests.support.harness import Workshop
 
 pytestmark = pytest.mark.alone

@@ -17,17 +17,17 @@ the signed statement under every payload is 1 kB.
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from dilocox.tools.testbed import unsupported_reason
 from dilocox.tools.testbed.netns import SEGMENT_BYTES
+from tests.support.forge import Forge
+from tests.support.harness import Workshop
+from tests.support.wire_run import counted_run
 
 REASON = unsupported_reason()
 pytestmark = [pytest.mark.runs, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -95,21 +95,13 @@ def expected(exchange: str, sites: int, codec: str, fragments: int) -> int:
     ],
 )
 def ran(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, int, dict[str, Any]]:
+    request: pytest.FixtureRequest, shared_workshop: Workshop, forge: Forge
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
     exchange, sites = request.param
-    folder = tmp_path_factory.mktemp(exchange)
-    corpus = Path(json.__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.wire_run", str(folder), str(corpus), exchange, "int4",
-         str(sites)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return exchange, sites, json.loads(done.stdout.splitlines()[-1])
+    try:
+        yield exchange, sites, counted_run(shared_workshop, forge, exchange, "int4", sites)
+    finally:
+        shared_workshop.end_all()
 
 
 def test_reported_bytes_are_the_computed_ones(ran: tuple[str, int, dict[str, Any]]) -> None:

@@ -1,10 +1,12 @@
 """`dilocox` processes forked from one interpreter, which costs 0.1 s where a fresh one costs 3.
 
 python -m tests.support.forked reads one JSON line per process from stdin: `arguments` of the
-command line, `hooks` (see `hooks_of`), `log`, the run's `folder` and perhaps the network
-`namespace` that it runs in. Every process gets a group of its own, as a terminal gives it, so that
-a signal to the group is Ctrl-C. What such a process leaves behind becomes a child of this one; when
-all are gone, `LOG.gone` says how they ended.
+command line, `hooks` (see `hooks_of`), `log`, the run's `folder`, more variables of the
+`environment` and perhaps the network `namespace` that it runs in. Every process gets a group of its
+own, as a terminal gives it, so that a signal to the group is Ctrl-C. What such a process leaves
+behind becomes a child of this one; when all are gone, `LOG.gone` says how they ended.
+
+Tests use `tests.support.forge`, which does not import torch.
 """
 
 from __future__ import annotations
@@ -54,7 +56,6 @@ from tests.support.altered import (
     spoils_what_it_sends,
 )
 from tests.support.dying import die
-from tests.support.harness import LIMIT, Run, Workshop
 from tests.support.own_functions import FUNCTIONS, enough, on_evaluation
 from tests.support.streams import play_device
 
@@ -359,125 +360,6 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-class Forge:
-    """The interpreter that processes are forked from, as a test sees it."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.forked"],
-            stdin=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
-            text=True,
-        )
-
-    def train(
-        self, workshop: Workshop, name: str, *sets: str, hooks: str = "none",
-        flags: tuple[str, ...] = (), sites: tuple[str, ...] = ("paris", "lyon"),
-    ) -> ForkedRun:  # fmt: skip
-        """Begin `dilocox train` with hooks and return when its process is there."""
-        arguments = ["train", *workshop.run_file(name, *sets, sites=sites), *flags]
-        run = ForkedRun(self._process, arguments, hooks, workshop.folder(name))
-        workshop.runs.append(run)
-        return run
-
-    def command(
-        self,
-        workshop: Workshop,
-        name: str,
-        *arguments: str,
-        namespace: str = "",
-        hooks: str = "none",
-    ) -> ForkedRun:
-        """Begin any `dilocox` command that belongs to the run called `name`; in a network namespace
-        if one is named. `hooks`: of a join."""
-        folder = workshop.folder(name)
-        run = ForkedRun(self._process, list(arguments), hooks, folder, namespace)
-        workshop.runs.append(run)
-        return run
-
-    def close(self) -> None:
-        """End it, and with it all that it has started."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(20)
-
-
-class _Process:
-    """The part of `subprocess.Popen` that `Run` uses, for a process that is another's child."""
-
-    def __init__(self, pid: int, gone: Path) -> None:
-        self.pid = pid
-        self.codes: dict[str, int] = {}
-        self._gone = gone
-
-    def poll(self) -> int | None:
-        """Exit code, once it and all that it has left behind are gone."""
-        if not self.codes and self._gone.exists():
-            self.codes = json.loads(self._gone.read_text())
-        return self.codes.get(str(self.pid))
-
-    def wait(self, timeout: float = LIMIT) -> int:
-        """Wait for `poll`."""
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("dilocox", timeout)
-            time.sleep(0.02)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Signal to the process alone."""
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """End the whole group."""
-        os.killpg(self.pid, signal.SIGKILL)
-
-
-class ForkedRun(Run):
-    """A `Run` whose process was forked."""
-
-    process: Any
-
-    def __init__(
-        self,
-        forge: subprocess.Popen[str],
-        arguments: list[str],
-        hooks: str,
-        folder: Path,
-        namespace: str = "",
-    ) -> None:
-        self.folder = folder
-        self._log = folder.parent / f"{folder.name}-{time.monotonic_ns()}.out"
-        self._log.touch()
-        started = self._log.with_suffix(".pid")
-        order = {
-            "arguments": arguments,
-            "hooks": hooks,
-            "log": str(self._log),
-            "folder": str(folder),
-            "namespace": namespace,
-        }
-        assert forge.stdin is not None
-        print(json.dumps(order), file=forge.stdin, flush=True)
-        deadline = time.monotonic() + LIMIT
-        while not started.exists():
-            assert forge.poll() is None, "the interpreter to fork from has ended"
-            assert time.monotonic() < deadline, "no process was forked"
-            time.sleep(0.01)
-        self.process = _Process(int(started.read_text()), self._log.with_suffix(".gone"))
-
-    def ctrl_c(self) -> None:
-        """What a terminal does: the signal goes to every process of the group."""
-        os.killpg(self.process.pid, signal.SIGINT)
-
-    def left_behind(self) -> dict[str, int]:
-        """Exit codes of processes that outlived their parents, after `wait`."""
-        pid = str(self.process.pid)
-        return {key: code for key, code in self.process.codes.items() if key != pid}
-
-
 def main() -> None:
     """Fork what is asked for until stdin ends."""
     torch.set_num_threads(1)
@@ -536,6 +418,7 @@ def _run(order: dict[str, Any]) -> None:
     gc.freeze()  # a collection of what was imported would take longer than many a run's set-up
     _disk = Path(order["folder"]) / "checkpoints"
     os.setpgid(0, 0)
+    os.environ.update(order["environment"])
     if order["namespace"]:
         enter_namespace(order["namespace"])
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,6 +1,6 @@
 """Real runs for tests: the command line in a process of its own, watched through its files.
 
-Runs of a `Workshop` are forked from its `Forge` (see `tests.support.forked`). `Run` itself starts a
+Runs of a `Workshop` are forked from its `Forge` (see `tests.support.forge`). `Run` itself starts a
 fresh interpreter, as a user does: for the commands of the README, launchers and the lab.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.support.forked import Forge
+    from tests.support.forge import Forge
 
 ARCHITECTURE = """\
 [model.architecture]
