@@ -17,7 +17,7 @@ from tests.support.mounting import need_mounts
 
 pytestmark = pytest.mark.alone
 
-LONG = ("outer.rounds=2000", "checkpoint.every_rounds=2")
+LONG = ("outer.rounds=2000", "checkpoint.every_rounds=2", "site.stages=1")
 
 
 # --- interrupts ----------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def test_ctrl_c_in_a_terminal(workshop: Workshop, forge: Forge) -> None:
     assert not run.left_behind()
     # A second one ends it at once, whatever it is doing, and leaves the checkpoint whole.
     again = forge.train(workshop, "interrupted", *LONG, flags=("--resume",))
-    again.until_round(len(run.records()) + 4)
+    again.until_round(len(run.records()) + 1)
     again.ctrl_c()
     again.until(lambda: "(again: at once)" in again.printed())
     began = time.monotonic()
@@ -44,13 +44,13 @@ def test_ctrl_c_in_a_terminal(workshop: Workshop, forge: Forge) -> None:
     assert set(again.left_behind().values()) <= {-signal.SIGKILL}
     # So does the death of the main process; nothing that it has started outlives it.
     killed = forge.train(workshop, "interrupted", *LONG, flags=("--resume",))
-    killed.until(lambda: len(killed.rank_processes()) >= 7)
+    killed.until(lambda: len(killed.rank_processes()) >= 5)
     killed.until(lambda: "running" in killed.printed())
     os.kill(killed.process.pid, signal.SIGKILL)
     assert killed.wait(10.0) == -signal.SIGKILL
     assert set(killed.left_behind().values()) == {-signal.SIGKILL}
     whole = list((run.folder / "checkpoints").glob("tick-*/*/*/*/files.json"))
-    assert len(whole) >= 4
+    assert len(whole) >= 2
 
 
 # --- ranks ---------------------------------------------------------------------------------------

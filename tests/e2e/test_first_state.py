@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.support.forge import Forge
-from tests.support.harness import Workshop, verdicts
+from tests.support.harness import PATIENT, Workshop, verdicts
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.runs
 
 
 def test_sites_refuse_another_theta_0_and_verify_finds_it(workshop: Workshop, forge: Forge) -> None:
     run = forge.train(
-        workshop, "other-start", "outer.rounds=2", "site.stages=1",
+        workshop, "other-start", "outer.rounds=2", "site.stages=1", PATIENT,
         hooks="other-start", sites=("paris", "lyon", "rome"),
     )  # fmt: skip
     # Whoever is left trains alone.

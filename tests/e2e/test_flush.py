@@ -9,12 +9,12 @@ import pytest
 from tests.support.forge import Forge
 from tests.support.harness import Workshop, verdicts
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.runs
 
 
 def test_the_model_is_that_of_the_sites_that_were_there(workshop: Workshop, forge: Forge) -> None:
     """Paris, the first site, is overtaken in the flush: lyon evaluates and publishes."""
-    sets = ("outer.rounds=2", "site.stages=1", "network.link_timeout=16", "network.heartbeat=5")
+    sets = ("outer.rounds=2", "site.stages=1", "network.link_timeout=24", "network.heartbeat=8")
     run = forge.train(workshop, "late-at-the-flush", *sets, hooks="late-at-the-flush")
     assert run.wait() == 0, run.output()
     assert "paris is left behind" in run.printed()

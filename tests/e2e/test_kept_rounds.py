@@ -11,7 +11,7 @@ import pytest
 from dilocox.record.verify.verify import Places, verify
 from tests.support.harness import PATIENT, Run, Workshop
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.runs
 
 KEPT = ("outer.rounds=6", "record.keep=2", "checkpoint.every_rounds=0", PATIENT)
 

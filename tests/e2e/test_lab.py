@@ -45,7 +45,8 @@ def figures(run: Run) -> dict[str, Any]:
 def test_a_run_on_measured_links_reports_payload_and_wire(workshop: Workshop) -> None:
     file = str(workshop.root / "figures.json")
     words = ["--link", "20mbit", "--links", "paris-lyon=8mbit", "--json", file]
-    run = start(workshop, "measured", *words)
+    arguments = workshop.run_file("measured", *SETS)
+    run = workshop.forge.command(workshop, "measured-lab", "lab", *arguments, *words)
     assert run.wait() == 0, run.output()
     found, printed = figures(run), run.printed()
     assert found["sites"].keys() == {"paris", "lyon"}

@@ -13,11 +13,11 @@ from tests.support.forge import Forge, ForkedRun
 from tests.support.harness import PATIENT, Workshop, verdicts
 from tests.support.own_functions import FUNCTIONS
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.runs
 
 SETS = (
     "outer.rounds=400", "evaluation.every_rounds=1", "checkpoint.every_rounds=0", "site.stages=1",
-    "inner.optimizer=sgd",
+    "inner.optimizer=sgd", "network.heartbeat=6",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from dilocox.record.verify.verify import Places, verify
 from dilocox.tools.report.folder import read_run
 from tests.support.harness import PATIENT, Workshop
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.runs
 
 SETS = (
     "outer.rounds=2",

@@ -22,15 +22,17 @@ pytestmark = pytest.mark.runs
 ROOT = Path(__file__).resolve().parents[2]
 CUT = (
     "outer.rounds=3",
-    "outer.inner_steps=8",
+    "outer.inner_steps=6",
     "outer.fragments=2",
-    "site.batch_size=8",
-    "data.sequence_length=128",
+    "site.batch_size=4",
+    "site.micro_batch_size=2",
+    "data.sequence_length=64",
     "inner.warmup_steps=5",
-    "data.validation_sequences=16",
+    "data.validation_sequences=8",
+    "data.max_documents=200",
     PATIENT,
 )
-"""The quickstart in under a minute."""
+"""The quickstart in a few seconds."""
 JOIN = (
     "dilocox join HOST:29400 --site paris --run-file examples/two-sites.toml"
     " --token-file TOKEN_FILE"

@@ -14,7 +14,7 @@ from dilocox.record.verify.run_history import RunHistory, read_history
 from tests.support.forge import Forge
 from tests.support.harness import PATIENT, Workshop, verdicts
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.runs
 
 SITES = ("paris", "lyon", "oslo")
 SETS = ("outer.rounds=5", "checkpoint.every_rounds=2", "site.stages=1", PATIENT)

@@ -6,10 +6,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -115,18 +112,12 @@ def test_sigterm_to_a_launcher_ends_with_a_checkpoint(workshop: Workshop, forge:
     run = forge.command(workshop, "job", "coordinator", *words)
     run.until(lambda: "dilocox join" in run.printed())
     line = re.findall(r"dilocox (join .*)", run.printed())[0]
-    torchrun = Path(sys.executable).with_name("torchrun")
-    if not torchrun.exists():
-        pytest.skip("torchrun is not installed beside this Python")
-    command = [str(torchrun), "--nproc-per-node=2", "--standalone", "-m", "dilocox", *line.split()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as ranks:
-        try:
-            run.until_round(1)
-            ranks.terminate()
-            said = ranks.communicate(timeout=120)[0].decode()
-        finally:
-            ranks.kill()
-    assert "is the only active one: the run stops with a checkpoint" in said
+    own = ("--nproc-per-node=2", "--standalone", "-m", "dilocox")
+    ranks = forge.command(workshop, "job", "torchrun", *own, *line.split())
+    run.until_round(1)
+    ranks.terminate()
+    ranks.wait()
+    assert "is the only active one: the run stops with a checkpoint" in ranks.printed()
     assert run.wait() == 130, run.output()
     assert "is gone" not in run.printed()
     assert run.summary()["phase"] == "stopped"

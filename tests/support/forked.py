@@ -31,6 +31,7 @@ import numpy as np
 import pytest
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - imported once, for all
+from torch.distributed.run import main as torchrun
 
 import dilocox.api
 from dilocox.cli import main as cli
@@ -431,7 +432,11 @@ def _run(order: dict[str, Any]) -> None:
         dilocox.api.train = functools.partial(dilocox.api.train, **hooks)
         if order["arguments"][0] == "join" and hooks:
             local.join = functools.partial(local.join, hooks=Hooks(**hooks))
-        cli.main(order["arguments"])
+        program, *words = order["arguments"]
+        if program == "torchrun":
+            torchrun(words)
+        else:
+            cli.main(order["arguments"])
     except SystemExit as end:
         code = end.code
     finally:

@@ -1,7 +1,7 @@
 """Real runs for tests: the command line in a process of its own, watched through its files.
 
 Runs of a `Workshop` are forked from its `Forge` (see `tests.support.forge`). `Run` itself starts a
-fresh interpreter, as a user does: for the commands of the README, launchers and the lab.
+fresh interpreter, as a user does.
 """
 
 from __future__ import annotations
