@@ -22,17 +22,20 @@ DOCS ?= .venv-docs
 UNITS := tests/test_layout.py tests/test_skips.py tests/compression tests/config tests/coordinator/controller \
 	tests/coordinator/protocol tests/outer tests/record/log tests/utils
 
-.PHONY: check docs test-units lock audit-dependencies sbom quickstart test test-all test-waits test-computing test-versions lint style types setup setup-dev clean
+.PHONY: check docs test-units lock audit-dependencies sbom quickstart test test-all test-small test-runs test-versions lint style types setup setup-dev clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/dilocox train examples/quickstart.toml --overwrite $(SET)
 
-# Types are checked beside the tests that wait for other processes more than they compute.
-# The lowest versions are installed beside the tests that compute.
+# How pytest shares tests among processes: whole files, and those first that tests/support/selection.py
+# names. Many of the tests wait for other processes or clocks, so there are more workers than cores.
+SHARED := --dist loadfile --no-loadscope-reorder -n
+SMALL := not runs and not alone
+
+# The lowest versions are installed beside the small tests, and types are checked beside the runs.
 test: $(VENV)/.ready-dev style
-	$(MAKE) --no-print-directory -j 2 test-computing $(LOWEST)/.ready
-	$(MAKE) --no-print-directory -j 2 types test-waits
-	$(BIN)/python -m pytest -m "not slow and runs" -n 2 --dist loadfile
+	$(MAKE) --no-print-directory -j 2 test-small $(LOWEST)/.ready
+	$(MAKE) --no-print-directory -j 2 types test-runs
 	$(BIN)/python -m pytest -m "not slow and alone"
 
 # Before a commit: under 90 seconds on two cores.
@@ -40,24 +43,23 @@ check: $(VENV)/.ready-dev style
 	$(MAKE) --no-print-directory -j 2 types test-units
 
 test-units: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" -n 2 $(UNITS)
+	$(BIN)/python -m pytest -m "not slow and not waits and $(SMALL)" -n 2 $(UNITS)
 
-test-computing: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" -n 2
+test-small: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "not slow and $(SMALL)" $(SHARED) 4
+
+test-runs: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "not slow and runs" $(SHARED) 3
 
 test-all: $(VENV)/.ready-dev $(LOWEST)/.ready lint
-	$(BIN)/python -m pytest -m "not waits and not runs and not alone" -n 2
-	$(BIN)/python -m pytest -m waits -n 3 --dist loadfile
-	$(BIN)/python -m pytest -m runs -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "$(SMALL)" $(SHARED) 3
+	$(BIN)/python -m pytest -m runs $(SHARED) 2
 	$(BIN)/python -m pytest -m alone
 	$(MAKE) --no-print-directory test-versions
 
 test-versions: $(LOWEST)/.ready $(HIGHEST)/.ready
 	$(LOWEST)/bin/python -m pytest -m "not slow" $(VERSION_TESTS)
 	$(HIGHEST)/bin/python -m pytest -m "not slow" $(VERSION_TESTS)
-
-test-waits: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m "not slow and waits" -n 3 --dist loadfile
 
 lint: style types
 

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+# Several tests go on at once, so the cores are taken: a second thread of each would only wait.
+# Before any import of torch. Processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from tests.support.full_disk import FullDisk
 from tests.support.selection import may_be_selected, place
 from tests.support.skips import as_in_ci
