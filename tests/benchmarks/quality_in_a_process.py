@@ -23,7 +23,7 @@ def main() -> None:
     quality_data.read_corpus = lambda _wikitext: texts
     quality_data.HELD_OUT_SEQUENCES = 16
     # The coordinator of a run that fails answers for two more beats, fifths of a heartbeat.
-    quality_run.PATIENT = {**quality_run.PATIENT, "heartbeat": 6.0}
+    quality_run.PATIENT = {**quality_run.PATIENT, "heartbeat": 10.0}
     text = quality_data.Text.write(folder / "text", None)
     text.tokenise(0, [2])
     entry = Entry("x", "diloco", {"outer.inner_steps": 1}, published_inner_steps=500)

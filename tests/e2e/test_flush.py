@@ -14,7 +14,7 @@ pytestmark = pytest.mark.runs
 
 def test_the_model_is_that_of_the_sites_that_were_there(workshop: Workshop, forge: Forge) -> None:
     """Paris, the first site, is overtaken in the flush: lyon evaluates and publishes."""
-    sets = ("outer.rounds=2", "site.stages=1", "network.link_timeout=24", "network.heartbeat=8")
+    sets = ("outer.rounds=2", "site.stages=1", "network.link_timeout=24", "network.heartbeat=10")
     run = forge.train(workshop, "late-at-the-flush", *sets, hooks="late-at-the-flush")
     assert run.wait() == 0, run.output()
     assert "paris is left behind" in run.printed()

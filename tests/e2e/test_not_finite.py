@@ -10,7 +10,7 @@ from tests.support.harness import PATIENT, Workshop, verdicts
 pytestmark = pytest.mark.runs
 
 ONE_STAGE = ("site.stages=1", "checkpoint.every_rounds=1", PATIENT)
-FAILS = "network.heartbeat=6"
+FAILS = "network.heartbeat=10"
 """For runs that fail: their coordinator answers for two more beats, fifths of this."""
 
 

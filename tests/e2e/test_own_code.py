@@ -17,7 +17,7 @@ pytestmark = pytest.mark.runs
 
 SETS = (
     "outer.rounds=400", "evaluation.every_rounds=1", "checkpoint.every_rounds=0", "site.stages=1",
-    "inner.optimizer=sgd", "network.heartbeat=6",
+    "inner.optimizer=sgd", "network.heartbeat=10",
 )  # fmt: skip
 
 

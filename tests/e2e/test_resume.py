@@ -15,9 +15,9 @@ from tests.support.harness import Run, Workshop, verdicts
 pytestmark = pytest.mark.alone
 
 # A stop takes effect some two beats of slots later (the lease), so the run must outlast two, and in
-# the first case three deaths after them.
+# the first case three deaths after them. Until the second stop steps are paced: a beat has few.
 SETS = ("outer.rounds=36", "checkpoint.every_rounds=0")
-OUTLASTING = "outer.rounds=48"
+OUTLASTING = "outer.rounds=28"
 DEATHS = (
     "kill/write/1/paris-stage1-shard0",
     "kill/send/5/lyon-stage0-shard0",
@@ -101,13 +101,13 @@ def test_two_stops_change_nothing(
 ) -> None:
     """And, in the first case, three deaths of the whole run: `DEATHS`."""
     whole = workshop.train(f"whole-{name}", *SETS, *sets)
-    cut = workshop.start(f"cut-{name}", *SETS, *sets)
+    cut = forge.train(workshop, f"cut-{name}", *SETS, *sets, hooks="paced")
     cut.until_round(1)
     cut.interrupt()
     assert cut.wait() == 130, cut.output()
     assert "--resume" in cut.printed()
     stopped_at = len(cut.records())
-    again = workshop.start(f"cut-{name}", *SETS, *sets, flags=("--resume",))
+    again = forge.train(workshop, f"cut-{name}", *SETS, *sets, hooks="paced", flags=("--resume",))
     again.until(lambda: len(again.records()) > stopped_at)
     again.terminate()
     assert again.wait() == 130, again.output()

@@ -184,6 +184,22 @@ def late_at_the_flush() -> dict[str, Any]:
     return {}
 
 
+def paced() -> dict[str, Any]:
+    """An inner step takes 40 ms or longer, so that on a fast machine, too, a run has few rounds
+    between a signal and the stop."""
+    original = SiteModel.inner_step
+
+    @functools.wraps(original)
+    def inner_step(self: SiteModel, *arguments: Any) -> Any:
+        end = time.monotonic() + 0.04
+        result = original(self, *arguments)
+        time.sleep(max(0.0, end - time.monotonic()))
+        return result
+
+    SiteModel.inner_step = inner_step  # type: ignore[method-assign]
+    return {}
+
+
 def slow_steps() -> dict[str, Any]:
     """An inner step takes .3 s, as on hardware and models of some size."""
 
@@ -350,6 +366,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "donor-dies": donor_dies,
     "false-donor": false_donor,
     "replica-dies": replica_dies,
+    "paced": paced,
     "slow-steps": slow_steps,
     "late-at-the-flush": late_at_the_flush,
     "other-start": other_start,
