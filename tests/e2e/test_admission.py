@@ -45,7 +45,8 @@ def audited(workshop: Workshop, forge: Forge, run: ForkedRun, round_: str) -> di
 def test_a_poisoning_site_is_named_though_no_rank_has_the_whole_model(
     workshop: Workshop, forge: Forge
 ) -> None:
-    run = forge.train(workshop, "poisoned-stages", *GATED, hooks="poisoning", sites=SITES[1:])
+    sets = (*GATED, "outer.rounds=3")
+    run = forge.train(workshop, "poisoned-stages", *sets, hooks="poisoning", sites=SITES[1:])
     assert run.wait(LIMIT) == 0, run.output()
     assert named(run) == {"rome": {"loss"}}
     digests = {r["anchor_digest"] for site in SITES[1:] for r in run.records("flush", site)}

@@ -106,13 +106,13 @@ def test_methods_and_rules_train(workshop: Workshop, name: str, sets: tuple[str,
         name,
         "outer.inner_steps=8",
         *given,
-        "outer.rounds=6",
+        "outer.rounds=4",
         "checkpoint.every_rounds=0",
         PATIENT,
         *sets,
     )
     rounds = run.records("round")
-    assert len(rounds) == 6
+    assert len(rounds) == 4
     assert all(record["sites"] == 2 for record in rounds)
     # allreduce has nothing to flush; the others exchange in each round.
     assert all(record["payload_bytes"] > 0 for record in rounds[1:])

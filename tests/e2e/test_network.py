@@ -15,7 +15,7 @@ from tests.support.harness import PATIENT, Run, Workshop, verdicts
 
 pytestmark = pytest.mark.runs
 
-SETS = ("outer.rounds=4", "checkpoint.every_rounds=0", PATIENT)
+SETS = ("outer.rounds=3", "checkpoint.every_rounds=0", PATIENT)
 
 
 def start_coordinator(

@@ -71,7 +71,7 @@ def test_a_site_alone_ends_with_one_line(
 
 
 def test_a_poisoned_pseudo_gradient_is_dropped(workshop: Workshop, forge: Forge) -> None:
-    run = forge.train(workshop, "poisoned", "outer.rounds=4", PATIENT, hooks="poisoned")
+    run = forge.train(workshop, "poisoned", "outer.rounds=3", PATIENT, hooks="poisoned")
     assert run.wait() == 0, run.output()
     dropped = {r["round"]: r["dropped"] for r in run.records("round", "lyon") if "dropped" in r}
     assert dropped == {1: "stage 0: pseudo-gradient of model.embed_tokens.weight[9571]"}
