@@ -57,7 +57,7 @@ from dilocox.inner import (
     set_threads,
 )
 from dilocox.models import count_parameters, load_model_config
-from dilocox.training.launch.local import prepare_data
+from dilocox.training.launch.data_preparation import prepare_data
 from dilocox.utils import processes
 
 TARGET = 0.97

@@ -29,7 +29,7 @@ from dilocox.coordinator.server.event_log import EventLog
 from dilocox.errors import DilocoxError
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.training import builder
-from dilocox.training.launch.local import prepare_data
+from dilocox.training.launch.data_preparation import prepare_data
 
 SITES = ("paris", "lyon", "oslo", "rome")
 GATED = {"aggregation": "clip", "gate": True}

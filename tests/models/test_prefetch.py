@@ -17,7 +17,7 @@ from dilocox.models import prefetch
 from dilocox.models.meta_model import build_skeleton
 from dilocox.models.prefetch import fetch_weights
 from dilocox.training.builder import Hooks
-from dilocox.training.launch import local
+from dilocox.training.launch import local, preflight
 
 pytestmark = pytest.mark.waits
 
@@ -135,9 +135,9 @@ def test_a_run_whose_weights_cannot_be_used_takes_no_earlier_run_away(
     def later(*_: object, **__: object) -> None:
         raise AssertionError("the text is prepared only after the weights are there")
 
-    monkeypatch.setattr(local, "check_tokenizer", lambda _: None)
-    monkeypatch.setattr(local.preflight, "check_model", lambda _: None)
-    monkeypatch.setattr(local, "prepare_data", later)
+    monkeypatch.setattr(preflight, "check_tokenizer", lambda _: None)
+    monkeypatch.setattr(preflight, "check_model", lambda _: None)
+    monkeypatch.setattr(preflight, "prepare_data", later)
     pickled(whole)
     with pytest.raises(ModelError, match="pickled"):
         local.train_here(run, Hooks(), resume=False, overwrite=True, debug=False)
@@ -152,8 +152,8 @@ def test_a_site_has_its_weights_before_it_enrols(
 
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(local.preflight, "check_model", lambda _: None)
-    monkeypatch.setattr(local, "prepare_data", later)
+    monkeypatch.setattr(preflight, "check_model", lambda _: None)
+    monkeypatch.setattr(preflight, "prepare_data", later)
     monkeypatch.setattr(local, "keep_site", later)
     pickled(whole)
     with pytest.raises(ModelError, match="pickled"):

@@ -13,7 +13,8 @@ from dilocox.data import prepare
 from dilocox.errors import ConfigError, RecordError
 from dilocox.models import count_parameters
 from dilocox.training.builder import ModelPlan
-from dilocox.training.launch import preflight
+from dilocox.training.launch import capacity_check, preflight
+from dilocox.training.launch.model_check import check_blueprint
 from dilocox.training.payload_sizes import model_shapes
 from dilocox.training.record_volume import payload_bytes, record_bytes, record_line
 from dilocox.utils.formatting import size
@@ -35,8 +36,8 @@ def test_too_little_disk_for_the_record(prepared: Path, monkeypatch: pytest.Monk
     many = config(prepared, outer={"rounds": 10**6}, compression={"codec": "none"})
     few = config(prepared, compression={"codec": "none"})
     blueprint = ModelPlan.of(few, 270)
-    parameters = sum(preflight._check_blueprint(few, blueprint))
-    needed = preflight.record_bytes(few, blueprint, parameters)
+    parameters = sum(check_blueprint(few, blueprint))
+    needed = record_bytes(few, blueprint, parameters)
     # theta_0, and three times (two rounds and the flush) two sites' payloads, dense and a little
     # more: tensors start at whole blocks of 128 values, and every frame has a header.
     shapes = model_shapes(few, blueprint)
@@ -45,19 +46,17 @@ def test_too_little_disk_for_the_record(prepared: Path, monkeypatch: pytest.Monk
 
     # A state of every fourth round of 10, at both sites.
     ten = {"outer": {"rounds": 10}, "compression": {"codec": "none"}}
-    without = preflight.record_bytes(config(prepared, **ten), blueprint, parameters)
+    without = record_bytes(config(prepared, **ten), blueprint, parameters)
     kept = config(prepared, **ten, record={"states_every": 4})
-    assert preflight.record_bytes(kept, blueprint, parameters) - without == 3 * 2 * 32 * parameters
+    assert record_bytes(kept, blueprint, parameters) - without == 3 * 2 * 32 * parameters
     # The newest, and the one that is being written before an older one goes.
     newest = config(prepared, **ten, record={"states_every": 4, "states_keep": 1})
-    assert (
-        preflight.record_bytes(newest, blueprint, parameters) - without == 2 * 2 * 32 * parameters
-    )
+    assert record_bytes(newest, blueprint, parameters) - without == 2 * 2 * 32 * parameters
 
     class Usage:
         free = 10**9
 
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr(capacity_check.shutil, "disk_usage", lambda _: Usage)
     preflight.check_run(few, 270, sites_here=2)
     with pytest.raises(ConfigError, match=r"the run's record will need .* record\.enabled = false"):
         preflight.check_run(many, 270, sites_here=2)
@@ -79,15 +78,15 @@ def test_nothing_is_refused_for_what_the_controller_would_not_send(
     fixed = config(prepared, **long, compression={"codec": "none"})
     by_link = config(prepared, **long, control={"adapt": "link", "pinned": []})
     blueprint = ModelPlan.of(fixed, 270)
-    parameters = sum(preflight._check_blueprint(fixed, blueprint))
+    parameters = sum(check_blueprint(fixed, blueprint))
     most, least = (record_bytes(each, blueprint, parameters) for each in (fixed, by_link))
     assert least < most / 20
 
     class Usage:
         free = (least + most) // 2
 
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage)
-    monkeypatch.setattr(preflight.memory, "disk_bytes", lambda *_: 0)
+    monkeypatch.setattr(capacity_check.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr(capacity_check.memory, "disk_bytes", lambda *_: 0)
     preflight.check_run(by_link, 270, sites_here=2)
     with pytest.raises(ConfigError, match=r"the run's record will need"):
         preflight.check_run(fixed, 270, sites_here=2)
@@ -99,7 +98,7 @@ def test_a_bound_bounds_what_the_record_needs(prepared: Path) -> None:
         config(prepared, **many, record={"keep": keep}) for keep in ("auto", 8, "10MB")
     )
     blueprint = ModelPlan.of(whole, 270)
-    parameters = sum(preflight._check_blueprint(whole, blueprint))
+    parameters = sum(check_blueprint(whole, blueprint))
     assert record_bytes(budget, blueprint, parameters) <= 4 * parameters + 2 * 10**7
     # 8 rounds in windows of 2, two of which may be under way; 5 states of 8 bytes per parameter.
     (payload,) = payload_bytes(rounds, blueprint, ["none"])

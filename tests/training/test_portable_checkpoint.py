@@ -14,9 +14,13 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.server.ledger import Ledger
 from dilocox.data import TokenFiles, prepare
 from dilocox.training.builder import Hooks
-from dilocox.training.launch import local, preflight
+from dilocox.training.launch import data_check, local, preflight
 from dilocox.training.launch.tokenizer_check import check_tokenizer
-from dilocox.training.portable_checkpoint import Handover
+from dilocox.training.portable_checkpoint import (
+    Handover,
+    check_handed_momentum,
+    check_handover,
+)
 from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal, write_text
 
 pytestmark = pytest.mark.waits
@@ -54,10 +58,11 @@ def started(run: RunConfig, monkeypatch: pytest.MonkeyPatch, as_site: bool = Fal
     def later(*_: object, **__: object) -> None:
         raise AssertionError("the text is prepared")
 
-    monkeypatch.setattr(local, "fetch_weights", lambda *_: None)
-    monkeypatch.setattr(local, "prepare_data", later)
+    monkeypatch.setattr(preflight, "fetch_weights", lambda *_: None)
+    monkeypatch.setattr(preflight, "prepare_data", later)
     if as_site:
-        return refusal(local._check_site, run, "paris", None, Hooks())
+        role = preflight.Role("join", site="paris", url="https://localhost:1")
+        return refusal(preflight.check, run, role)
     return refusal(local.train_here, run, Hooks(), resume=False, overwrite=False, debug=False)
 
 
@@ -131,8 +136,9 @@ def test_preparing_alone_asks_for_the_tokenizer_too(place: Path, tmp_path: Path)
 
 def test_a_run_that_can_go_on(place: Path) -> None:
     run = going_on(place)
-    local.check_handover(run)
-    preflight.check_handed_data(run, TokenFiles.open(run.data_folder))
+    check_handover(run)
+    check_handed_momentum(run)
+    data_check.check_handed_data(run, TokenFiles.open(run.data_folder))
 
 
 def test_other_token_files_are_refused_with_the_likely_cause(place: Path, tmp_path: Path) -> None:

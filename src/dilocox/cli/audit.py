@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from dilocox.record.verify.audit_sampling import read_randomness
     from dilocox.training.launch import verdict_hand_in
-    from dilocox.training.launch.local import stay_forkable
+    from dilocox.training.launch.forking import stay_forkable
 
     stay_forkable()
     if options.sample is not None and (options.site or options.round is not None):
@@ -149,7 +149,7 @@ def run_auditor(options: argparse.Namespace) -> int:
     """
     from dilocox.record.log.audit_verdicts import read_all
     from dilocox.training.launch import verdict_hand_in
-    from dilocox.training.launch.local import stay_forkable
+    from dilocox.training.launch.forking import stay_forkable
 
     stay_forkable()
     audited, signer = _opened(options), _signer(options.key)

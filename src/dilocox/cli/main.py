@@ -399,7 +399,7 @@ def _hand_over(options: argparse.Namespace) -> int:
 def _data_prepare(options: argparse.Namespace) -> int:
     from dilocox.config.run_config import load_run
     from dilocox.data import show
-    from dilocox.training.launch.local import prepare_data
+    from dilocox.training.launch.data_preparation import prepare_data
     from dilocox.training.launch.tokenizer_check import check_tokenizer
 
     config = load_run(options.run, options.overrides)

@@ -123,10 +123,19 @@ class Handover(BaseModel):
 def check_handover(config: RunConfig) -> None:
     """Check that the run can continue from its handover, without a look at token files.
 
-    Does nothing if the run file names no handover. Raises `ConfigError` if the run cannot continue
-    from the handover, and `CheckpointError` if the handover is missing or damaged.
+    Does nothing if the run file names no handover. The outer momentum is not read, see
+    `check_handed_momentum`. Raises `ConfigError` if the run cannot continue from the handover, and
+    `CheckpointError` if the handover cannot be read.
     """
     if config.model.handover:
-        found = Handover.read(config.model.path)
-        found.check_run(config)
-        found.check_momentum(str(config.model.path))
+        Handover.read(config.model.path).check_run(config)
+
+
+def check_handed_momentum(config: RunConfig) -> None:
+    """Check the digest of the outer momentum from which the run continues, by reading the file.
+
+    Does nothing if the run file names no handover. Raises `CheckpointError` if the momentum is
+    missing or damaged.
+    """
+    if config.model.handover:
+        Handover.read(config.model.path).check_momentum(str(config.model.path))

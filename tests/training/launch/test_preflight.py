@@ -16,7 +16,17 @@ from dilocox.data import TokenFiles, prepare
 from dilocox.errors import ConfigError, DataError, ModelError, TrainingError
 from dilocox.inner import memory
 from dilocox.training.builder import Hooks
-from dilocox.training.launch import coordinator_process, local, preflight
+from dilocox.training.launch import (
+    capacity_check,
+    coordinator_check,
+    coordinator_process,
+    data_check,
+    local,
+    model_check,
+    preflight,
+    run_folder,
+)
+from dilocox.training.launch.headline import headline
 from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal, write_text
 
 pytestmark = pytest.mark.waits
@@ -62,7 +72,7 @@ def content(folder: Path) -> dict[str, str]:
 
 def test_a_new_folder_is_made(tmp_path: Path) -> None:
     run = config(tmp_path)
-    assert preflight.claim_folder(run, resume=False) == run.folder
+    assert run_folder.claim_folder(run, resume=False) == run.folder
     assert run.folder.is_dir()
     assert not list(run.folder.iterdir())
 
@@ -70,7 +80,7 @@ def test_a_new_folder_is_made(tmp_path: Path) -> None:
 def test_a_folder_with_a_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     run = begun(tmp_path)
     before = content(run.folder)
-    text = refusal(preflight.claim_folder, run, resume=False)
+    text = refusal(run_folder.claim_folder, run, resume=False)
     assert text.startswith(f"{run.folder}: holds a run already; add --resume to go on, --overwrite")
     assert content(run.folder) == before
 
@@ -79,13 +89,13 @@ def test_resuming_another_run_names_the_key_that_differs(tmp_path: Path) -> None
     run = begun(tmp_path)
     before = content(run.folder)
     other = config(tmp_path, inner={"learning_rate": 0.5})
-    text = refusal(preflight.claim_folder, other, resume=True)
+    text = refusal(run_folder.claim_folder, other, resume=True)
     assert "was started with inner.learning_rate = 0.001, but the run file has 0.5" in text
-    text = refusal(preflight.claim_folder, config(tmp_path, sites={"oslo": {}}), resume=True)
+    text = refusal(run_folder.claim_folder, config(tmp_path, sites={"oslo": {}}), resume=True)
     assert "was started with other sites" in text
     # Places may change: a resumed run may be given more threads or another port.
     moved = config(tmp_path, site={"threads": 2}, network={"port": 4711})
-    preflight.claim_folder(moved, resume=True)
+    run_folder.claim_folder(moved, resume=True)
     assert content(run.folder) == before
 
 
@@ -93,9 +103,9 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_begun(tmp_path: Path) -> No
     run = begun(tmp_path)
     path = run.folder / "run.toml"
     path.write_text(path.read_text().replace("moments = true\n", ""))
-    text = refusal(preflight.claim_folder, run, resume=True)
+    text = refusal(run_folder.claim_folder, run, resume=True)
     assert "compression.moments = false, but the run file has true; resume with --set" in text
-    preflight.claim_folder(config(tmp_path, compression={"moments": False}), resume=True)
+    run_folder.claim_folder(config(tmp_path, compression={"moments": False}), resume=True)
 
 
 @pytest.mark.parametrize("start", ["train", "coordinator"])
@@ -124,12 +134,12 @@ def test_a_run_from_before_a_new_default_goes_on_with_its_own(
 def test_a_damaged_run_file_in_the_folder(tmp_path: Path, damage: str) -> None:
     run = begun(tmp_path)
     (run.folder / "run.toml").write_text(damage, encoding="utf-8")
-    assert str(run.folder / "run.toml") in refusal(preflight.claim_folder, run, resume=True)
+    assert str(run.folder / "run.toml") in refusal(run_folder.claim_folder, run, resume=True)
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
     run = config(tmp_path)
-    assert "no run to resume" in refusal(preflight.claim_folder, run, resume=True)
+    assert "no run to resume" in refusal(run_folder.claim_folder, run, resume=True)
     assert not run.folder.exists()
 
 
@@ -142,9 +152,9 @@ def test_overwriting_takes_the_run_away_and_nothing_else(tmp_path: Path) -> None
     outside.mkdir()
     (outside / "file").write_text("x", encoding="utf-8")
     (run.folder / "logs").symlink_to(outside)
-    preflight.check_folder(run, resume=False, overwrite=True)
+    run_folder.check_folder(run, resume=False, overwrite=True)
     assert (run.folder / "run.toml").exists(), "the check alone takes nothing away"
-    preflight.claim_folder(run, resume=False, overwrite=True)
+    run_folder.claim_folder(run, resume=False, overwrite=True)
     assert sorted(e.name for e in run.folder.iterdir()) == ["my-tokens", "notes.txt"]
     assert (outside / "file").exists()
 
@@ -155,16 +165,16 @@ def test_a_run_that_is_going_on_is_left_alone(tmp_path: Path, options: dict[str,
     with (run.folder / "coordinator" / "coordinator.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = content(run.folder)
-        assert "its run is going on right now" in refusal(preflight.claim_folder, run, **options)
+        assert "its run is going on right now" in refusal(run_folder.claim_folder, run, **options)
         assert content(run.folder) == before
-    preflight.claim_folder(run, **options)
+    run_folder.claim_folder(run, **options)
 
 
 def test_files_of_no_run_are_not_mixed_with_one(tmp_path: Path) -> None:
     run = config(tmp_path)
     run.folder.mkdir()
     (run.folder / "thesis.tex").write_text("x", encoding="utf-8")
-    text = refusal(preflight.claim_folder, run, resume=False)
+    text = refusal(run_folder.claim_folder, run, resume=False)
     assert "holds files that no run has written (thesis.tex)" in text
 
 
@@ -172,15 +182,15 @@ def test_token_files_that_were_prepared_before_are_no_hindrance(tmp_path: Path) 
     run = config(tmp_path, data={"folder": "{run}/tokens/first"})
     (run.folder / "tokens" / "first").mkdir(parents=True)
     (run.folder / ".tokens.partial-host-1").mkdir()
-    preflight.claim_folder(run, resume=False)
+    run_folder.claim_folder(run, resume=False)
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
-    text = refusal(preflight.claim_folder, config(tmp_path / "file"), resume=False)
+    text = refusal(run_folder.claim_folder, config(tmp_path / "file"), resume=False)
     assert "cannot be written to (Not a directory); choose another run.folder" in text
     (tmp_path / "run").write_text("x", encoding="utf-8")
-    text = refusal(preflight.claim_folder, config(tmp_path), resume=False)
+    text = refusal(run_folder.claim_folder, config(tmp_path), resume=False)
     assert "cannot be written to (Not a directory)" in text
 
 
@@ -189,8 +199,8 @@ def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(**_: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", refuse)
-    text = refusal(preflight.claim_folder, config(tmp_path), resume=False)
+    monkeypatch.setattr(run_folder.tempfile, "TemporaryFile", refuse)
+    text = refusal(run_folder.claim_folder, config(tmp_path), resume=False)
     assert "cannot be written to (Read-only file system); choose another run.folder" in text
 
 
@@ -203,25 +213,27 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         run = config(tmp_path, network={"port": port})
-        text = refusal(preflight.check_coordinator, run)
+        text = refusal(coordinator_check.check_coordinator, run)
         assert text.startswith(f"network.port {port} on 127.0.0.1: cannot be listened on (")
         assert "choose another network.port (0 takes a free one)" in text
-    preflight.check_coordinator(run)
+    coordinator_check.check_coordinator(run)
 
 
 def test_an_address_that_is_not_of_this_machine(tmp_path: Path) -> None:
     run = config(tmp_path, network={"host": "192.0.2.1"})
-    assert "network.port 0 on 192.0.2.1: cannot" in refusal(preflight.check_coordinator, run)
+    assert "network.port 0 on 192.0.2.1: cannot" in refusal(
+        coordinator_check.check_coordinator, run
+    )
 
 
 @pytest.mark.parametrize("count", [-1, 0, 3])
 def test_wait_for_out_of_range(tmp_path: Path, count: int) -> None:
-    text = refusal(preflight.check_coordinator, config(tmp_path), wait_for=count)
+    text = refusal(coordinator_check.check_coordinator, config(tmp_path), wait_for=count)
     assert text == (
         f"--wait-for {count}: give a number of sites from outer.min_sites = 1 to the 2 of the "
         "run file"
     )
-    preflight.check_coordinator(config(tmp_path), wait_for=2)
+    coordinator_check.check_coordinator(config(tmp_path), wait_for=2)
 
 
 # --- the model ---
@@ -278,14 +290,14 @@ def test_models_that_cannot_be_trained_so(
 ) -> None:
     run = config(tmp_path, **change)
     with pytest.raises(kind) as caught:
-        preflight.check_model(run)
+        model_check.check_model(run)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir()), "the check writes nothing"
 
 
 def test_a_good_model(tmp_path: Path) -> None:
-    preflight.check_model(config(tmp_path))
+    model_check.check_model(config(tmp_path))
 
 
 # --- the tokenizer ---
@@ -345,10 +357,10 @@ def test_private_text_with_another_vocabulary(place: Path) -> None:
 def test_private_text_with_another_tokenizer_of_the_same_size(place: Path) -> None:
     run = private(place, "other")
     with pytest.raises(DataError, match="made with another tokenizer than the run's"):
-        preflight.check_data(run, TokenFiles.open(place / "tokens"), ["lyon"])
+        data_check.check_data(run, TokenFiles.open(place / "tokens"), ["lyon"])
     # The other site does not have lyon's files, and need not.
     shutil.rmtree(place / "other")
-    preflight.check_data(run, TokenFiles.open(place / "tokens"), ["paris"])
+    data_check.check_data(run, TokenFiles.open(place / "tokens"), ["paris"])
     preflight.check_run(run, 270, sites_here=1)
 
 
@@ -364,7 +376,7 @@ def test_a_tokenizer_larger_than_the_models_vocabulary(place: Path) -> None:
 
 
 def test_too_little_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "available_memory", lambda: 1000)
+    monkeypatch.setattr(capacity_check, "available_memory", lambda: 1000)
     text = refusal(preflight.check_run, config(place), 270, sites_here=2)
     assert text.startswith("2 sites here need ")
     assert "use a smaller model, or put the sites on machines of their own" in text
@@ -373,19 +385,19 @@ def test_too_little_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_attention_that_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks alone would find out, after the text was prepared and the site had enrolled."""
     run = config(place, model={"attention": "flash_attention_2"})
-    assert "needs a GPU, ranks here have none" in refusal(preflight.check_model, run)
-    monkeypatch.setattr(preflight, "ranks_use_gpu", lambda _: True)
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    assert "needs the package flash-attn" in refusal(preflight.check_model, run)
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: object())
-    preflight.check_model(run)
+    assert "needs a GPU, ranks here have none" in refusal(model_check.check_model, run)
+    monkeypatch.setattr(model_check, "ranks_use_gpu", lambda _: True)
+    monkeypatch.setattr(model_check.importlib.util, "find_spec", lambda name: None)
+    assert "needs the package flash-attn" in refusal(model_check.check_model, run)
+    monkeypatch.setattr(model_check.importlib.util, "find_spec", lambda name: object())
+    model_check.check_model(run)
 
 
 def test_too_little_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 1000
 
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr(capacity_check.shutil, "disk_usage", lambda _: Usage)
     with pytest.raises(
         ConfigError, match=r"need 0\.0 GiB, 0\.0 GiB are free; lower checkpoint\.ke"
     ):
@@ -419,7 +431,7 @@ def test_free_memory_is_judged_with_what_a_bounded_record_copies(
 
 
 def test_free_memory_is_a_number_of_bytes() -> None:
-    available = preflight.available_memory()
+    available = capacity_check.available_memory()
     assert available is None or 2**20 < available < 2**50
 
 
@@ -432,15 +444,15 @@ def test_a_full_start_that_is_refused_late_loses_nothing(place: Path, tmp_path: 
         site={"stages": 4, "chunks": 1, "batch_size": 16},
         outer={"fragments": 99, "inner_steps": 99},
     )
-    preflight.check_folder(bad, resume=False, overwrite=True)
-    preflight.check_coordinator(bad)
+    run_folder.check_folder(bad, resume=False, overwrite=True)
+    coordinator_check.check_coordinator(bad)
     with pytest.raises(ConfigError, match=r"outer\.fragments"):
-        preflight.check_model(bad)
+        model_check.check_model(bad)
     assert content(run.folder) == before
 
 
 def test_the_headline_says_what_is_trained(place: Path) -> None:
-    text = preflight.headline(config(place), TokenFiles.open(place / "tokens"))
+    text = headline(config(place), TokenFiles.open(place / "tokens"))
     assert text.startswith("run run: qwen3, ")
     assert "2 sites x 2 stages x 1 shard" in text
     assert "vocabulary 270" in text
@@ -448,7 +460,7 @@ def test_the_headline_says_what_is_trained(place: Path) -> None:
 
 def test_errors_of_the_folder_are_of_the_right_kind(tmp_path: Path) -> None:
     with pytest.raises(TrainingError):
-        preflight.check_folder(config(tmp_path), resume=True)
+        run_folder.check_folder(config(tmp_path), resume=True)
     assert memory.GIB == 2**30
 
 
@@ -479,7 +491,7 @@ def test_a_start_is_refused_before_any_process_of_the_run(
         return start(*arguments, name=name)
 
     monkeypatch.setattr(local.processes, "start", watched)
-    monkeypatch.setattr(preflight, "check_sinks", _without_wandb)
+    monkeypatch.setattr(coordinator_check, "check_sinks", _without_wandb)
     if expected == "data.source":
         change["data"]["folder"] = str(place / "never")
     run = config(place, "refused", **change)

@@ -11,7 +11,7 @@ from dilocox.config.run_config import resolve_run
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import ConfigError
 from dilocox.training.builder import Hooks
-from dilocox.training.launch import local
+from dilocox.training.launch import forking
 from dilocox.training.launch import site as site_process
 from dilocox.training.launch.rank import RankJob
 
@@ -57,39 +57,39 @@ def test_sites_of_one_machine_have_ranks_of_different_numbers(
 def test_who_forks_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
     asked: list[int] = []
-    monkeypatch.setattr(local.torch, "set_num_threads", asked.append)
-    local.stay_forkable()
+    monkeypatch.setattr(forking.torch, "set_num_threads", asked.append)
+    forking.stay_forkable()
     assert asked == [1]
-    assert local.os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert forking.os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
 @pytest.fixture
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
-    monkeypatch.setattr(local.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(forking.torch, "set_num_threads", lambda count: None)
 
 
 def test_a_notebook_that_has_used_a_gpu_is_refused(
     own_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any process is there; runs on processors are not."""
-    local.stay_forkable()
-    monkeypatch.setattr(local.torch.cuda, "is_initialized", lambda: True)
+    forking.stay_forkable()
+    monkeypatch.setattr(forking.torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"has used CUDA already.*restart its kernel"):
-        local.stay_forkable()
-    local.stay_forkable("cpu")
+        forking.stay_forkable()
+    forking.stay_forkable("cpu")
 
 
 def test_who_has_asked_for_gpus_may_have_spoiled_them_for_its_children(
     own_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`torch.cuda.is_available()` alone does; where there is no GPU that is no matter."""
-    monkeypatch.setattr(local, "machine_has_gpu", lambda: True)
+    monkeypatch.setattr(forking, "machine_has_gpu", lambda: True)
     # Other tests may have asked, in a CUDA build.
-    monkeypatch.setattr(local.torch.cuda, "_is_in_bad_fork", lambda: False)
-    local.stay_forkable()
-    monkeypatch.setattr(local.torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(forking.torch.cuda, "_is_in_bad_fork", lambda: False)
+    forking.stay_forkable()
+    monkeypatch.setattr(forking.torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(ConfigError, match="has used CUDA already"):
-        local.stay_forkable("cuda")
-    monkeypatch.setattr(local, "machine_has_gpu", lambda: False)
-    local.stay_forkable()
+        forking.stay_forkable("cuda")
+    monkeypatch.setattr(forking, "machine_has_gpu", lambda: False)
+    forking.stay_forkable()

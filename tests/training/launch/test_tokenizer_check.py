@@ -9,7 +9,7 @@ import pytest
 
 from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.training.builder import Hooks
-from dilocox.training.launch import coordinator_process, local, preflight
+from dilocox.training.launch import coordinator_process, local, model_check
 from dilocox.training.launch.tokenizer_check import check_tokenizer
 from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal
 
@@ -82,11 +82,11 @@ def test_the_size_of_a_tokenizer_is_known_before_the_text_is_read(
 ) -> None:
     small = {"architecture": None, "path": str(pretrained(tmp_path / "small", place, 269))}
     tokens = {"folder": str(tmp_path / "data")}
-    text = refusal(preflight.check_model, config(tmp_path, model=small, data=tokens))
+    text = refusal(model_check.check_model, config(tmp_path, model=small, data=tokens))
     assert "the tokenizer has 270 tokens, the model's vocabulary 269" in text
     large = {"architecture": None, "path": str(pretrained(tmp_path / "large", place, 1000))}
     own = config(tmp_path, model=large, data=tokens)
-    preflight.check_model(own)
+    model_check.check_model(own)
     check_tokenizer(own)  # embeddings may have rows that no token uses
     other = config(tmp_path, model=large, data={**tokens, "tokenizer": small["path"]})
     text = refusal(check_tokenizer, other)

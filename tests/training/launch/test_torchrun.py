@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import ConfigError, JoinError
-from dilocox.training.launch import local, torchrun
+from dilocox.training.launch import local, preflight, torchrun
 from dilocox.training.launch import rank as rank_process
 from dilocox.training.launch.supervisor import listening
 from dilocox.training.launch.torchrun import Seal, agree, meeting_place
@@ -233,7 +233,7 @@ def test_all_is_checked_before_a_group_or_cuda_is_there(
             assert not dist.is_initialized()
             done.append(name)
             if name == "check_run":
-                assert options == {"sites_here": 1, "ranks_here": 1}
+                assert options == {"sites_here": 1, "own_dataset": False, "ranks_here": 1}
             return answer
 
         return noted
@@ -246,9 +246,9 @@ def test_all_is_checked_before_a_group_or_cuda_is_there(
             return "identity"
 
     for name in ("check_model", "check_run", "check_data"):
-        monkeypatch.setattr(local.preflight, name, step(name))
-    monkeypatch.setattr(local, "fetch_weights", step("fetch_weights"))
-    monkeypatch.setattr(local, "prepare_data", step("prepare_data", Files()))
+        monkeypatch.setattr(preflight, name, step(name))
+    monkeypatch.setattr(preflight, "fetch_weights", step("fetch_weights"))
+    monkeypatch.setattr(preflight, "prepare_data", step("prepare_data", Files()))
     monkeypatch.setattr(local, "rank_variables", lambda: variables(0, 1))
     monkeypatch.setattr(torchrun, "enrol_site", step("enrol_site", Identity()))
     monkeypatch.setattr(torchrun.Identity, "from_text", lambda text: text)

@@ -37,11 +37,11 @@ from dilocox.tools.testbed.testbed import HUB, Lab
 from dilocox.training.builder import Hooks
 from dilocox.training.launch import preflight
 from dilocox.training.launch.console import Display
-from dilocox.training.launch.coordinator_process import ENDPOINT, coordinate
-from dilocox.training.launch.local import have_files, stay_forkable
+from dilocox.training.launch.coordinator_check import ENDPOINT
+from dilocox.training.launch.coordinator_process import coordinate
+from dilocox.training.launch.run_folder import claim_folder
 from dilocox.training.launch.site import run_site
 from dilocox.training.launch.supervisor import print_error
-from dilocox.training.launch.tokenizer_check import check_tokenizer
 from dilocox.utils import chrome_trace, processes
 
 EVERY = 0.25
@@ -149,10 +149,7 @@ def alone(config: RunConfig, site: str) -> RunConfig:
 
 def check(config: RunConfig, display: Display | None = None) -> None:
     """Refuse a run that cannot work, before anything starts. Prepares missing token files."""
-    stay_forkable(config.site.device)
-    check_tokenizer(config)
-    files = have_files(config, display)
-    preflight.check_run(config, files.vocabulary_size, sites_here=len(config.sites))
+    preflight.check(config, preflight.Role("lab"), display)
 
 
 @dataclass
@@ -301,7 +298,7 @@ def _claim(config: RunConfig, overwrite: bool) -> None:
     """Make the run's folder. The check needs an address of this machine's own network, which the
     coordinator's in the lab is not."""
     network = config.network.model_copy(update={"host": "127.0.0.1"})
-    preflight.claim_folder(config.model_copy(update={"network": network}), False, overwrite)
+    claim_folder(config.model_copy(update={"network": network}), False, overwrite)
     chrome_trace.discard(config.folder)
 
 

@@ -13,8 +13,8 @@ from dilocox.tools.testbed.commands import LabError
 from dilocox.tools.testbed.results import RunResult
 from dilocox.tools.testbed.run import alone, check, run, run_alone
 from dilocox.tools.testbed.testbed import Lab
-from dilocox.training.launch import preflight
 from dilocox.training.launch.console import Display
+from dilocox.training.launch.run_folder import check_folder
 from dilocox.utils.formatting import number
 
 
@@ -94,7 +94,7 @@ class Session:
         if self._alone:
             runs += [alone(self._config, site) for site in self._config.sites]
         for each in runs:
-            preflight.check_folder(each, resume=False, overwrite=self._overwrite)
+            check_folder(each, resume=False, overwrite=self._overwrite)
         if json_file is not None and not json_file.absolute().parent.is_dir():
             raise LabError(f"--json {json_file}: no folder {json_file.parent}; make it first")
 

@@ -13,7 +13,6 @@ from typing import Any
 from dilocox.config.run_config import RunConfig, load_written
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
-from dilocox.coordinator.client.transport import host_and_port
 from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.metrics.run_metrics import Record, RunMetrics
@@ -30,13 +29,10 @@ from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.record.writer.one_writer import held
 from dilocox.training.launch import preflight
 from dilocox.training.launch.console import Display
-from dilocox.training.launch.tokenizer_check import check_trained_tokenizer
-from dilocox.training.payload_sizes import payload_sizes
+from dilocox.training.launch.coordinator_check import ENDPOINT
+from dilocox.training.launch.run_folder import claim_folder
 from dilocox.training.portable_checkpoint import Handover
 
-ENDPOINT = "endpoint.json"
-"""File in the coordinator's folder with address, join tokens and the operator's identity. Only its
-owner can read it."""
 LOG_PATIENCE = 3.0
 """Seconds that a start waits for a process that is handing a verdict to the log of the folder."""
 LEDGER = "ledger.json"
@@ -63,19 +59,10 @@ def coordinate(
     if the run cannot start, or if it failed.
     """
     display = Display(config)
-    folder = config.folder
-    begun = (folder / "run.toml").exists()
-    preflight.check_folder(config, resume or begun)
-    if begun:
-        refuse_finished(folder)
-        config = preflight.as_begun(config)
-    port = config.network.port or _port_before(folder)
-    preflight.check_coordinator(_with_port(config, port), wait_for)
-    if not (resume or begun):
-        check_trained_tokenizer(config)
-    known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
-    payloads = payload_sizes(config, known)
-    preflight.claim_folder(config, resume or begun)
+    role = preflight.Role("coordinator", resume=resume, wait_for=wait_for)
+    prepared = preflight.check(config, role)
+    config, folder = prepared.config, config.folder
+    claim_folder(config, prepared.begun)
 
     def ready(endpoint: Endpoint) -> None:
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
@@ -103,10 +90,10 @@ def coordinate(
     end = serve_run(
         config,
         folder,
-        payloads,
+        prepared.payloads,
         resume=resume,
         wait_for=wait_for,
-        port=port,
+        port=prepared.port,
         emit=display.show,
         on_ready=ready,
     )
@@ -229,32 +216,3 @@ def _check_ledger(folder: Path, ledger: Ledger, recorder: RunMetrics) -> None:
         (folder / LEDGER).write_text(text, encoding="utf-8")
     except OSError as error:
         recorder.message(f"{folder / LEDGER} was not written ({error.strerror})")
-
-
-def refuse_finished(folder: Path) -> None:
-    """Raise `TrainingError` if the run in `folder` is complete."""
-    summary = folder / "summary.json"
-    if summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["phase"] == "finished":
-        raise TrainingError(
-            f"{folder}: this run is finished and its model is in {folder / 'model'}; to train the "
-            "model further, start a new run with model.path set to that folder"
-        )
-
-
-def _port_before(folder: Path) -> int:
-    """Return the earlier port of the run's coordinator, which its sites know; 0 without one."""
-    try:
-        port = host_and_port(Endpoint.load(folder / "coordinator" / ENDPOINT).url)[1]
-    except FileNotFoundError:
-        return 0
-    except (OSError, ValueError, TypeError) as error:
-        raise TrainingError(
-            f"{folder / 'coordinator' / ENDPOINT}: cannot be read ({error}); set network.port to "
-            "the port of the join lines"
-        ) from None
-    return port
-
-
-def _with_port(config: RunConfig, port: int) -> RunConfig:
-    network = config.network.model_copy(update={"port": port})
-    return config.model_copy(update={"network": network})

@@ -7,11 +7,10 @@ that join it.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,42 +21,32 @@ import torch
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
-from dilocox.coordinator.client.transport import host_and_port
 from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.metrics.run_metrics import Record
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.data import TokenFiles
-from dilocox.data import prepare as prepare_token_files
-from dilocox.data.folder import check_place
-from dilocox.errors import ConfigError, DilocoxError, JoinError, TrainingError
+from dilocox.errors import DilocoxError, TrainingError
 from dilocox.inner import available_cores
 from dilocox.models import count_parameters, load_model_config
-from dilocox.models.prefetch import fetch_weights
 from dilocox.training.builder import Hooks
 from dilocox.training.launch import preflight, site_log
 from dilocox.training.launch.console import Display
-from dilocox.training.launch.coordinator_process import ENDPOINT, refuse_finished, serve_run
-from dilocox.training.launch.cuda_driver import check_driver, machine_has_gpu
+from dilocox.training.launch.coordinator_check import ENDPOINT
+from dilocox.training.launch.coordinator_process import serve_run
+from dilocox.training.launch.run_folder import claim_folder
 from dilocox.training.launch.site import keep_site
-from dilocox.training.launch.supervisor import listening, print_error
-from dilocox.training.launch.tokenizer_check import check_handed_tokenizer, check_tokenizer
+from dilocox.training.launch.supervisor import listening
 from dilocox.training.launch.torchrun import Preparation, join_as_rank
 from dilocox.training.launch.torchrun_env import rank_variables
-from dilocox.training.payload_sizes import payload_sizes
-from dilocox.training.portable_checkpoint import check_handover
 from dilocox.training.run_model import generate
-from dilocox.transport.link.endpoint import check_ports
-from dilocox.transport.link.tcp import check_congestion, congestion_hint
+from dilocox.transport.link.tcp import congestion_hint
 from dilocox.utils import chrome_trace, processes
 from dilocox.utils.formatting import number
-from dilocox.utils.versions import check_versions
 
 SAMPLED = 3 * 10**9
 """Most parameters of a model from which a finished run samples a completion. In fp32 they take
 12 GB, and a CPU takes some seconds per token."""
-BAD_FORK = 3
-"""Exit code of a forked child in which CUDA refuses to work."""
 
 
 @dataclass(frozen=True)
@@ -86,56 +75,6 @@ class Result:
         return self.phase == "stopped"
 
 
-def prepare_data(
-    config: RunConfig, display: Display | None = None, begun: bool = False
-) -> TokenFiles:
-    """Return the run's token files. If there are none yet, a child process makes them.
-
-    `begun`: the run may have started with existing token files, so these are used even if their
-    sources have changed since. `display` may be None: then only warnings are printed.
-    """
-
-    def progress(step: str, share: float) -> None:
-        if display is not None:
-            display.step(step, share)
-
-    folder, said = processes.call_in_child(_prepare, config, begun, on_progress=progress)
-    if display is not None:
-        display.step_done()
-    for line in said:
-        print_error(line) if display is None else display.line(line)
-    return TokenFiles.open(folder)
-
-
-def have_files(
-    config: RunConfig, display: Display | None = None, begun: bool = False
-) -> TokenFiles:
-    """Check what can be checked without text, then fetch the weights and prepare the token files.
-
-    The checks come first, because preparing text may take hours. `display` and `begun`: see
-    `prepare_data`. Raises `DilocoxError` if the model or its data cannot be used.
-    """
-    check_place(config.data_folder)
-    check_handover(config)
-    check_handed_tokenizer(config)
-    preflight.check_model(config)
-    if display is None:
-        fetch_weights(config)
-    else:
-        fetch_weights(config, display.step)
-    return prepare_data(config, display, begun)
-
-
-def _prepare(
-    config: RunConfig, begun: bool, progress: Callable[[str, float], None]
-) -> tuple[Path, list[str]]:
-    said: list[str] = []
-    files = prepare_token_files(
-        config.data, config.data_folder, config.run.seed, progress, said.append if begun else None
-    )
-    return files.folder, said + files.warnings
-
-
 def train_here(
     config: RunConfig,
     hooks: Hooks,
@@ -150,37 +89,16 @@ def train_here(
     Ctrl-C or SIGTERM stops the run at a slot end with a checkpoint; a second one ends it at once.
     Raises `DilocoxError` if the run cannot start or fails.
     """
-    check_versions()
-    check_driver(config)
-    hooks.check(config, required=False)
-    stay_forkable(config.site.device)
-    display = Display(config)
-    folder = config.folder
-    preflight.check_folder(config, resume, overwrite)
-    if resume:
-        refuse_finished(folder)
-        config = preflight.as_begun(config)
-    preflight.check_coordinator(config)
-    if not resume:
-        check_tokenizer(config)
-    files = have_files(config, display, begun=resume)
-    preflight.check_run(
-        config,
-        files.vocabulary_size,
-        sites_here=len(config.sites),
-        own_dataset=hooks.dataset is not None,
-    )
-    check_congestion(config.network.congestion)
-    for name, own in config.sites.items():
-        address = own.interface or config.network.interface or config.network.host
-        check_ports(name, own, config.site.exchanging_ranks, address)
-    display.line(preflight.headline(config, files))
-    payloads = payload_sizes(config, files.vocabulary_size)
-    preflight.claim_folder(config, resume, overwrite)
+    display, folder = Display(config), config.folder
+    role = preflight.Role("train", hooks, resume=resume, overwrite=overwrite)
+    prepared = preflight.check(config, role, display)
+    config = prepared.config
+    display.line(prepared.headline)
+    claim_folder(config, resume, overwrite)
     chrome_trace.discard(folder)
     try:
         with processes.term_as_interrupt():
-            return _run_here(config, hooks, display, payloads, resume, debug, trace)
+            return _run_here(config, hooks, display, prepared.payloads, resume, debug, trace)
     finally:
         _show_trace(display, lambda: chrome_trace.merge_run(folder))
 
@@ -395,56 +313,6 @@ def _site_in_child(
     sys.exit(code)
 
 
-def stay_forkable(device: str = "auto") -> None:
-    """Keep this process fit for forking. Call this before anything else in a process that forks.
-
-    `device` is the run's `site.device`. Raises `ConfigError` if this process has used a GPU,
-    because ranks that are forked from it could not use one.
-    """
-    if device != "cpu" and processes.CONTEXT.get_start_method() == "fork" and _has_used_gpu():
-        raise ConfigError(
-            "this process has used CUDA already, so ranks that are forked from it could not use a "
-            "GPU; start the run before any other code uses a GPU (in a notebook: "
-            'restart its kernel), or in a new process by "dilocox train RUN_FILE", or set '
-            'site.device = "cpu"'
-        )
-    torch.set_num_threads(1)  # a forked child would lack the threads of a pool
-    # A check for a GPU must not start CUDA, because no child could use CUDA then.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-
-
-def _has_used_gpu() -> bool:
-    """Return whether CUDA would refuse to work in a forked child of this process.
-
-    A query for the number of GPUs, as in `torch.cuda.is_available()`, is enough to cause that.
-    Only a child can find out.
-    """
-    if torch.cuda.is_initialized():
-        return True
-    if not machine_has_gpu():
-        return False
-    child = processes.start(_tell_bad_fork, name="cuda")
-    child.join()
-    return child.exitcode == BAD_FORK
-
-
-def _tell_bad_fork() -> None:
-    processes.exit_now(BAD_FORK if torch.cuda._is_in_bad_fork() else 0)
-
-
-def _check_site(
-    config: RunConfig, site: str, display: Display | None, hooks: Hooks, here: int | None = None
-) -> None:
-    """Check that `site` can train here, fetch its weights and prepare its token files.
-
-    `here`: number of the site's ranks on this machine; None means all of them.
-    """
-    # Existing files are kept: the coordinator compares their digest with that of the run's start.
-    files = have_files(config, display, begun=True)
-    preflight.check_run(config, files.vocabulary_size, sites_here=1, ranks_here=here)
-    preflight.check_data(config, files, [site], hooks.dataset is not None)
-
-
 def join(
     config: RunConfig,
     *,
@@ -462,28 +330,23 @@ def join(
     the site. `hooks`: the user's own functions; the run file must name the digest of their code.
     """
     hooks = hooks or Hooks()
-    if site not in config.sites:
-        known = ", ".join(config.sites)
-        raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
-    check_versions()
-    check_driver(config)
-    hooks.check(config, required=True)
-    stay_forkable(config.site.device)
     url = f"https://{address.removeprefix('https://')}"
-    host_and_port(url)
+    role = preflight.Role("join", hooks, site=site, url=url)
     endpoint = Endpoint(url, {site: token}, "", key_file)
     variables = rank_variables()
     if variables is not None:
+        preflight.check_process(config, role)
+        first = replace(role, ranks_here=variables.local_world)
         return join_as_rank(
             config, site, endpoint, variables,
             Preparation(
-                check=lambda: _check_site(config, site, None, hooks, variables.local_world),
-                fetch=lambda: fetch_weights(config),
+                check=lambda: preflight.check(config, first),
+                fetch=lambda: preflight.check(config, replace(role, command="rank")),
             ),
             debug, trace, hooks,
         )  # fmt: skip
     display = Display(config)
-    _check_site(config, site, display, hooks)
+    preflight.check(config, role, display)
     hint = congestion_hint(len(config.sites), config.network.congestion)
     if hint is not None:
         display.line(hint)

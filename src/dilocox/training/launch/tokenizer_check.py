@@ -63,23 +63,35 @@ def read_vocabulary(file: Path) -> dict[str, int]:
     return dict(tokenizer.get_vocab(with_added_tokens=True))
 
 
-def check_tokenizer(config: RunConfig) -> None:
-    """Check a new run's tokenizer in all ways that need no text.
+def check_tokenizer_keys(config: RunConfig) -> None:
+    """Check what a new run's tokenizer must be by the run file, without loading a tokenizer.
 
-    Does `check_trained_tokenizer` and `check_handed_tokenizer`. Also refuses a tokenizer that is
-    far too small to be the one of the model's weights.
+    Does `check_trained_tokenizer` and `check_handed_tokenizer`. Also refuses a `model.path` that
+    names a folder that does not exist, if the tokenizer is looked for there.
 
-    Raises `ConfigError` if the tokenizer does not fit, `DataError` and `ModelError` if tokenizer
-    or model cannot be loaded, and the errors of `check_handed_tokenizer`.
+    Raises `ConfigError` if the tokenizer does not fit, and the errors of `check_handed_tokenizer`.
     """
     check_trained_tokenizer(config)
     check_handed_tokenizer(config)
-    model, name = config.model, config.data.tokenizer
-    if name == model.path and names_missing_folder(name):
+    name = config.data.tokenizer
+    if name == config.model.path and names_missing_folder(name):
         raise ConfigError(
             f"model.path {name}: no such folder; give an existing folder or a hub name (its "
             "tokenizer is looked for there, too, because data.tokenizer is not set)"
         )
+
+
+def check_tokenizer(config: RunConfig) -> None:
+    """Check a new run's tokenizer in all ways that need no text.
+
+    Does `check_tokenizer_keys`. Also refuses a tokenizer that is far too small to be the one of
+    the model's weights.
+
+    Raises `ConfigError` if the tokenizer does not fit, `DataError` and `ModelError` if tokenizer
+    or model cannot be loaded, and the errors of `check_handed_tokenizer`.
+    """
+    check_tokenizer_keys(config)
+    model, name = config.model, config.data.tokenizer
     # A model's embedding may have more rows than its own tokenizer has tokens.
     if not _starts_from_weights(model) or name in (model.path, f"{model.path}@{model.revision}"):
         return

@@ -1,0 +1,89 @@
+"""Checks of the run's token files, after they have been prepared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dilocox.config.run_config import RunConfig
+from dilocox.data import SequenceSpace, TokenFiles
+from dilocox.errors import ConfigError, DataError
+from dilocox.training.launch.tokenizer_check import read_vocabulary
+from dilocox.training.portable_checkpoint import Handover
+
+
+def check_data(
+    config: RunConfig, files: TokenFiles, sites: Sequence[str], own_dataset: bool = False
+) -> None:
+    """Raise `DataError` or `ConfigError` for token files that `sites` cannot train on.
+
+    `files`: the token files that all sites share. With `own_dataset` sequences come from the
+    user's function, so only the tokenizers of the sites' own token files are checked.
+    """
+    spaces: dict[str, TokenFiles] = {}
+    for site in sites:
+        folder = config.sites[site].data
+        spaces[site] = TokenFiles.open(Path(folder).expanduser()) if folder else files
+        if folder:
+            _check_same_tokenizer(site, files, spaces[site])
+    if own_dataset:
+        return
+    for site in sites:
+        space = SequenceSpace(
+            spaces[site], seed=config.run.seed, sequence_length=config.data.sequence_length
+        )
+        batch = config.site_batch(site)
+        if config.outer.global_batch == "fixed":
+            batch = config.global_batch  # the batch of a site that is the only one left
+        if batch > space.sequences_per_epoch:
+            private = config.sites[site].data or config.sites[site].batch_size
+            key = f"sites.{site}.batch_size" if private else "site.batch_size"
+            raise ConfigError(
+                f"{key} {batch} is above the {space.sequences_per_epoch} sequences of "
+                f"{spaces[site].folder}: lower it or data.sequence_length, or give more text"
+            )
+
+
+def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None:
+    for what in ("vocabulary_size", "end_of_text"):
+        if own.content[what] != files.content[what]:
+            raise DataError(
+                f"sites.{site}.data {own.folder}: its {what} is {own.content[what]}, the run's "
+                f"{files.content[what]}; prepare it with data.tokenizer = "
+                f'"{files.tokenizer_folder}"'
+            )
+    # Digests of the files may differ, because a tokenizer changes when it is loaded and saved.
+    ours, theirs = (each.tokenizer_folder / "tokenizer.json" for each in (own, files))
+    if read_vocabulary(ours) != read_vocabulary(theirs):
+        raise DataError(
+            f"sites.{site}.data {own.folder}: made with another tokenizer than the run's; prepare "
+            f'it with data.tokenizer = "{files.tokenizer_folder}"'
+        )
+
+
+def check_handed_data(config: RunConfig, files: TokenFiles) -> None:
+    """Raise `ConfigError` for token files that differ from those of the handover's run."""
+    found = Handover.read(config.model.path)
+    if files.digest == found.data_digest:
+        return
+    tokenizer = json.dumps(config.data.tokenizer)
+    if _has_tokenizer_of(files, Path(str(config.model.path)).expanduser()):
+        cause = (
+            "the tokenizer knows the same tokens, so most likely data.source or "
+            f"data.validation_fraction differed in that run, or {tokenizer} was not the name in "
+            "data.tokenizer"
+        )
+    else:
+        cause = f"most likely data.tokenizer, here {tokenizer}, differed in that run"
+    raise ConfigError(
+        f"model.handover: the token files' digest is {files.digest}, but run {found.run} had "
+        f"{found.data_digest}, and token ranges would name other text; {cause}: set [data] as in "
+        "its run.toml, copy that run's data folder, or set handover = false"
+    )
+
+
+def _has_tokenizer_of(files: TokenFiles, model: Path) -> bool:
+    """Return whether the token files' tokenizer has the tokens of the one in folder `model`."""
+    ours, theirs = (place / "tokenizer.json" for place in (files.tokenizer_folder, model))
+    return theirs.is_file() and read_vocabulary(theirs) == read_vocabulary(ours)
