@@ -10,9 +10,11 @@ import pytest
 from tests.support.planned_runs import device, run
 
 from dilocox.config.run_config import RunConfig
-from dilocox.coordinator.controller.choice import Choice, as_the_run_file_says
+from dilocox.coordinator.controller.choice import as_the_run_file_says
 from dilocox.errors import ConfigError
+from dilocox.tools.planner.core_plan import CorePlan
 from dilocox.tools.planner.hardware_table import GpuPlacement
+from dilocox.tools.planner.host_memory import HostMemory
 from dilocox.tools.planner.options import Option, loss_rise, options
 from dilocox.tools.planner.predict import Prediction
 
@@ -27,18 +29,19 @@ def prediction(speed: float, steps: int, codec: str = "int8") -> Prediction:
 def tried(
     config: RunConfig, with_it: Prediction, needed: int = 5, sites: int = 2, **kind: Any
 ) -> list[Option]:
-    seen: list[RunConfig] = []
-
-    def predicted(changed: RunConfig) -> Prediction:
-        seen.append(changed)
-        return with_it
-
-    def filled(_: RunConfig, rounds: Choice) -> tuple[int, int]:
-        assert rounds is with_it.choice
-        return needed, 10
-
     places = [GpuPlacement(device(**kind), 4, 1)] * sites
-    return options(config, places, prediction(100.0, 80), predicted, filled)
+    return options(own(config), places, lambda *_: planned(config, with_it, needed))
+
+
+def planned(config: RunConfig, found: Prediction, needed: int, host: Any = None) -> CorePlan:
+    """A plan on devices of 10 bytes."""
+    place = GpuPlacement(device(memory=10), 4, 1)
+    nothing = cast(Any, None)
+    return CorePlan(config, nothing, found, place, [], needed, host, nothing)
+
+
+def own(config: RunConfig) -> CorePlan:
+    return planned(config, prediction(100.0, 80), 5)
 
 
 def test_less_loss_at_the_same_speed_is_worth_it() -> None:
@@ -70,11 +73,21 @@ def test_only_what_the_run_does_not_have_is_tried() -> None:
 
 
 def test_what_cannot_be_is_left_out() -> None:
-    def refuses(_: RunConfig) -> Prediction:
+    def refuses(*_: object) -> CorePlan:
         raise ConfigError("cannot be")
 
     places = [GpuPlacement(device(), 4, 1)] * 2
-    assert options(run(), places, prediction(100.0, 80), refuses, lambda *_: (1, 2)) == []
+    assert options(own(run()), places, refuses) == []
+
+
+def test_what_would_fill_the_hosts_is_left_out() -> None:
+    """If the hosts are too small in any case, the page says so, and a change does no harm."""
+    full = HostMemory(GpuPlacement(device(), 4, 1), ranks=4, needed=2, available=1)
+    faster, places = prediction(130.0, 80), [GpuPlacement(device(), 4, 1)] * 2
+    filling = planned(run(), faster, 5, full)
+    assert options(own(run()), places, lambda *_: filling) == []
+    before = planned(run(), prediction(100.0, 80), 5, full)
+    assert len(options(before, places, lambda *_: filling)) == 1
 
 
 def test_gradients_have_no_predicted_loss() -> None:

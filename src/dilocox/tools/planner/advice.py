@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.controller.choice import Choice
 from dilocox.errors import DilocoxError
 from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.memory_footprint import counted, footprints, needed
@@ -40,16 +41,38 @@ MOST_TOGETHER = 4
 """Keys to change together at most."""
 
 
+Check = Callable[[Mapping[str, Any], ModelOutline], tuple[int, bool] | None]
+"""Plans the run with changed keys, and the outline of the changed run. Returns the bytes that the
+fullest device needs, and whether every rank fits its device. Returns None if the change would fill
+a machine's host memory. Raises `DilocoxError` if the run file does not allow the change."""
+
+
 def advice(
-    config: RunConfig, outline: ModelOutline, place: GpuPlacement, gpus: int
+    config: RunConfig,
+    outline: ModelOutline,
+    place: GpuPlacement,
+    gpus: int,
+    rounds: Choice | None = None,
+    check: Check | None = None,
 ) -> list[Change]:
     """Return changes with which the run fits at `place`, those that cost training least first.
 
     If no single change is enough, the changes that save most are combined, one after another,
     until the run fits or nothing more helps. Then the list has that one combination; its `fits`
-    may be False. `gpus`: number of GPUs that every site has.
+    may be False.
+
+    Args:
+        config: The run.
+        outline: Outline of the run's model.
+        place: GPUs of the site that does not fit.
+        gpus: Number of GPUs that every site has.
+        rounds: Settings of the rounds, by which the search estimates the need. None: those of the
+            run file.
+        check: Plans a changed run. A change may change what the controller chooses for the
+            rounds, so the result only has what `check` returns. None: the result has estimates.
     """
-    singles = _tried({}, config, outline, place, gpus)
+    search = _Search(config, outline, place, gpus, rounds, check)
+    singles = search.tried({})
     if any(change.fits for change in singles):
         return [change for change in singles if change.fits][:MOST_ADVICE]
     together: Change | None = None
@@ -60,33 +83,59 @@ def advice(
         together = best
         if together.fits:
             break
-        singles = _tried(together.values, config, outline, place, gpus)
+        singles = search.tried(together.values)
+    if together is not None and not together.fits:
+        together = search.checked(together)
     return [] if together is None else [together]
 
 
-def _tried(
-    before: Mapping[str, Any],
-    config: RunConfig,
-    outline: ModelOutline,
-    place: GpuPlacement,
-    gpus: int,
-) -> list[Change]:
-    """Try single changes on top of `before`, until `MOST_ADVICE` of them fit."""
-    basis = changed(config, before) if before else config
-    tried: list[Change] = []
-    for change in _changes(basis, outline, place, gpus):
-        values = {**before, **change}
-        try:
-            run = changed(config, values)
-            reshaped = any(name in RESHAPES for name in values)
-            shape = ModelOutline.of(run) if reshaped else ModelOutline(run, outline.blueprint)
-        except DilocoxError:
-            continue  # the run file does not allow this change
-        bytes_ = needed(footprints(run, shape, place, counted(run, shape)), place, run)
-        tried.append(Change(values, bytes_, bytes_ <= place.device.memory))
-        if sum(change.fits for change in tried) == MOST_ADVICE:
-            break
-    return tried
+@dataclass(frozen=True)
+class _Search:
+    """The arguments of `advice`."""
+
+    config: RunConfig
+    outline: ModelOutline
+    place: GpuPlacement
+    gpus: int
+    rounds: Choice | None
+    check: Check | None
+
+    def tried(self, before: Mapping[str, Any]) -> list[Change]:
+        """Try single changes on top of `before`, until `MOST_ADVICE` of them fit."""
+        basis = changed(self.config, before) if before else self.config
+        found: list[Change] = []
+        for change in _changes(basis, self.outline, self.place, self.gpus):
+            values = {**before, **change}
+            try:
+                one: Change | None = self._estimated(values)
+                if one is not None and one.fits:
+                    one = self.checked(one)
+            except DilocoxError:
+                continue  # the run file does not allow this change
+            if one is not None:
+                found.append(one)
+            if sum(each.fits for each in found) == MOST_ADVICE:
+                break
+        return found
+
+    def checked(self, change: Change) -> Change | None:
+        """Return `change` as it is planned. None if it would fill a machine's host memory."""
+        if self.check is None:
+            return change
+        found = self.check(change.values, self._shape(change.values))
+        return None if found is None else Change(change.values, *found)
+
+    def _estimated(self, values: Mapping[str, Any]) -> Change:
+        run, shape, place = changed(self.config, values), self._shape(values), self.place
+        stages = footprints(run, shape, place, counted(run, shape), self.rounds)
+        bytes_ = needed(stages, place, run)
+        return Change(values, bytes_, bytes_ <= place.device.memory)
+
+    def _shape(self, values: Mapping[str, Any]) -> ModelOutline:
+        """Return the outline of the run with changed keys."""
+        if not any(name in RESHAPES for name in values):
+            return self.outline
+        return ModelOutline.of(changed(self.config, values))
 
 
 RESHAPES = ("site.stages", "site.schedule", "data.sequence_length")

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dilocox.config.run_config import RunConfig
-from dilocox.coordinator.controller.choice import Choice
 from dilocox.errors import DilocoxError
-from dilocox.tools.planner.hardware_table import GpuPlacement
-from dilocox.tools.planner.host_memory import host_memory
-from dilocox.tools.planner.memory_footprint import counted, footprints, needed
-from dilocox.tools.planner.model_outline import ModelOutline
+from dilocox.tools.planner.core_plan import Cluster, CorePlan, Planned
 from dilocox.tools.planner.step_time import StepTime, stays_on_nodes, step_time
-from dilocox.tools.planner.variants import changed, on_device
+from dilocox.tools.planner.variants import at_site, changed
 
 LEAST_GAIN = 0.05
 """Share of a step's time that a change of the layout must save to be named."""
@@ -25,42 +20,49 @@ class Hybrid:
     replicas: int
     shards: int
     step: StepTime
+    """Inner step, with this layout, of the site that the others then wait for."""
 
 
-def hybrid(
-    config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float, rounds: Choice
-) -> Hybrid | None:
+def hybrid(own: CorePlan, cluster: Cluster, planned: Planned) -> Hybrid | None:
     """Return the fastest hybrid layout that fits in memory.
 
     Args:
-        config: The run, with the batch size of the site at `place` as `site.batch_size`.
-        outline: Outline of the run's model.
-        place: GPUs of the site.
-        fabric: Bytes per second of a node's network inside its site.
-        rounds: Plan of the rounds, which the memory of exchanges depends on.
+        own: Plan of the run without a change.
+        cluster: Where the run is planned.
+        planned: Plans the run with changed keys.
 
     Returns:
-        The layout. None if the run's own shards stay inside one node already, or if no layout
-        saves at least `LEAST_GAIN` of a step.
+        The layout. None if the shards of the slowest site stay inside one node already, or if no
+        layout saves at least `LEAST_GAIN` of a step.
     """
-    site, device = config.site, place.device
-    if device.shared or stays_on_nodes(config, place, site.shards):
+    slowest = own.prediction.course.slowest
+    config, place = at_site(own.config, list(own.config.sites)[slowest]), cluster.places[slowest]
+    site, most = config.site, (1 - LEAST_GAIN) * own.step.seconds
+    if place.device.shared or stays_on_nodes(config, place, site.shards):
         return None
-    found: list[Hybrid] = []
+    estimates: list[tuple[float, int]] = []
     for shards in range(1, site.shards):
         if site.shards % shards or place.per_node % shards:
             continue
-        replicas = site.replicas * site.shards // shards
+        layout = _layout(site.replicas * site.shards, shards)
         try:
-            run = changed(config, {"site.replicas": replicas, "site.shards": shards})
+            run = changed(config, layout)
         except DilocoxError:
             continue  # a setting of the run, such as the loss gate, does not allow replicas
-        run = on_device(run, device)
-        shape = ModelOutline(run, outline.blueprint)
-        places = footprints(run, shape, place, counted(run, shape), rounds)
-        host = host_memory(places, [place], run)
-        if needed(places, place, run) <= device.memory and (host is None or host.fits):
-            found.append(Hybrid(replicas, shards, step_time(run, shape, place, fabric)))
-    best = min(found, key=lambda each: each.step.seconds, default=None)
-    own = step_time(config, outline, place, fabric).seconds
-    return best if best is not None and best.step.seconds < (1 - LEAST_GAIN) * own else None
+        estimates.append((step_time(run, own.outline, place, cluster.fabric).seconds, shards))
+    for seconds, shards in sorted(estimates):
+        layout = _layout(site.replicas * site.shards, shards)
+        if seconds >= most:
+            break
+        try:
+            found = planned(layout, None)
+        except DilocoxError:
+            continue  # the batch of another site does not allow these replicas
+        if own.keeps(found) and found.step.seconds < most:
+            return Hybrid(layout["site.replicas"], shards, found.step)
+    return None
+
+
+def _layout(ranks: int, shards: int) -> dict[str, int]:
+    """Return the keys of a layout with `shards` shards, and `ranks` ranks of each stage."""
+    return {"site.replicas": ranks // shards, "site.shards": shards}

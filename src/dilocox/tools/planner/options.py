@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.choice import Choice
 from dilocox.coordinator.controller.loss_model import loss_of
 from dilocox.errors import DilocoxError
+from dilocox.tools.planner.core_plan import CorePlan, Planned
 from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.predict import Prediction
-from dilocox.tools.planner.variants import changed
 
 FASTER, LESS_LOSS = 1.01, 0.002
 """Least gain of an option that is worth naming: the factor in speed, or, at equal speed, the drop
@@ -40,37 +40,26 @@ class Option:
         return f"--set {self.key}={self.value}"
 
 
-def options(
-    config: RunConfig,
-    places: Sequence[GpuPlacement],
-    own: Prediction,
-    predicted: Callable[[RunConfig], Prediction],
-    filled: Callable[[RunConfig, Choice], tuple[int, int]],
-) -> list[Option]:
+def options(own: CorePlan, places: Sequence[GpuPlacement], planned: Planned) -> list[Option]:
     """Return every change that fits in memory and gains enough.
 
     Args:
-        config: The run.
+        own: Plan of the run without a change.
         places: GPUs of each site.
-        own: Prediction of the run without a change.
-        predicted: Predicts a changed run.
-        filled: Returns (needed, available) bytes of the fullest device, for a run and the plan
-            of its rounds.
+        planned: Plans the run with changed keys.
     """
     found = []
-    before = loss_rise(config, own.choice)
-    for key, value in _changes(config, places):
+    before = loss_rise(own.config, own.prediction.choice)
+    for key, value in _changes(own.config, places):
         try:
-            run = changed(config, {key: value})
-            prediction = predicted(run)
-            needed, available = filled(run, prediction.choice)
+            plan = planned({key: value}, None)
         except DilocoxError:
             continue  # the run file or the method does not allow this change
-        loss = loss_rise(run, prediction.choice)
-        speed = prediction.tokens_per_second / own.tokens_per_second
+        loss = loss_rise(plan.config, plan.prediction.choice)
+        speed = plan.prediction.tokens_per_second / own.prediction.tokens_per_second
         lower = before is not None and loss is not None and loss <= before - LESS_LOSS
-        if needed <= available and (speed >= FASTER or (lower and speed >= 1 / FASTER)):
-            found.append(Option(key, value, prediction, loss, needed, available))
+        if own.keeps(plan) and (speed >= FASTER or (lower and speed >= 1 / FASTER)):
+            found.append(Option(key, value, plan.prediction, loss, plan.needed, plan.available))
     return found
 
 

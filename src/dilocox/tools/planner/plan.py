@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dilocox.config.codec_spec import parse_spec
 from dilocox.config.methods import METHODS
 from dilocox.config.run_config import RunConfig, with_sites
 from dilocox.config.site import SiteSection
-from dilocox.coordinator.controller.choice import Choice
 from dilocox.coordinator.controller.exchange_timing import Crowd
 from dilocox.coordinator.server.plan_builder import FLUSH_CODEC
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.tools.planner.advice import Change, advice
+from dilocox.tools.planner.core_plan import Cluster, CorePlan, Planned, Progress
 from dilocox.tools.planner.hardware_table import GpuPlacement, Link
-from dilocox.tools.planner.host_memory import HostMemory, host_memory
+from dilocox.tools.planner.host_memory import HostMemory
 from dilocox.tools.planner.hybrid import Hybrid, hybrid
-from dilocox.tools.planner.memory_footprint import Footprint, counted, footprints, needed
+from dilocox.tools.planner.memory_footprint import Footprint, counted
 from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.options import Option, options
 from dilocox.tools.planner.payload_costs import parcels
-from dilocox.tools.planner.predict import Prediction, predict
-from dilocox.tools.planner.step_time import StepTime, compute_limit, step_time
-from dilocox.tools.planner.variants import at_site, changed, on_device, with_method
+from dilocox.tools.planner.predict import Prediction
+from dilocox.tools.planner.step_time import StepTime, compute_limit
+from dilocox.tools.planner.variants import at_site, on_device, with_method
 from dilocox.training.portable_checkpoint import Handover
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -142,71 +141,55 @@ def plan_run(
     config = with_sites(config, len(places))
     _check_gpus(config, places)
     left = _steps_left(config) if tokens is None else 0
-    if tokens is not None:
-        batches = sum(config.site_batch(name) for name in config.sites)
-        config = _as_long_as(config, tokens, batches * config.data.sequence_length)
-    progress("the model's shape")
-    outline = ModelOutline.of(config)
-    largest = at_site(config, max(config.sites, key=config.site_batch))
-    progress("the run's own plan")
-    prediction = _predict(config, places, links, fabric, outline)
-    guessed = config.total_steps
-    if tokens is not None:
-        # Sites may take fewer or more steps than the typical one, whose steps the run file counts.
-        config = _as_long_as(config, tokens, prediction.course.tokens_per_step)
-    if config.total_steps != guessed:
-        prediction = _predict(config, places, links, fabric, outline)
-    progress("memory")
-    fullest, stages, bytes_ = _fullest(largest, outline, places, prediction.choice)
-    there = on_device(largest, fullest.device)
-    changes = _changes(there, outline, fullest, places, bytes_)
+    cluster = Cluster(list(places), list(links), fabric, tokens)
+    own = cluster.plan(config, progress=progress)
+    config, outline, prediction = own.config, own.outline, own.prediction
+    planned = cluster.planned(config, outline)
+    there = on_device(at_site(config, max(config.sites, key=config.site_batch)), own.fullest.device)
+    changes = [] if own.fits_devices else _changes(there, own, places, planned)
     rows = []
     for method in METHODS if methods is None else methods:
         progress(f"method {method}")
-        rows.append(_row(config, method, places, links, fabric, outline, prediction))
+        rows.append(_row(config, method, cluster, outline, prediction))
     progress("other settings")
-    others = options(
-        config, places, prediction,
-        lambda run: _predict(run, places, links, fabric, outline),
-        lambda run, rounds: _filled(run, rounds, outline, places),
-    )  # fmt: skip
-    slowest = prediction.course.slowest
-    site = at_site(config, list(config.sites)[slowest])
     total = left * prediction.course.tokens_per_step if tokens is None else tokens
     return RunPlan(
         config=config,
         outline=outline,
         places=list(places),
         links=list(links),
-        fullest=fullest,
-        footprints=stages,
-        needed=bytes_,
-        available=fullest.device.memory,
-        host=host_memory(stages, places, largest),
+        fullest=own.fullest,
+        footprints=own.footprints,
+        needed=own.needed,
+        available=own.available,
+        host=own.host,
         exact=counted(there, outline).exact,
         advice=changes,
-        step=step_time(site, outline, places[slowest], fabric),
+        step=own.step,
         prediction=prediction,
         methods=rows,
         budget=budget(config, outline, prediction, places, links, total),
         limit=compute_limit(config, outline, places),
-        hybrid=_hybrid(config, outline, places, fabric, prediction),
-        options=others,
+        hybrid=hybrid(own, cluster, planned),
+        options=options(own, places, planned),
     )
 
 
 def _changes(
-    there: RunConfig,
-    outline: ModelOutline,
-    fullest: GpuPlacement,
-    places: Sequence[GpuPlacement],
-    needed: float,
+    there: RunConfig, own: CorePlan, places: Sequence[GpuPlacement], planned: Planned
 ) -> list[Change]:
-    """Return settings that need less memory, if `needed` bytes do not fit into the fullest GPU."""
-    if needed <= fullest.device.memory:
-        return []
-    fewest = min((p.gpus for p in places if not p.device.shared), default=fullest.gpus)
-    return advice(there, outline, fullest, fewest)
+    """Return settings that need less memory than `own`, which does not fit its fullest device.
+
+    `there`: the run with batch size and precision of the fullest device's site.
+    """
+
+    def check(values: Mapping[str, Any], outline: ModelOutline) -> tuple[int, bool] | None:
+        found = planned(values, outline)
+        fills_host = own.fits_hosts and not found.fits_hosts
+        return None if fills_host else (found.needed, found.fits_devices)
+
+    fewest = min((p.gpus for p in places if not p.device.shared), default=own.fullest.gpus)
+    return advice(there, own.outline, own.fullest, fewest, own.prediction.choice, check)
 
 
 def _check_gpus(config: RunConfig, places: Sequence[GpuPlacement]) -> None:
@@ -217,28 +200,6 @@ def _check_gpus(config: RunConfig, places: Sequence[GpuPlacement]) -> None:
                 f"--gpu {place.text}: {place.gpus} GPUs for {_product(config.site)} = "
                 f"{config.site.ranks} ranks at each site; lower them, or give more GPUs per site"
             )
-
-
-def _filled(
-    run: RunConfig, rounds: Choice, outline: ModelOutline, places: Sequence[GpuPlacement]
-) -> tuple[int, int]:
-    """Return the bytes that the fullest device needs with these settings, and those that it has."""
-    largest = at_site(run, max(run.sites, key=run.site_batch))
-    place, _, most = _fullest(largest, outline, places, rounds)
-    return most, place.device.memory
-
-
-def _hybrid(
-    config: RunConfig,
-    outline: ModelOutline,
-    places: Sequence[GpuPlacement],
-    fabric: float,
-    prediction: Prediction,
-) -> Hybrid | None:
-    """Return a faster layout of the site that the others wait for, or None."""
-    slowest = prediction.course.slowest
-    run = at_site(config, list(config.sites)[slowest])
-    return hybrid(run, outline, places[slowest], fabric, prediction.choice)
 
 
 def _product(site: SiteSection) -> str:
@@ -263,45 +224,10 @@ def _steps_left(config: RunConfig) -> int:
     return config.total_steps - taken
 
 
-def _fullest(
-    config: RunConfig, outline: ModelOutline, places: Sequence[GpuPlacement], rounds: Choice
-) -> tuple[GpuPlacement, list[Footprint], int]:
-    """Return the placement with the highest share of device memory in use.
-
-    The other two values are its footprints by stage and the bytes that its fullest device needs.
-    """
-    found: list[tuple[GpuPlacement, list[Footprint], int]] = []
-    for place in places:
-        if all(place != known for known, *_ in found):
-            there = on_device(config, place.device)
-            stages = footprints(there, outline, place, counted(there, outline), rounds)
-            found.append((place, stages, needed(stages, place, there)))
-    return max(found, key=lambda item: item[2] / max(1, item[0].device.memory))
-
-
-def _as_long_as(config: RunConfig, tokens: float, per_step: float) -> RunConfig:
-    """Return the run with the length that `tokens` take. `per_step`: tokens of all sites per inner
-    step of the typical site."""
-    steps = max(1, round(tokens / per_step))
-    return changed(config, {"outer.rounds": None, "outer.steps": steps})
-
-
-def _predict(
-    config: RunConfig,
-    places: Sequence[GpuPlacement],
-    links: Sequence[Link],
-    fabric: float,
-    outline: ModelOutline,
-) -> Prediction:
-    return predict(config, places, links, list(config.sites), fabric=fabric, outline=outline)
-
-
 def _row(
     config: RunConfig,
     method: str,
-    places: Sequence[GpuPlacement],
-    links: Sequence[Link],
-    fabric: float,
+    cluster: Cluster,
     outline: ModelOutline,
     own: Prediction,
 ) -> MethodRow:
@@ -309,7 +235,7 @@ def _row(
         return MethodRow(method, own, None)
     try:
         run = with_method(config, method, int(outline.hf_config.hidden_size))
-        return MethodRow(method, _predict(run, places, links, fabric, outline), None)
+        return MethodRow(method, cluster.predict(run, outline), None)
     except DilocoxError as error:
         return MethodRow(method, None, str(error))
 

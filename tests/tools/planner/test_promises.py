@@ -1,0 +1,160 @@
+"""What a plan advises holds: a plan of the changed run says what the advice has promised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from tests.support.planned_runs import ARCHITECTURE, FREE, device, link, run
+
+from dilocox.tools.planner.advice import SHORT
+from dilocox.tools.planner.hardware_table import GpuPlacement
+from dilocox.tools.planner.options import loss_rise
+from dilocox.tools.planner.plan import RunPlan, plan_run
+from dilocox.tools.planner.render import as_text
+from dilocox.tools.planner.variants import changed
+
+FAST, SLOW, FABRIC = 1e9, 1e3, 1e10
+LARGE = {"batch_size": 8, "micro_batch_size": 8}
+LONG = {"sequence_length": 64, "tokenizer": "given"}
+LONGER = {**ARCHITECTURE, "max_position_embeddings": 2048}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run at sites whose GPUs have `share` of the memory that the run needs."""
+
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    share: float = 1.5
+    rate: float = FAST
+    """Bytes per second of the sites' links."""
+    sizes: tuple[float, ...] = (1.0, 1.0)
+    """Memory of each site's GPUs, as a factor."""
+    nodes: int = 1
+    host: float | None = None
+    """Host memory of a machine, as a factor of what the run needs; None: unknown."""
+    tokens: float | None = None
+    bandwidth: float = 1e12
+    """Bytes per second of the GPUs' memory."""
+
+    def plan(self, values: Mapping[str, Any], fewer: float = 1.0) -> RunPlan:
+        """Plan the run with changed keys. `fewer`: factor for the GPUs' memory."""
+        config = changed(run(**self.sections), values)
+        enough = self._of(config if not values else run(**self.sections), 10**12, None)
+        host = None
+        if self.host is not None and enough.host is not None:
+            host = int(self.host * enough.host.needed)
+        return self._of(config, int(fewer * self.share * enough.needed), host)
+
+    def _of(self, config: Any, memory: int, host: int | None) -> RunPlan:
+        machine = replace(FREE, memory=host)
+        places = [
+            GpuPlacement(
+                device(memory=int(size * memory), memory_rate=self.bandwidth, host=machine),
+                8 // self.nodes,
+                self.nodes,
+            )
+            for size in self.sizes
+        ]
+        links = [link(self.rate)] * len(places)
+        return plan_run(config, places, links, FABRIC, self.tokens, methods=())
+
+
+TIGHT = {
+    "activations": Case({"site": LARGE, "data": LONG}, 0.7),
+    "a slow link": Case({"site": LARGE, "data": LONG}, 0.7, SLOW),
+    "outer state on the GPU": Case(
+        {"site": LARGE, "data": LONG, "outer": {"steps": 4000, "device": "model"}}, 0.9
+    ),
+    "outer state on the GPU, a slow link": Case(
+        {"site": LARGE, "data": LONG, "outer": {"steps": 4000, "device": "model"}}, 0.9, SLOW
+    ),
+    "exchanges": Case({"outer": {"steps": 4000, "device": "model"}}, 0.95),
+    "exchanges on a slow link": Case({"outer": {"steps": 4000, "device": "model"}}, 0.95, SLOW),
+    "shards": Case({"site": {"shards": 4, "batch_size": 32, "micro_batch_size": 8}}, 0.8),
+    "stages": Case({"site": {"stages": 2, "batch_size": 16, "micro_batch_size": 4}}, 0.8),
+    "several changes": Case({"site": LARGE, "data": LONG}, 0.12),
+    "nothing helps": Case({"site": LARGE, "data": LONG}, 0.01),
+    "another site is smaller": Case({"site": LARGE, "data": LONG}, 0.8, sizes=(1.0, 0.8)),
+    "another site has less to do": Case(
+        {"site": LARGE, "data": LONG, "sites": {"lyon": {"batch_size": 4}, "paris": {}}},
+        0.8,
+        sizes=(0.55, 1.0),
+    ),
+    "as many tokens": Case(
+        {
+            "model": {"architecture": LONGER},
+            "site": {"batch_size": 1, "micro_batch_size": 1},
+            "data": {"sequence_length": 2 * SHORT, "tokenizer": "given"},
+        },
+        0.6,
+        tokens=1e7,
+    ),
+    "little host memory": Case(
+        {"site": LARGE, "data": LONG, "outer": {"steps": 4000, "device": "model"}}, 0.9, host=1.01
+    ),
+    "too little host memory": Case(
+        {"site": LARGE, "data": LONG, "outer": {"steps": 4000, "device": "model"}}, 0.9, host=0.5
+    ),
+}  # fmt: skip
+"""Runs that do not fit their GPUs."""
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_advice_that_is_followed_plans_to_what_it_promised(name: str) -> None:
+    case = TIGHT[name]
+    own = case.plan({})
+    assert not own.fits_devices
+    assert own.advice
+    for change in own.advice:
+        followed = case.plan(change.values)
+        assert followed.needed == change.needed, change.text
+        assert followed.fits_devices is change.fits, change.text
+        verdict = "fits" if change.fits else "still does not fit"
+        assert f"  {change.text}: {change.needed / 2**30:.1f} GiB, {verdict}\n" in as_text(own)
+        assert own.host is not None
+        assert followed.host is not None
+        assert followed.host.fits or not own.host.fits, change.text
+    assert any(change.fits for change in own.advice) is (name != "nothing helps")
+
+
+OPTIONS = {
+    "outer.device": Case({"control": {"utilisation": 0.9}}, 3.0, 1e5),
+    "outer.exchange": Case(
+        {"sites": {"lyon": {}, "paris": {}, "rome": {}}, "outer": {"steps": 4000}},
+        3.0, 1e5, (1.0, 1.0, 1.0),
+    ),
+    "as many tokens": Case({}, 3.0, 1e5, tokens=1e6),
+}  # fmt: skip
+"""Runs that a change of the run file makes faster or better."""
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_fits_too_plans_to_what_it_promised(name: str) -> None:
+    case = OPTIONS[name]
+    own = case.plan({})
+    assert own.options
+    for option in own.options:
+        followed = case.plan({option.key: option.value})
+        found, promised = followed.prediction, option.prediction
+        assert found.tokens_per_second == promised.tokens_per_second
+        assert found.choice == promised.choice
+        assert found.payload_bytes == promised.payload_bytes
+        assert loss_rise(followed.config, found.choice) == option.loss
+        assert (followed.needed, followed.available) == (option.needed, option.available)
+        assert followed.fits
+
+
+def test_a_hybrid_layout_takes_the_step_that_was_promised() -> None:
+    """Also at a site of another speed, which the others wait for then."""
+    site = {"shards": 8, "batch_size": 32, "micro_batch_size": 2, "gradient_sync": "micro-batch"}
+    for sizes in ((1.0, 1.0), (1.0, 0.9)):
+        case = Case({"site": site}, 4.0, FAST, sizes, nodes=2)
+        own = case.plan({})
+        assert own.hybrid is not None
+        layout = {"site.replicas": own.hybrid.replicas, "site.shards": own.hybrid.shards}
+        followed = case.plan(layout)
+        assert followed.step == own.hybrid.step
+        assert followed.fits
