@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dilocox.coordinator.client.errors import CoordinatorError
-from dilocox.coordinator.client.transport import Reply, Transport, pool_of_site
+from dilocox.coordinator.client.transport import Transport, pool_of_site
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
-from dilocox.coordinator.protocol.round_plan import Message
+from dilocox.coordinator.protocol.calls import Call, Reply
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.verdicts import RankVote, VotePhase
 from dilocox.errors import ExchangeError
@@ -75,17 +75,24 @@ class CoordinatorClient:
         """Close all connections. Waiting calls in other threads raise `CoordinatorError`."""
         self._transport.close()
 
+    def send(self, call: Call[Reply], limit: float | None = None) -> Reply:
+        """Send a request and return the coordinator's reply.
+
+        `limit`: seconds for one attempt, instead of `timeouts.request`.
+        """
+        return self._transport.send(call, limit)
+
     # --- membership -------------------------------------------------------------------------
 
     def ready(self) -> None:
         """Report that this rank of an entering site holds the full state."""
-        self._post("ready", m.ReadyRequest(rank=self.rank), m.Done)
+        self.send(m.ReadyRequest(rank=self.rank))
 
     def building(self) -> m.BeatReply:
         """Send a beat that says that the rank still builds its model and cannot take part yet."""
         request = m.BeatRequest(rank=self.rank, tick=0, round=0, slot=0, building=True)
         limit = self.timeouts.heartbeat / 2
-        return self._transport.call("POST", "beat", request, m.BeatReply, limit=limit)
+        return self.send(request, limit)
 
     def beat(
         self, tick: int, round_: int, slot: int, slot_seconds: float | None = None
@@ -100,12 +107,12 @@ class CoordinatorClient:
         )
         # A lost packet must not make the site count as lost: retry well within the heartbeat.
         limit = self.timeouts.heartbeat / 2
-        return self._transport.call("POST", "beat", request, m.BeatReply, limit=limit)
+        return self.send(request, limit)
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Take the whole site out of the run at once. `failed`: an error is the reason."""
         request = m.LeaveRequest(rank=self.rank, reason=_line(reason), failed=failed)
-        self._post("leave", request, m.Done)
+        self.send(request)
 
     def retire(self, site: str, reason: str, *, now: bool = False) -> str:
         """Ask that a site leaves after its planned rounds, or at once if `now` is true.
@@ -114,7 +121,7 @@ class CoordinatorClient:
         any site.
         """
         request = m.RetireRequest(site=site, reason=_line(reason), now=now)
-        return self._post("retire", request, m.RetireReply).text
+        return self.send(request).text
 
     def change_standing(self, site: str, change: m.StandingChange) -> str:
         """Ban a site's name, lift the ban, or release the name from its key; for the operator.
@@ -122,23 +129,23 @@ class CoordinatorClient:
         Returns one line about the consequences.
         """
         request = m.StandingRequest(site=site, change=change)
-        return self._post("standing", request, m.RetireReply).text
+        return self.send(request).text
 
     def depart(self) -> None:
         """Report that this rank of a leaving site has finished all of its exchanges."""
-        self._post("depart", m.DepartRequest(rank=self.rank), m.Done)
+        self.send(m.DepartRequest(rank=self.rank))
 
     def stop(self, reason: str) -> int:
         """Stop the run at the end of a slot and return its tick. A repeat returns the same tick."""
-        return self._post("stop", m.StopRequest(reason=_line(reason)), m.StopReply).stop_tick
+        return self.send(m.StopRequest(reason=_line(reason))).stop_tick
 
     def fail(self, reason: str) -> None:
         """End the run as failed, at all sites."""
-        self._post("fail", m.FailRequest(rank=self.rank, reason=_line(reason)), m.Done)
+        self.send(m.FailRequest(rank=self.rank, reason=_line(reason)))
 
     def finish(self, *, complete: bool = True) -> None:
         """Report that this rank is done; `complete` is false if it ended at a stop."""
-        self._post("finish", m.FinishRequest(rank=self.rank, complete=complete), m.Done)
+        self.send(m.FinishRequest(rank=self.rank, complete=complete))
 
     # --- plans ------------------------------------------------------------------------------
 
@@ -164,7 +171,7 @@ class CoordinatorClient:
 
         The reply says whether there is a plan, and otherwise what it waits for.
         """
-        return self._get(f"plan/{round_}?wait={wait:.3f}", m.PlanReply, wait)
+        return self.send(m.PlanQuery(round_, wait))
 
     def round_done(self, round_: int, measured: m.Measured | None = None) -> None:
         """Report that this rank has finished the round and trained on its token ranges.
@@ -173,13 +180,13 @@ class CoordinatorClient:
         plans depend on them.
         """
         request = m.RoundDoneRequest(rank=self.rank, round=round_, measured=measured)
-        self._post("round_done", request, m.Done)
+        self.send(request)
 
     def show_pieces(self, pieces: Sequence[em.PieceDigest]) -> None:
         """Report the pieces that this rank of an active site holds, while another site enters."""
         for start in range(0, len(pieces), em.MOST):
             part = list(pieces[start : start + em.MOST])
-            self._post("pieces/show", em.ShowPiecesRequest(rank=self.rank, pieces=part), m.Done)
+            self.send(em.ShowPiecesRequest(rank=self.rank, pieces=part))
 
     def check_pieces(
         self, entry: m.Entering, pieces: Sequence[em.PieceDigest], all_came: bool
@@ -196,7 +203,7 @@ class CoordinatorClient:
             rank=self.rank, donor=entry.donor, pieces=list(pieces), renewals=entry.renewals,
             all_came=all_came,
         )  # fmt: skip
-        return self._post("pieces/check", request, em.CheckPiecesReply)
+        return self.send(request)
 
     # --- exchange ---------------------------------------------------------------------------
 
@@ -214,7 +221,7 @@ class CoordinatorClient:
         while True:
             wait = min(self.timeouts.poll, max(0.0, end - self._now()))
             request = m.BeginRequest(key=key.text, rank=self.rank, commitment=commitment, wait=wait)
-            reply = self._post("exchange/begin", request, m.BeginReply, wait)
+            reply = self.send(request)
             if not reply.waiting_for:
                 return reply
             if self._now() >= end:
@@ -226,7 +233,7 @@ class CoordinatorClient:
     def attempt(self, key: m.ExchangeKey) -> int:
         """Return the current attempt of an exchange, without waiting for other ranks."""
         request = m.BeginRequest(key=key.text, rank=self.rank)
-        return self._post("exchange/begin", request, m.BeginReply).attempt
+        return self.send(request).attempt
 
     def vote(
         self,
@@ -282,7 +289,7 @@ class CoordinatorClient:
             request = m.VoteRequest(
                 key=key.text, rank=self.rank, attempt=attempt, wait=wait, **fields
             )
-            reply = self._post("exchange/vote", request, m.VoteReply, wait)
+            reply = self.send(request)
             if reply.decision != "wait":
                 return reply
             if not reply.waiting_for and not request.observer and limit is not None:
@@ -305,7 +312,7 @@ class CoordinatorClient:
         request = m.CheckpointRequest(
             rank=self.rank, tick=tick, round=round_, slot=slot, digests=dict(digests)
         )
-        self._post("checkpoint", request, m.Done)
+        self.send(request)
 
     def spoiled(self, tick: int, reason: str) -> None:
         """Report that this rank's part of the checkpoint at `tick` is damaged.
@@ -313,46 +320,46 @@ class CoordinatorClient:
         The run then resumes from an earlier checkpoint, and the sites have to join again.
         """
         request = m.SpoiledRequest(rank=self.rank, tick=tick, reason=_line(reason))
-        self._post("spoiled", request, m.Done)
+        self.send(request)
 
     def record_state(self, statement: str) -> None:
         """Submit this rank's signed statement of its model state, in a recorded run."""
-        self._post("state", m.StateRequest(rank=self.rank, statement=statement), m.Done)
+        self.send(m.StateRequest(rank=self.rank, statement=statement))
 
     def hand_in(self, statement: str | None = None) -> am.HandInReply:
         """Submit an auditor's signed verdict for the record. The reply says in whose name.
 
         If `statement` is None, nothing is submitted, and the reply says whose name it would be.
         """
-        return self._post("verdict", am.HandInRequest(statement=statement), am.HandInReply)
+        return self.send(am.HandInRequest(statement=statement))
 
     def checkpoints(self) -> list[m.Checkpoint]:
         """Return all checkpoints in order of tick, also incomplete ones.
 
         Checkpoints that a resume has superseded are left out.
         """
-        return self._get("checkpoints", m.Checkpoints).checkpoints
+        return self.send(m.CheckpointsQuery()).checkpoints
 
     def report(self, round_: int, metrics: Mapping[str, Any], kind: m.ReportKind = "round") -> None:
         """Report metrics (JSON values) of this site's round."""
         request = m.ReportRequest(rank=self.rank, round=round_, kind=kind, metrics=dict(metrics))
-        self._post("report", request, m.Done)
+        self.send(request)
 
     def status(self, since: int = 0, wait: float = 0.0) -> m.Status:
         """Return the run's status; wait up to `wait` seconds for a change after number `since`."""
         wait = min(wait, self.timeouts.poll)
-        return self._get(f"status?since={since}&wait={wait:.3f}", m.Status, wait)
+        return self.send(m.StatusQuery(since, wait))
 
     def ledger(self) -> m.Ledger:
         """Return the ledger of token ranges."""
-        return self._get("ledger", m.Ledger)
+        return self.send(m.LedgerQuery())
 
     # --- key-value store --------------------------------------------------------------------
 
     def kv_set(self, key: str, value: bytes) -> None:
         """Set a key to a value of up to 64 KiB. `StoreSetRequest` says which keys are allowed."""
         text = base64.b64encode(value).decode()
-        self._post("kv/set", m.StoreSetRequest(key=key, value=text), m.Done)
+        self.send(m.StoreSetRequest(key=key, value=text))
 
     def kv_get(self, keys: Sequence[str], limit: float) -> dict[str, bytes]:
         """Wait until all keys exist and return their values.
@@ -363,7 +370,7 @@ class CoordinatorClient:
         while True:
             wait = min(self.timeouts.poll, max(0.0, end - self._now()))
             request = m.StoreGetRequest(keys=list(keys), wait=wait)
-            reply = self._post("kv/get", request, m.StoreGetReply, wait)
+            reply = self.send(request)
             if not reply.missing:
                 return {key: base64.b64decode(value) for key, value in reply.values.items()}
             if self._now() >= end:
@@ -375,25 +382,15 @@ class CoordinatorClient:
     def kv_add(self, key: str, amount: int) -> int:
         """Add to the decimal number of a key and return the sum; an absent key counts as 0."""
         request = m.StoreAddRequest(key=key, amount=amount, nonce=secrets.token_hex(8))
-        return self._post("kv/add", request, m.StoreAddReply).value
+        return self.send(request).value
 
     def kv_check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
-        return self._post(
-            "kv/check", m.StoreCheckRequest(keys=list(keys)), m.StoreCheckReply
-        ).present
+        return self.send(m.StoreCheckRequest(keys=list(keys))).present
 
     def kv_delete(self, key: str) -> bool:
         """Delete a key. Returns whether it existed."""
-        return self._post("kv/delete", m.StoreDeleteRequest(key=key), m.StoreDeleteReply).deleted
-
-    # --- transport --------------------------------------------------------------------------
-
-    def _post(self, name: str, request: Message, reply: type[Reply], wait: float = 0.0) -> Reply:
-        return self._transport.call("POST", name, request, reply, wait)
-
-    def _get(self, name: str, reply: type[Reply], wait: float = 0.0) -> Reply:
-        return self._transport.call("GET", name, None, reply, wait)
+        return self.send(m.StoreDeleteRequest(key=key)).deleted
 
 
 def _line(text: str) -> str:

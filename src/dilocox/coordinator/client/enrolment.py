@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from dilocox.config.run_config import RunConfig, digest_of
 from dilocox.coordinator.client.errors import CoordinatorError, CoordinatorUnreachableError
-from dilocox.coordinator.client.transport import Reply, Transport, pool_of_stranger
+from dilocox.coordinator.client.transport import Transport, pool_of_stranger
 from dilocox.coordinator.identity import Identity, new_request
 from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import messages as m
-from dilocox.coordinator.protocol.round_plan import Message
+from dilocox.coordinator.protocol.calls import Call, Reply
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.coordinator.record_keys import RecordKey
@@ -98,7 +98,7 @@ def enrol(
         pause=timeouts.beat,
     )
     try:
-        reply = transport.call("POST", "enrol", request, m.EnrolReply)
+        reply = transport.send(request)
     except CoordinatorUnreachableError as error:
         raise RetryLaterError(str(error)) from None
     except CoordinatorError as error:
@@ -125,7 +125,7 @@ def look(url: str, token: str, timeouts: Timeouts) -> m.Status:
     `JoinError` if the token is not valid or the call is refused.
     """
     request = m.LookRequest(token=str(JoinToken.parse(token)))
-    return _asked(url, token, timeouts, "look", request, m.Status)
+    return _send(url, token, timeouts, request)
 
 
 def hand_in(url: str, token: str, timeouts: Timeouts, statement: str | None) -> am.HandInReply:
@@ -135,12 +135,10 @@ def hand_in(url: str, token: str, timeouts: Timeouts, statement: str | None) -> 
     Raises `JoinError` if the token is not valid or the call is refused.
     """
     request = am.TokenHandInRequest(token=str(JoinToken.parse(token)), statement=statement)
-    return _asked(url, token, timeouts, "verdict_by_token", request, am.HandInReply)
+    return _send(url, token, timeouts, request)
 
 
-def _asked(
-    url: str, token: str, timeouts: Timeouts, name: str, request: Message, reply: type[Reply]
-) -> Reply:
+def _send(url: str, token: str, timeouts: Timeouts, request: Call[Reply]) -> Reply:
     """Make a call with a token and without a certificate. Raises `JoinError` if it is refused."""
     transport = Transport(
         pool_of_stranger(url, JoinToken.parse(token).fingerprint),
@@ -149,7 +147,7 @@ def _asked(
         pause=timeouts.beat,
     )
     try:
-        return transport.call("POST", name, request, reply)
+        return transport.send(request)
     except CoordinatorError as error:
         raise JoinError(str(error)) from None
     finally:

@@ -8,7 +8,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
@@ -22,6 +21,7 @@ from dilocox.coordinator.client.errors import (
 )
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.calls import Call, Reply
 from dilocox.coordinator.protocol.round_plan import Message
 from dilocox.errors import (
     DilocoxError,
@@ -34,7 +34,6 @@ from dilocox.utils.backoff import backoff_delays
 
 BUSY = 429
 """HTTP status of a refusal after which the caller may retry (too many requests)."""
-Reply = TypeVar("Reply", bound=Message)
 
 
 class Transport:
@@ -69,23 +68,11 @@ class Transport:
         self._closed.set()
         self._pool.close()
 
-    def call(
-        self,
-        method: str,
-        name: str,
-        body: Message | None,
-        reply: type[Reply],
-        wait: float = 0.0,
-        limit: float | None = None,
-    ) -> Reply:
+    def send(self, call: Call[Reply], limit: float | None = None) -> Reply:
         """Send a request and return the coordinator's reply.
 
         Args:
-            method: GET or POST.
-            name: Path of the call after `/v1/`.
-            body: The request; None for GET.
-            reply: Class of the reply.
-            wait: Seconds that the server may hold the request, in addition to the usual time.
+            call: The request. The time for which the server may hold it comes on top of the limit.
             limit: Seconds for one attempt, instead of the usual limit.
 
         Raises:
@@ -93,7 +80,8 @@ class Transport:
             DilocoxError: The error that the refusal means, for example `SiteGoneError`,
                 `JoinError` or `CoordinatorError`.
         """
-        content = None if body is None else body.model_dump_json().encode()
+        content = call.model_dump_json().encode() if isinstance(call, Message) else None
+        name, wait = call.target, call.server_wait
         end = self._now() + wait + self._away
         waits = backoff_delays(self._pause / 20, self._pause)
         request = self._request if limit is None else limit
@@ -102,7 +90,7 @@ class Transport:
                 raise CoordinatorError(f"{name}: this client is closed")
             try:
                 answer = self._pool.urlopen(
-                    method,
+                    call.method,
                     f"/v1/{name}",
                     body=content,
                     headers={"Content-Type": "application/json"},
@@ -118,7 +106,7 @@ class Transport:
                     ) from None
             else:
                 if answer.status < 400:
-                    return _parse(reply, answer.data, name)
+                    return _parse(call.reply(), answer.data, name)
                 # These statuses come from a server that is closing or from a proxy; BUSY means that
                 # this site asks too often.
                 if answer.status not in (BUSY, 502, 503, 504):

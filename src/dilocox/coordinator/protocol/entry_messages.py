@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from dilocox.config.site import SiteName
-from dilocox.coordinator.protocol.messages import Digest, RankId
+from dilocox.coordinator.protocol.calls import Call
+from dilocox.coordinator.protocol.message_types import Digest, Done, RankId
 from dilocox.coordinator.protocol.round_plan import Count, Message
 
 MOST = 1024
@@ -33,25 +34,13 @@ class PieceDigest(Message):
 Pieces = Annotated[list[PieceDigest], Field(max_length=MOST)]
 
 
-class ShowPiecesRequest(Message):
+class ShowPiecesRequest(Message, Call[Done]):
     """`pieces/show`: reports the pieces that this rank of an active site holds while another site
     enters."""
 
+    path: ClassVar[str] = "pieces/show"
     rank: RankId
     pieces: Pieces
-
-
-class CheckPiecesRequest(Message):
-    """`pieces/check`: asks whether the pieces that this rank of an entering site fetched from
-    `donor` equal those of most active sites."""
-
-    rank: RankId
-    donor: SiteName
-    pieces: Pieces
-    renewals: Count = 0
-    """How often the site had been told to fetch again when the fetch from `donor` began."""
-    all_came: bool = False
-    """True if no piece is still being transferred."""
 
 
 class CheckPiecesReply(Message):
@@ -65,3 +54,17 @@ class CheckPiecesReply(Message):
     majority."""
     donor: SiteName | None
     """The site from which the entering site fetches now. None: no donor is left."""
+
+
+class CheckPiecesRequest(Message, Call[CheckPiecesReply]):
+    """`pieces/check`: asks whether the pieces that this rank of an entering site fetched from
+    `donor` equal those of most active sites."""
+
+    path: ClassVar[str] = "pieces/check"
+    rank: RankId
+    donor: SiteName
+    pieces: Pieces
+    renewals: Count = 0
+    """How often the site had been told to fetch again when the fetch from `donor` began."""
+    all_came: bool = False
+    """True if no piece is still being transferred."""

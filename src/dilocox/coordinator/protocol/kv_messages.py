@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from dilocox.coordinator.protocol.calls import Call
+from dilocox.coordinator.protocol.message_types import Done
 from dilocox.coordinator.protocol.round_plan import Message
 
 MAX_VALUE = 64 * 1024
@@ -18,7 +20,7 @@ StoreKey = Annotated[str, Field(pattern=r"^(epoch/\d{1,15}|site/[a-z0-9-]{1,31}|
 StoreValue = Annotated[str, Field(max_length=(MAX_VALUE + 2) // 3 * 4)]
 
 
-class StoreSetRequest(Message):
+class StoreSetRequest(Message, Call[Done]):
     """`kv/set`: sets one key.
 
     A key begins with `epoch/ID/`, `site/NAME/` or `run/`. Keys under `epoch/ID/` are deleted with
@@ -26,16 +28,10 @@ class StoreSetRequest(Message):
     site only, and deleted when the site leaves. Only site NAME sets a key that ends with `/NAME`.
     """
 
+    path: ClassVar[str] = "kv/set"
     key: StoreKey
     value: StoreValue
     """Base64 text of at most 64 KiB of bytes."""
-
-
-class StoreGetRequest(Message):
-    """`kv/get`: reads keys, and waits up to `wait` seconds until all of them exist."""
-
-    keys: Annotated[list[StoreKey], Field(min_length=1, max_length=1024)]
-    wait: Wait = MAX_POLL
 
 
 class StoreGetReply(Message):
@@ -45,15 +41,12 @@ class StoreGetReply(Message):
     missing: list[str]
 
 
-class StoreAddRequest(Message):
-    """`kv/add`: adds `amount` to the decimal number of a key; an absent key counts as 0.
+class StoreGetRequest(Message, Call[StoreGetReply]):
+    """`kv/get`: reads keys, and waits up to `wait` seconds until all of them exist."""
 
-    A retry with the same `nonce` adds nothing.
-    """
-
-    key: StoreKey
-    amount: Annotated[int, Field(ge=-(2**53), le=2**53)]
-    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+    path: ClassVar[str] = "kv/get"
+    keys: Annotated[list[StoreKey], Field(min_length=1, max_length=1024)]
+    wait: Wait = MAX_POLL
 
 
 class StoreAddReply(Message):
@@ -62,10 +55,16 @@ class StoreAddReply(Message):
     value: int
 
 
-class StoreCheckRequest(Message):
-    """`kv/check`: asks whether all keys exist."""
+class StoreAddRequest(Message, Call[StoreAddReply]):
+    """`kv/add`: adds `amount` to the decimal number of a key; an absent key counts as 0.
 
-    keys: Annotated[list[StoreKey], Field(max_length=1024)]
+    A retry with the same `nonce` adds nothing.
+    """
+
+    path: ClassVar[str] = "kv/add"
+    key: StoreKey
+    amount: Annotated[int, Field(ge=-(2**53), le=2**53)]
+    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
 
 
 class StoreCheckReply(Message):
@@ -74,13 +73,21 @@ class StoreCheckReply(Message):
     present: bool
 
 
-class StoreDeleteRequest(Message):
-    """`kv/delete`: deletes one key."""
+class StoreCheckRequest(Message, Call[StoreCheckReply]):
+    """`kv/check`: asks whether all keys exist."""
 
-    key: StoreKey
+    path: ClassVar[str] = "kv/check"
+    keys: Annotated[list[StoreKey], Field(max_length=1024)]
 
 
 class StoreDeleteReply(Message):
     """`deleted` is true if the key existed."""
 
     deleted: bool
+
+
+class StoreDeleteRequest(Message, Call[StoreDeleteReply]):
+    """`kv/delete`: deletes one key."""
+
+    path: ClassVar[str] = "kv/delete"
+    key: StoreKey

@@ -1,19 +1,26 @@
 """Requests and responses of the coordinator, version 1: JSON over mutually authenticated TLS.
 
-A request is a POST of one model to `/v1/<name>`, or a GET (plan, status, checkpoints, ledger). A
-response is one model, or a `Refusal` with status 400 or above. All bounds of fields are checked.
+A request is a POST of one model to `/v1/<path>`, or a GET (plan, status, checkpoints, ledger). Its
+class has the path and the class of the reply (`calls.Call`). A response is one model, or a
+`Refusal` with status 400 or above. All bounds of fields are checked.
 Time is (round, slot). A *tick* is the number of slots that have ended since the start of the run.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from dilocox.config.site import SiteName
-from dilocox.coordinator.protocol.exchange_key import KEY_PATTERN
+from dilocox.coordinator.protocol.calls import Call, Query
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey as ExchangeKey
+from dilocox.coordinator.protocol.exchange_messages import BeginReply as BeginReply
+from dilocox.coordinator.protocol.exchange_messages import BeginRequest as BeginRequest
+from dilocox.coordinator.protocol.exchange_messages import ExchangeMember as ExchangeMember
+from dilocox.coordinator.protocol.exchange_messages import VoteReply as VoteReply
+from dilocox.coordinator.protocol.exchange_messages import VoteRequest as VoteRequest
 from dilocox.coordinator.protocol.kv_messages import MAX_POLL as MAX_POLL
 from dilocox.coordinator.protocol.kv_messages import MAX_VALUE as MAX_VALUE
 from dilocox.coordinator.protocol.kv_messages import StoreAddReply as StoreAddReply
@@ -26,32 +33,19 @@ from dilocox.coordinator.protocol.kv_messages import StoreGetReply as StoreGetRe
 from dilocox.coordinator.protocol.kv_messages import StoreGetRequest as StoreGetRequest
 from dilocox.coordinator.protocol.kv_messages import StoreSetRequest as StoreSetRequest
 from dilocox.coordinator.protocol.kv_messages import Wait as Wait
+from dilocox.coordinator.protocol.message_types import Digest as Digest
+from dilocox.coordinator.protocol.message_types import Done as Done
+from dilocox.coordinator.protocol.message_types import RankId as RankId
+from dilocox.coordinator.protocol.message_types import SignedText as SignedText
+from dilocox.coordinator.protocol.message_types import Small as Small
 from dilocox.coordinator.protocol.round_plan import Count, Line, Message
 from dilocox.coordinator.protocol.round_plan import LinkEstimate as LinkEstimate
 from dilocox.coordinator.protocol.round_plan import Measured as Measured
 from dilocox.coordinator.protocol.round_plan import MemberPlan as MemberPlan
 from dilocox.coordinator.protocol.round_plan import RoundPlan as RoundPlan
-from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion, Shares, VotePhase
 
 MAX_BODY = 1 << 20
 """Largest request that the server reads, in bytes."""
-
-Small = Annotated[int, Field(ge=0, le=65535)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Sites = Annotated[list[SiteName], Field(max_length=4096)]
-KeyText = Annotated[str, Field(pattern=KEY_PATTERN)]
-SignedText = Annotated[str, Field(max_length=8192)]
-
-
-class RankId(Message):
-    """One process of one site."""
-
-    site: SiteName
-    stage: Small
-    shard: Small
-
-    def __str__(self) -> str:
-        return f"{self.site} stage {self.stage} shard {self.shard}"
 
 
 class Refusal(Message):
@@ -64,10 +58,6 @@ class Refusal(Message):
     ]  # fmt: skip
 
 
-class Done(Message):
-    """Confirms that the request is recorded; carries no data."""
-
-
 class Versions(Message):
     """Versions that must be equal at all sites (python: major.minor; torch: without +local)."""
 
@@ -77,31 +67,6 @@ class Versions(Message):
     defaults: Annotated[str, Field(max_length=64)] = ""
     """Digest of the defaults of all run file keys. Copies of dilocox between two releases may
     differ in defaults, and the run digest leaves defaults out."""
-
-
-class LookRequest(Message):
-    """`look`: asks for the run's `Status` without a client certificate, with a site's token."""
-
-    token: Annotated[str, Field(max_length=200)]
-
-
-class EnrolRequest(Message):
-    """`enrol`: asks for a client certificate. A site sends it without one, once per start."""
-
-    site: SiteName
-    token: Annotated[str, Field(max_length=200)]
-    run_digest: Digest
-    versions: Versions
-    stages: Small
-    shards: Small
-    csr: Annotated[str, Field(max_length=8192)]
-    """Certificate signing request for the site's key, PEM."""
-    data_digest: Digest | None = None
-    """Digest of the token files' manifest, if the site has token files already."""
-    record_key: Digest | None = None
-    """Public Ed25519 key that verifies the site's statements in the run's record, hex."""
-    record_proof: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None
-    """Signature that proves that the site holds the private half of `record_key`, hex."""
 
 
 class EpochMember(Message):
@@ -134,9 +99,30 @@ class EnrolReply(Message):
     """First entry of the record's log. The site checks and accepts it before anything else."""
 
 
-class ReadyRequest(Message):
+class EnrolRequest(Message, Call[EnrolReply]):
+    """`enrol`: asks for a client certificate. A site sends it without one, once per start."""
+
+    path: ClassVar[str] = "enrol"
+    site: SiteName
+    token: Annotated[str, Field(max_length=200)]
+    run_digest: Digest
+    versions: Versions
+    stages: Small
+    shards: Small
+    csr: Annotated[str, Field(max_length=8192)]
+    """Certificate signing request for the site's key, PEM."""
+    data_digest: Digest | None = None
+    """Digest of the token files' manifest, if the site has token files already."""
+    record_key: Digest | None = None
+    """Public Ed25519 key that verifies the site's statements in the run's record, hex."""
+    record_proof: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None
+    """Signature that proves that the site holds the private half of `record_key`, hex."""
+
+
+class ReadyRequest(Message, Call[Done]):
     """`ready`: reports that this rank of an entering site holds the full state."""
 
+    path: ClassVar[str] = "ready"
     rank: RankId
 
 
@@ -150,19 +136,6 @@ class Entering(Message):
     """First round in which no exchange began without the site: it receives from this round on."""
     renewals: Count = 0
     """How often the coordinator told the site to fetch missing pieces again."""
-
-
-class BeatRequest(Message):
-    """`beat`: heartbeat of a rank. `tick` is the slots it has finished since the run started."""
-
-    rank: RankId
-    tick: Count
-    round: Count
-    slot: Count
-    slot_seconds: Annotated[float, Field(gt=0.0, le=1e7)] | None = None
-    """Recent seconds per slot without waits for the lease. None: not known yet."""
-    building: bool = False
-    """True while the rank cannot take part, because it builds and fills its part of the model."""
 
 
 Phase = Literal["enrolling", "starting", "running", "stopping", "finished", "stopped", "failed"]
@@ -190,31 +163,30 @@ class BeatReply(Message):
     """True while fewer than `outer.min_sites` sites are active: no decision is made meanwhile."""
 
 
-class LeaveRequest(Message):
+class BeatRequest(Message, Call[BeatReply]):
+    """`beat`: heartbeat of a rank. `tick` is the slots it has finished since the run started."""
+
+    path: ClassVar[str] = "beat"
+    rank: RankId
+    tick: Count
+    round: Count
+    slot: Count
+    slot_seconds: Annotated[float, Field(gt=0.0, le=1e7)] | None = None
+    """Recent seconds per slot without waits for the lease. None: not known yet."""
+    building: bool = False
+    """True while the rank cannot take part, because it builds and fills its part of the model."""
+
+
+class LeaveRequest(Message, Call[Done]):
     """`leave`: the rank's site leaves at once. `failed` is true if an error is the reason."""
 
+    path: ClassVar[str] = "leave"
     rank: RankId
     reason: Line
     failed: bool = False
 
 
-class RetireRequest(Message):
-    """`retire`: asks a site to leave after its planned rounds, or at once if `now` is true."""
-
-    site: SiteName
-    reason: Line
-    now: bool = False
-
-
 StandingChange = Literal["ban", "unban", "forget-key"]
-
-
-class StandingRequest(Message):
-    """`standing`: changes who may join as `site`: no site (`ban`), a site again (`unban`), or a
-    site with another key (`forget-key`). For the operator alone."""
-
-    site: SiteName
-    change: StandingChange
 
 
 class RetireReply(Message):
@@ -223,16 +195,29 @@ class RetireReply(Message):
     text: str
 
 
-class DepartRequest(Message):
+class RetireRequest(Message, Call[RetireReply]):
+    """`retire`: asks a site to leave after its planned rounds, or at once if `now` is true."""
+
+    path: ClassVar[str] = "retire"
+    site: SiteName
+    reason: Line
+    now: bool = False
+
+
+class StandingRequest(Message, Call[RetireReply]):
+    """`standing`: changes who may join as `site`: no site (`ban`), a site again (`unban`), or a
+    site with another key (`forget-key`). For the operator alone."""
+
+    path: ClassVar[str] = "standing"
+    site: SiteName
+    change: StandingChange
+
+
+class DepartRequest(Message, Call[Done]):
     """`depart`: reports that this rank of a leaving site has finished all of its exchanges."""
 
+    path: ClassVar[str] = "depart"
     rank: RankId
-
-
-class StopRequest(Message):
-    """`stop`: ends the run at the end of a slot, with a checkpoint that can be resumed."""
-
-    reason: Line
 
 
 class StopReply(Message):
@@ -241,16 +226,25 @@ class StopReply(Message):
     stop_tick: Count
 
 
-class FailRequest(Message):
+class StopRequest(Message, Call[StopReply]):
+    """`stop`: ends the run at the end of a slot, with a checkpoint that can be resumed."""
+
+    path: ClassVar[str] = "stop"
+    reason: Line
+
+
+class FailRequest(Message, Call[Done]):
     """`fail`: ends the run with an error, because it cannot go on."""
 
+    path: ClassVar[str] = "fail"
     rank: RankId
     reason: Line
 
 
-class FinishRequest(Message):
+class FinishRequest(Message, Call[Done]):
     """`finish`: reports that this rank is done: with the run if `complete`, else up to a stop."""
 
+    path: ClassVar[str] = "finish"
     rank: RankId
     complete: bool = True
 
@@ -259,7 +253,7 @@ class FinishRequest(Message):
 
 
 class PlanReply(Message):
-    """`plan/ROUND?wait=SECONDS`: the plan of a round. None: `waiting_for` says why not yet."""
+    """The plan of a round. None: `waiting_for` says why not yet."""
 
     plan: RoundPlan | None
     waiting_for: str
@@ -269,111 +263,34 @@ class PlanReply(Message):
     """The asking site is entering: it only receives in this round, even if the plan names it."""
 
 
-class RoundDoneRequest(Message):
+@dataclass(frozen=True)
+class PlanQuery(Query[PlanReply]):
+    """`plan/ROUND?wait=SECONDS`: asks for the plan of a round."""
+
+    path: ClassVar[str] = "plan/{round:[0-9]{1,9}}"
+    round: int
+    wait: float = 0.0
+
+    @property
+    def target(self) -> str:
+        """Path of this request after `/v1/`, with its arguments."""
+        return f"plan/{self.round}?wait={self.wait:.3f}"
+
+
+class RoundDoneRequest(Message, Call[Done]):
     """`round_done`: reports that this rank has finished a round and trained on its token ranges."""
 
+    path: ClassVar[str] = "round_done"
     rank: RankId
     round: Count
     measured: Measured | None = None
     """Measurements of the whole site; only its leading rank sends them."""
 
 
-# --- exchange --------------------------------------------------------------------------------
-
-
-class ExchangeMember(Message):
-    """A site of an exchange. A "member" contributes and votes; an "entering" site only receives."""
-
-    site: SiteName
-    incarnation: Count
-    role: Literal["member", "entering"]
-
-
-class BeginRequest(Message):
-    """`exchange/begin`: asks for the group of ranks that carries this exchange.
-
-    The reply waits until all voting ranks have begun, and in a recorded run have committed. No rank
-    sends a payload before. So no rank of a recorded run sees a payload before it has committed.
-    """
-
-    key: KeyText
-    rank: RankId
-    commitment: SignedText | None = None
-    """Signed statement of the digest that this rank will contribute, if the run is recorded."""
-    wait: Wait = 0.0
-
-
-class BeginReply(Message):
-    """The group of one attempt of an exchange; all ranks of the key get the same group."""
-
-    epoch: Count
-    attempt: Count
-    """Counts from 1. A new attempt has a new group or a new set of votes."""
-    members: list[ExchangeMember]
-    """In run file order."""
-    decided: bool
-    """True if the contribution set is final already: ask for the set with a vote."""
-    waiting_for: list[str] = Field(default_factory=list)
-    """Ranks that have not begun or committed. Unless it is empty, send no payload and ask again."""
-
-
-class VoteRequest(Message):
-    """`exchange/vote`: reports which payloads this rank holds, and waits for the decision.
-
-    Phase "held": all transfers have ended. Phase "fetched": the fetches of the reply "fetch" have
-    ended, too. Phase "done": the average of a "reduce" exchange is computed.
-    `failed` names sites whose link broke: the attempt is then repeated at all ranks.
-    """
-
-    key: KeyText
-    rank: RankId
-    attempt: Count
-    phase: VotePhase = "held"
-    held: Sites = Field(default_factory=list)
-    """Sites whose whole contribution this rank holds, its own site included."""
-    contributes: bool = True
-    """False: do not count this rank's own contribution."""
-    digests: Annotated[dict[SiteName, Digest], Field(max_length=4096, default_factory=dict)]
-    """SHA-256 of each held payload by site; the digest of the rank's own payload is logged."""
-    statement: SignedText | None = None
-    """Signed statement of the rank's own payload, if the run is recorded."""
-    opinions: Annotated[dict[SiteName, RankOpinion], Field(max_length=4096, default_factory=dict)]
-    broken: bool = False
-    """This rank cannot complete the attempt; `failed` names sites with broken links, if known."""
-    failed: Sites = Field(default_factory=list)
-    observer: bool = False
-    """The rank's site is entering: the rank waits for the decision without a vote."""
-    wait: Wait = MAX_POLL
-
-
-class VoteReply(Message):
-    """The next step of an exchange, from the votes so far.
-
-    commit   final: apply the average over `set` (gather) or the computed average (reduce).
-    average  reduce only: compute the average over `set`, then vote "done".
-    fetch    gather only: do the transfers of `fetches` in their order, then vote "fetched".
-    repeat   this attempt has ended: begin again with the new `attempt` and `epoch`.
-    wait     no decision yet, so ask again; `waiting_for` names the ranks without a vote.
-    """
-
-    decision: Literal["commit", "average", "fetch", "repeat", "wait"]
-    set: list[SiteName]
-    """Contribution set in run file order; may be empty."""
-    attempt: Count
-    epoch: Count
-    waiting_for: list[str]
-    shares: dict[SiteName, Shares] = Field(default_factory=dict)
-    """Shares of each site's payload that count at the asking rank. Empty: all count in full."""
-    fetches: list[Fetch] = Field(default_factory=list)
-    """With "fetch": the transfers of the asking rank's shard."""
-    late: dict[SiteName, float] = Field(default_factory=dict)
-    """With "commit": seconds by which each site came later than the first, where known. For metrics
-    only; no decision depends on it."""
-
-
-class CheckpointRequest(Message):
+class CheckpointRequest(Message, Call[Done]):
     """`checkpoint`: reports that this rank's part of a checkpoint is on disk."""
 
+    path: ClassVar[str] = "checkpoint"
     rank: RankId
     tick: Count
     round: Count
@@ -383,18 +300,20 @@ class CheckpointRequest(Message):
     """SHA-256 by file name."""
 
 
-class SpoiledRequest(Message):
+class SpoiledRequest(Message, Call[Done]):
     """`spoiled`: reports that this rank's files of the checkpoint at `tick` do not match their
     recorded digests."""
 
+    path: ClassVar[str] = "spoiled"
     rank: RankId
     tick: Count
     reason: Line
 
 
-class StateRequest(Message):
+class StateRequest(Message, Call[Done]):
     """`state`: submits this rank's signed statement of the model state that it holds."""
 
+    path: ClassVar[str] = "state"
     rank: RankId
     statement: SignedText
 
@@ -414,9 +333,16 @@ class Checkpoint(Message):
 
 
 class Checkpoints(Message):
-    """`checkpoints`: in order of tick, without checkpoints that a resume has superseded."""
+    """Checkpoints in order of tick, without those that a resume has superseded."""
 
     checkpoints: list[Checkpoint]
+
+
+@dataclass(frozen=True)
+class CheckpointsQuery(Query[Checkpoints]):
+    """`checkpoints`: asks for the run's checkpoints."""
+
+    path: ClassVar[str] = "checkpoints"
 
 
 ReportKind = Literal[
@@ -424,9 +350,10 @@ ReportKind = Literal[
 ]
 
 
-class ReportRequest(Message):
+class ReportRequest(Message, Call[Done]):
     """`report`: one rank submits its site's metrics; repeats of (round, kind) are ignored."""
 
+    path: ClassVar[str] = "report"
     rank: RankId
     round: Count
     kind: ReportKind = "round"
@@ -477,6 +404,27 @@ class Status(Message):
     """Rises with every change that a display shows. The next request sends it as `since`."""
 
 
+@dataclass(frozen=True)
+class StatusQuery(Query[Status]):
+    """`status?since=NUMBER&wait=SECONDS`: asks for the run's status."""
+
+    path: ClassVar[str] = "status"
+    since: int = 0
+    wait: float = 0.0
+
+    @property
+    def target(self) -> str:
+        """Path of this request after `/v1/`, with its arguments."""
+        return f"status?since={self.since}&wait={self.wait:.3f}"
+
+
+class LookRequest(Message, Call[Status]):
+    """`look`: asks for the run's `Status` without a client certificate, with a site's token."""
+
+    path: ClassVar[str] = "look"
+    token: Annotated[str, Field(max_length=200)]
+
+
 class RangeEntry(Message):
     """One line of the ledger of token ranges."""
 
@@ -490,10 +438,17 @@ class RangeEntry(Message):
 
 
 class Ledger(Message):
-    """`ledger`: which site got which sequence numbers, and whether it has trained on them."""
+    """Which site got which sequence numbers, and whether it has trained on them."""
 
     entries: list[RangeEntry]
     next: dict[str, Count]
     """First sequence number that was never issued, by space."""
     pool: dict[str, list[tuple[Count, Count]]]
     """Returned ranges (start, count) that wait to be issued again, by space."""
+
+
+@dataclass(frozen=True)
+class LedgerQuery(Query[Ledger]):
+    """`ledger`: asks for the ledger of token ranges."""
+
+    path: ClassVar[str] = "ledger"

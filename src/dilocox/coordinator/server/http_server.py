@@ -17,6 +17,7 @@ from dilocox.coordinator.client.transport import BUSY
 from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.calls import Call, Route, Who
 from dilocox.coordinator.protocol.round_plan import Message
 from dilocox.coordinator.protocol.timeouts import LOOKS
 from dilocox.coordinator.server import replies
@@ -42,6 +43,7 @@ _DOOR: web.AppKey[Callable[[web.Request], None]] = web.AppKey("door")
 Model = TypeVar("Model", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
 Asked = TypeVar("Asked", m.BeginRequest, m.VoteRequest)
+Changed = TypeVar("Changed", m.StoreSetRequest, m.StoreAddRequest)
 
 
 class Waiters:
@@ -172,65 +174,72 @@ class CoordinatorServer:
     # --- routes -----------------------------------------------------------------------------
 
     def _routes(self) -> list[web.RouteDef]:
-        core, store = self.coordinator, self.coordinator.store
-        departures = core.departures
-        posts: list[tuple[str, type[Message], Callable[[Any, Caller], Any]]] = [
-            ("ready", m.ReadyRequest, lambda r, c: core.ready(r)),
-            ("beat", m.BeatRequest, lambda r, c: core.beat(r)),
-            ("leave", m.LeaveRequest, lambda r, c: departures.leave(r)),
-            ("retire", m.RetireRequest, departures.retire),
-            ("standing", m.StandingRequest, core.standings.change),
-            ("depart", m.DepartRequest, lambda r, c: departures.depart(r)),
-            ("stop", m.StopRequest, departures.stop),
-            ("fail", m.FailRequest, lambda r, c: departures.fail(r)),
-            ("finish", m.FinishRequest, lambda r, c: departures.finish(r)),
-            ("round_done", m.RoundDoneRequest, lambda r, c: core.round_done(r)),
-            ("pieces/show", em.ShowPiecesRequest, lambda r, c: core.entries.show(r)),
-            ("pieces/check", em.CheckPiecesRequest, lambda r, c: core.entries.check(r)),
-            ("exchange/begin", m.BeginRequest, self._begin),
-            ("exchange/vote", m.VoteRequest, self._vote),
-            ("checkpoint", m.CheckpointRequest, lambda r, c: core.saves.wrote(r)),
-            ("spoiled", m.SpoiledRequest, lambda r, c: core.saves.spoiled(r)),
-            ("state", m.StateRequest, lambda r, c: core.saves.state(r)),
-            ("report", m.ReportRequest, lambda r, c: core.report(r)),
-            ("verdict", am.HandInRequest, core.verdicts.take),
-            ("kv/set", m.StoreSetRequest, self._store_change(store.set)),
-            ("kv/add", m.StoreAddRequest, self._store_change(store.add)),
-            ("kv/delete", m.StoreDeleteRequest, store.delete),
-            ("kv/check", m.StoreCheckRequest, lambda r, c: store.check(r)),
-            ("kv/get", m.StoreGetRequest, self._store_get),
+        core, store, departures = (
+            self.coordinator,
+            self.coordinator.store,
+            self.coordinator.departures,
+        )
+        of_members: list[Route[Caller]] = [
+            m.ReadyRequest.route(lambda r, c: core.ready(r)),
+            m.BeatRequest.route(lambda r, c: core.beat(r)),
+            m.LeaveRequest.route(lambda r, c: departures.leave(r)),
+            m.RetireRequest.route(departures.retire),
+            m.StandingRequest.route(core.standings.change),
+            m.DepartRequest.route(lambda r, c: departures.depart(r)),
+            m.StopRequest.route(departures.stop),
+            m.FailRequest.route(lambda r, c: departures.fail(r)),
+            m.FinishRequest.route(lambda r, c: departures.finish(r)),
+            m.RoundDoneRequest.route(lambda r, c: core.round_done(r)),
+            em.ShowPiecesRequest.route(lambda r, c: core.entries.show(r)),
+            em.CheckPiecesRequest.route(lambda r, c: core.entries.check(r)),
+            m.BeginRequest.route(self._begin),
+            m.VoteRequest.route(self._vote),
+            m.CheckpointRequest.route(lambda r, c: core.saves.wrote(r)),
+            m.SpoiledRequest.route(lambda r, c: core.saves.spoiled(r)),
+            m.StateRequest.route(lambda r, c: core.saves.state(r)),
+            m.ReportRequest.route(lambda r, c: core.report(r)),
+            am.HandInRequest.route(core.verdicts.take),
+            m.StoreSetRequest.route(self._store_change(store.set)),
+            m.StoreAddRequest.route(self._store_change(store.add)),
+            m.StoreDeleteRequest.route(store.delete),
+            m.StoreCheckRequest.route(lambda r, c: store.check(r)),
+            m.StoreGetRequest.route(self._store_get),
         ]
-        routes = [web.post(f"/v1/{name}", self._post(model, act)) for name, model, act in posts]
+        of_strangers: list[Route[None]] = [
+            m.EnrolRequest.route(lambda r, _: core.enrol(r)),
+            m.LookRequest.route(self._look),
+            am.TokenHandInRequest.route(lambda r, _: core.verdicts.take_by_token(r)),
+        ]
+        gets: list[tuple[type[Call[Any]], Callable[[web.Request], Awaitable[web.Response]]]] = [
+            (m.PlanQuery, self._plan),
+            (m.StatusQuery, self._status),
+            (m.CheckpointsQuery, self._view(lambda: replies.checkpoints(core.state))),
+            (m.LedgerQuery, self._view(lambda: replies.ledger(core.state))),
+        ]
         return [
-            *routes,
-            web.post("/v1/enrol", self._enrol),
-            web.post("/v1/look", self._look),
-            web.post("/v1/verdict_by_token", self._verdict_by_token),
-            web.get(r"/v1/plan/{round:[0-9]{1,9}}", self._plan),
-            web.get("/v1/status", self._status),
-            web.get("/v1/checkpoints", self._view(lambda: replies.checkpoints(core.state))),
-            web.get("/v1/ledger", self._view(lambda: replies.ledger(core.state))),
+            *(web.post(f"/v1/{each.request.path}", self._post(each)) for each in of_members),
+            *(web.post(f"/v1/{each.request.path}", _open(each)) for each in of_strangers),
+            *(web.get(f"/v1/{query.path}", act) for query, act in gets),
         ]
 
-    def _post(
-        self, model: type[Message], act: Callable[[Any, Caller], Any]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _post(self, route: Route[Caller]) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             caller = _caller(request)
-            message = await _read(request, model)
+            message = await _read(request, route.request)
             rank = getattr(message, "rank", None)
             if isinstance(rank, m.RankId):
                 self.coordinator.check(caller, rank)
             else:
                 self.coordinator.check_site(caller)
-            if model is not m.BeatRequest:
+            if route.request is not m.BeatRequest:
                 self.coordinator.budgets.charge(caller, len(await request.read()))
-            reply = act(message, caller)
-            return _reply(await reply if isinstance(reply, Awaitable) else reply)
+            return _reply(await _answered(route, message, caller))
 
         return handle
 
-    def _view(self, look: Callable[[], Message]) -> Any:
+    def _view(
+        self, look: Callable[[], Message]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             caller = _caller(request)
             self.coordinator.check_site(caller)
@@ -239,18 +248,11 @@ class CoordinatorServer:
 
         return handle
 
-    async def _enrol(self, request: web.Request) -> web.Response:
-        return _reply(self.coordinator.enrol(await _read(request, m.EnrolRequest)))
-
-    async def _look(self, request: web.Request) -> web.Response:
-        asked, core = await _read(request, m.LookRequest), self.coordinator
-        if core.tokens.holder(asked.token, core.state.tokens_in_force) is None:
+    def _look(self, request: m.LookRequest, _: None) -> m.Status:
+        core = self.coordinator
+        if core.tokens.holder(request.token, core.state.tokens_in_force) is None:
             raise Refused("join", "token: not a token of this run, or no longer valid")
-        return _reply(replies.status(core.state, 0))
-
-    async def _verdict_by_token(self, request: web.Request) -> web.Response:
-        asked = await _read(request, am.TokenHandInRequest)
-        return _reply(self.coordinator.verdicts.take_by_token(asked))
+        return replies.status(core.state, 0)
 
     async def _begin(self, request: m.BeginRequest, caller: Caller) -> m.BeginReply:
         core, first = self.coordinator, self.coordinator.begin(request)
@@ -322,13 +324,30 @@ class CoordinatorServer:
         topics = ("store", *(f"store/{key}" for key in request.keys))
         return await self._waiters.poll(topics, request.wait, look, lambda reply: not reply.missing)
 
-    def _store_change(self, change: Callable[[Any, Caller], Message]) -> Any:
-        def act(request: Any, caller: Caller) -> Message:
+    def _store_change(
+        self, change: Callable[[Changed, Caller], Answer]
+    ) -> Callable[[Changed, Caller], Answer]:
+        def act(request: Changed, caller: Caller) -> Answer:
             reply = change(request, caller)
             self._waiters.wake(f"store/{request.key}")
             return reply
 
         return act
+
+
+def _open(route: Route[None]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler of a request that needs no client certificate."""
+
+    async def handle(request: web.Request) -> web.Response:
+        message = await _read(request, route.request)
+        return _reply(await _answered(route, message, None))
+
+    return handle
+
+
+async def _answered(route: Route[Who], message: Message, caller: Who) -> Message:
+    reply = route.act(message, caller)
+    return await reply if isinstance(reply, Awaitable) else reply
 
 
 @web.middleware
