@@ -18,8 +18,6 @@ from torch import Tensor
 
 from dilocox.compression import payload_digest
 from dilocox.config.run_config import RunConfig
-from dilocox.coordinator.client.client import CoordinatorClient
-from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.step_share import FULL, steps_taken
 from dilocox.coordinator.server.notary import Decision
@@ -33,7 +31,8 @@ from dilocox.record.log.statements import Signer
 from dilocox.record.writer.notary import TransparencyLogSink, code_digest
 from dilocox.record.writer.rank_recorder import RankRecord, SigningIdentity
 from dilocox.record.writer.state_recorder import InnerRecord, RecordingPolicy
-from dilocox.tools.audit.round_replay import NullControlPlane, RepeatingTrainer
+from dilocox.tools.audit.null_control_plane import NullCheckpointer, NullControlPlane
+from dilocox.tools.audit.round_replay import RepeatingTrainer
 from dilocox.training.builder import (
     Batches,
     Hooks,
@@ -43,7 +42,7 @@ from dilocox.training.builder import (
     RankWiring,
     build_rank,
 )
-from dilocox.training.checkpointing import Checkpointer, record_state
+from dilocox.training.checkpointing import record_state
 from dilocox.training.determinism_class import facts_here
 from dilocox.training.evaluator import Evaluator
 from dilocox.training.rank_state import RankState
@@ -234,11 +233,11 @@ class Neighbour:
         nobody = NullControlPlane()
         self.trainer: Trainer = RepeatingTrainer(
             state=RankState(config, self.rank, self.outer),
-            control=cast(RankControl, nobody),
-            client=cast(CoordinatorClient, nobody),
+            control=nobody,
+            client=nobody,
             batches=Batches.open(config, place.site, place.shard, files),
-            evaluator=Evaluator(self.rank, cast(RankControl, nobody), [], None),
-            checkpointer=cast(Checkpointer, nobody),
+            evaluator=Evaluator(self.rank, nobody, [], None),
+            checkpointer=NullCheckpointer(),
             hooks=Hooks(),
             form_group=cast(Any, None),
             donor_pause=0.0,

@@ -12,12 +12,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-from dilocox.coordinator.client.client import CoordinatorClient
-from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.entry_messages import MOST, CheckPiecesReply, PieceDigest
 from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import ExchangeError
 from dilocox.outer.snapshot import Snapshot
+from dilocox.training.control_plane import ControlPlane, LeaseControl
 from dilocox.training.rank_state import RankState
 from dilocox.utils.background import BackgroundQueue
 
@@ -37,8 +36,8 @@ class ShownPieces:
     def __init__(
         self,
         own: RankState,
-        control: RankControl,
-        client: CoordinatorClient,
+        control: LeaseControl,
+        client: ControlPlane,
         background: BackgroundQueue,
     ) -> None:
         """Prepare to report. `background`: queue in which requests to the coordinator are sent."""
@@ -76,7 +75,7 @@ class ShownPieces:
 class CheckedPieces:
     """Pieces that an entering rank has received and that no majority has confirmed yet."""
 
-    def __init__(self, own: RankState, client: CoordinatorClient) -> None:
+    def __init__(self, own: RankState, client: ControlPlane) -> None:
         self._own, self._client = own, client
         self._waiting: dict[int, tuple[Snapshot, PieceDigest]] = {}
         self._asked = 0.0

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.outer.loss_gate import GradientProbe
 from dilocox.outer.staging import before_change
 from dilocox.training.builder import RankParts, anchors
+from dilocox.training.control_plane import LeaseControl
 from dilocox.utils import tracing
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -23,7 +23,7 @@ class Evaluator:
     def __init__(
         self,
         rank: RankParts,
-        control: RankControl,
+        control: LeaseControl,
         validation: Sequence[Batch],
         probe_batch: Batch | None,
     ) -> None:

@@ -15,13 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from dilocox.coordinator.client.client import CoordinatorClient
-from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import DilocoxError, ExchangeError, RunEndedError, TrainingError
 from dilocox.outer.first_state import FirstState, OtherStartError
 from dilocox.outer.snapshot import Snapshot
 from dilocox.training.anchor_digests import CheckedPieces, ShownPieces
+from dilocox.training.control_plane import ControlPlane, LeaseControl
 from dilocox.training.rank_state import RankState
 from dilocox.transport.groups import PeerGroup
 from dilocox.transport.state_transfer import Donor, digest_of, fetch
@@ -68,8 +67,8 @@ class Donors:
     def __init__(
         self,
         own: RankState,
-        control: RankControl,
-        client: CoordinatorClient,
+        control: LeaseControl,
+        client: ControlPlane,
         background: BackgroundQueue,
         form_group: FormGroup,
         pause: float,
@@ -148,8 +147,8 @@ class JoiningSite:
     def __init__(
         self,
         own: RankState,
-        control: RankControl,
-        client: CoordinatorClient,
+        control: LeaseControl,
+        client: ControlPlane,
         entry: Entering,
         form_group: FormGroup,
         patience: float,

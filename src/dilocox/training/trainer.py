@@ -13,16 +13,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from dilocox.coordinator.client.client import CoordinatorClient
-from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.messages import Entering, PlanReply, RoundPlan
 from dilocox.errors import RunEndedError
 from dilocox.inner.garbage import PythonCollects
 from dilocox.outer.first_state import FirstState
 from dilocox.outer.staging import before_change
 from dilocox.record.writer.state_recorder import RoundWatch
-from dilocox.training import checkpointing
 from dilocox.training.builder import Batches, Hooks
+from dilocox.training.control_plane import CheckpointHook, ControlPlane, LeaseControl
 from dilocox.training.evaluator import Evaluator
 from dilocox.training.join_run import Donors, EntryStopped, FormGroup, JoiningSite
 from dilocox.training.non_finite import NonFinitePolicy
@@ -44,11 +42,11 @@ class Trainer:
     """Trains one rank, from its entry to the end of the run."""
 
     state: RankState
-    control: RankControl
-    client: CoordinatorClient
+    control: LeaseControl
+    client: ControlPlane
     batches: Batches
     evaluator: Evaluator
-    checkpointer: checkpointing.Checkpointer
+    checkpointer: CheckpointHook
     hooks: Hooks
     form_group: FormGroup
     donor_pause: float

@@ -7,17 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dilocox.config.run_config import RunConfig
-from dilocox.coordinator.client.client import CoordinatorClient
-from dilocox.coordinator.client.heartbeat import RankControl
-from dilocox.coordinator.protocol.messages import PlanReply, RoundPlan
+from dilocox.coordinator.protocol.messages import RoundPlan
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError, ExchangeError, RecordError
@@ -28,6 +25,7 @@ from dilocox.record.log.round_document import Document, Fingerprint, checksum, f
 from dilocox.record.verify.replay import Get
 from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.state_recorder import Capture
+from dilocox.tools.audit.null_control_plane import NullCheckpointer, NullControlPlane
 from dilocox.tools.audit.recorded_exchanges import PayloadCheck, RecordedExchanges
 from dilocox.tools.audit.state_document import UNFIT, DocumentError, check_tensors
 from dilocox.training.builder import (
@@ -39,7 +37,6 @@ from dilocox.training.builder import (
     RankWiring,
     build_rank,
 )
-from dilocox.training.checkpointing import Checkpointer
 from dilocox.training.determinism_class import facts_here
 from dilocox.training.evaluator import Evaluator
 from dilocox.training.rank_state import RankState, capture_round, restore_round
@@ -116,41 +113,6 @@ class StepTracer:
         return tuple(fingerprint(numbers, total) for numbers, total in self._steps)
 
 
-class NullControlPlane:
-    """Stand-in for control, coordinator client and checkpointer of a rank during a replay."""
-
-    news = SimpleNamespace(entering=[], phase="running")
-
-    def touch(self) -> None:
-        """Do nothing: there is no liveness check."""
-
-    def at(self, tick: int, round_: int, slot: int, seconds: float | None) -> None:
-        """Do nothing: nobody follows the rank's position."""
-
-    def may_finish(self, tick: int) -> bool:
-        """Return True: there is no lease."""
-        return True
-
-    def poll_plan(self, round_: int, wait: float = 0.0) -> PlanReply:
-        """Return no plan: only one round is replayed."""
-        return PlanReply(plan=None, waiting_for="")
-
-    def report(self, round_: int, metrics: Mapping[str, Any], kind: str = "round") -> None:
-        """Do nothing: there are no metrics."""
-
-    def round_done(self, round_: int, measured: Any) -> None:
-        """Do nothing: there is no ledger."""
-
-    def fail(self, reason: str) -> None:
-        """Do nothing: there is no run that could fail."""
-
-    def save(self, own: RankState, plan: RoundPlan | None, *, last: bool = False) -> None:
-        """Do nothing: no checkpoint is written."""
-
-    def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
-        """Do nothing: no record is written."""
-
-
 class RepeatingTrainer(Trainer):
     """A trainer that skips evaluations, because these do not change parameters."""
 
@@ -214,11 +176,11 @@ def _repeat(job: RankJob, rank: RankParts, progress: Progress) -> RankReplay:
     )  # fmt: skip
     trainer = RepeatingTrainer(
         state=RankState(config, rank, outer),
-        control=cast(RankControl, nobody),
-        client=cast(CoordinatorClient, nobody),
+        control=nobody,
+        client=nobody,
         batches=Batches.open(config, place.site, place.shard, files, device),
-        evaluator=Evaluator(rank, cast(RankControl, nobody), [], None),
-        checkpointer=cast(Checkpointer, nobody),
+        evaluator=Evaluator(rank, nobody, [], None),
+        checkpointer=NullCheckpointer(),
         hooks=Hooks(),
         form_group=_no_group,
         donor_pause=0.0,

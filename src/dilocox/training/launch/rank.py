@@ -282,6 +282,9 @@ def _take_part(
         admission=admission_of(config, rank, files),
         second=rank.model.second_moments,
     )
+    checkpointer = Checkpointer(
+        config, rank, files, job.shared_folder, client, record, control.touch
+    )
     trainer = Trainer(
         state=RankState(config, rank, outer),
         control=control,
@@ -295,9 +298,7 @@ def _take_part(
             validation_batches(config, files, place.shard, job.hooks.validation),
             probe_batch(config, files, place.shard),
         ),
-        checkpointer=Checkpointer(
-            config, rank, files, job.shared_folder, client, record, control.touch
-        ),
+        checkpointer=checkpointer,
         hooks=job.hooks,
         form_group=network.pair,
         donor_pause=timeouts.entry,
@@ -307,7 +308,7 @@ def _take_part(
     )
     control.wait_while_role("enrolled")
     with explained(config, place, lambda: trainer.rounds_ended == 0):
-        joining_site = _enter(trainer)
+        joining_site = _enter(trainer, client, checkpointer)
         if joining_site is None and trainer.at.tick == 0:
             record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
         if job.tell is not None and place.leads:
@@ -401,7 +402,9 @@ def _beside_training(rank: RankParts) -> Callable[[], None] | None:
     return lambda: torch.set_num_threads(1)
 
 
-def _enter(trainer: Trainer) -> JoiningSite | None:
+def _enter(
+    trainer: Trainer, client: CoordinatorClient, checkpointer: Checkpointer
+) -> JoiningSite | None:
     """Enter the run: load a checkpoint, be the founder, or start to fetch from a donor.
 
     Returns the fetching of state from a donor; None if this rank has its state already. If this
@@ -410,14 +413,14 @@ def _enter(trainer: Trainer) -> JoiningSite | None:
     """
     news, first = trainer.control.news, None
     if news.phase == "starting":
-        found = _last_complete(trainer.client.checkpoints())
-        if found is not None and trainer.checkpointer.load(trainer.state, found):
-            trainer.client.ready()
+        found = _last_complete(client.checkpoints())
+        if found is not None and checkpointer.load(trainer.state, found):
+            client.ready()
             return None
-        if found is not None and news.donor is None and trainer.checkpointer.damage:
-            trainer.client.spoiled(found.tick, trainer.checkpointer.damage)
+        if found is not None and news.donor is None and checkpointer.damage:
+            client.spoiled(found.tick, checkpointer.damage)
             raise CheckpointError(
-                f"{trainer.checkpointer.damage}; the run goes back to the checkpoint before"
+                f"{checkpointer.damage}; the run goes back to the checkpoint before"
             )
         if found is not None and news.donor is None:
             reason = (
@@ -425,12 +428,12 @@ def _enter(trainer: Trainer) -> JoiningSite | None:
                 f"{trainer.config.checkpoint_store}, and the other sites would fetch their state "
                 "from this site; put the folder back, or start a new run from the model"
             )
-            trainer.client.fail(reason)
+            client.fail(reason)
             raise RunEndedError(reason)
         if found is None and trainer.config.model.handover:
             take_momentum(trainer.rank, str(trainer.config.model.path))
         if news.donor is None:
-            trainer.client.ready()
+            client.ready()
             return None
         if found is None:
             stored = trainer.config.model.path is not None and trainer.config.model.pretrained
