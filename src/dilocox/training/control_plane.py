@@ -40,7 +40,7 @@ class LeaseControl(Protocol):
         """Ask for newer state, because a caller waits for it."""
 
     def may_finish(self, tick: int) -> bool:
-        """Wait for the lease. Returns False if the run stops before the slot that ends at `tick`."""
+        """Wait for the lease. Returns whether the slot that ends at `tick` may be finished."""
 
 
 class ControlPlane(Protocol):
