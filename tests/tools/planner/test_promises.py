@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.planned_runs import ARCHITECTURE, FREE, device, link, run
 
+from dilocox.config.run_config import RunConfig, load_run
 from dilocox.tools.planner.advice import SHORT
 from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.options import loss_rise
 from dilocox.tools.planner.plan import RunPlan, plan_run
 from dilocox.tools.planner.render import as_text
-from dilocox.tools.planner.variants import changed
 
 FAST, SLOW, FABRIC = 1e9, 1e3, 1e10
 LARGE = {"batch_size": 8, "micro_batch_size": 8}
@@ -39,16 +40,19 @@ class Case:
     bandwidth: float = 1e12
     """Bytes per second of the GPUs' memory."""
 
-    def plan(self, values: Mapping[str, Any], fewer: float = 1.0) -> RunPlan:
-        """Plan the run with changed keys. `fewer`: factor for the GPUs' memory."""
-        config = changed(run(**self.sections), values)
-        enough = self._of(config if not values else run(**self.sections), 10**12, None)
+    def plan(self, folder: Path, text: str = "") -> RunPlan:
+        """Plan the run as the command does with the arguments `text`, `--set KEY=VALUE ...`."""
+        own = run(**self.sections)
+        enough = self._of(own, 10**12, None)
         host = None
         if self.host is not None and enough.host is not None:
             host = int(self.host * enough.host.needed)
-        return self._of(config, int(fewer * self.share * enough.needed), host)
+        file = folder / "run.toml"
+        file.write_text(own.to_toml(), encoding="utf-8")
+        config = load_run(file, text.split()[1::2])
+        return self._of(config, int(self.share * enough.needed), host)
 
-    def _of(self, config: Any, memory: int, host: int | None) -> RunPlan:
+    def _of(self, config: RunConfig, memory: int, host: int | None) -> RunPlan:
         machine = replace(FREE, memory=host)
         places = [
             GpuPlacement(
@@ -103,13 +107,13 @@ TIGHT = {
 
 
 @pytest.mark.parametrize("name", TIGHT)
-def test_advice_that_is_followed_plans_to_what_it_promised(name: str) -> None:
+def test_advice_that_is_followed_plans_to_what_it_promised(name: str, tmp_path: Path) -> None:
     case = TIGHT[name]
-    own = case.plan({})
+    own = case.plan(tmp_path)
     assert not own.fits_devices
     assert own.advice
     for change in own.advice:
-        followed = case.plan(change.values)
+        followed = case.plan(tmp_path, change.text)
         assert followed.needed == change.needed, change.text
         assert followed.fits_devices is change.fits, change.text
         verdict = "fits" if change.fits else "still does not fit"
@@ -132,12 +136,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_what_fits_too_plans_to_what_it_promised(name: str) -> None:
+def test_what_fits_too_plans_to_what_it_promised(name: str, tmp_path: Path) -> None:
     case = OPTIONS[name]
-    own = case.plan({})
+    own = case.plan(tmp_path)
     assert own.options
     for option in own.options:
-        followed = case.plan({option.key: option.value})
+        followed = case.plan(tmp_path, option.text)
         found, promised = followed.prediction, option.prediction
         assert found.tokens_per_second == promised.tokens_per_second
         assert found.choice == promised.choice
@@ -147,14 +151,16 @@ def test_what_fits_too_plans_to_what_it_promised(name: str) -> None:
         assert followed.fits
 
 
-def test_a_hybrid_layout_takes_the_step_that_was_promised() -> None:
+def test_a_hybrid_layout_takes_the_step_that_was_promised(tmp_path: Path) -> None:
     """Also at a site of another speed, which the others wait for then."""
     site = {"shards": 8, "batch_size": 32, "micro_batch_size": 2, "gradient_sync": "micro-batch"}
     for sizes in ((1.0, 1.0), (1.0, 0.9)):
         case = Case({"site": site}, 4.0, FAST, sizes, nodes=2)
-        own = case.plan({})
+        own = case.plan(tmp_path)
         assert own.hybrid is not None
-        layout = {"site.replicas": own.hybrid.replicas, "site.shards": own.hybrid.shards}
-        followed = case.plan(layout)
+        layout = own.hybrid
+        text = f"--set site.replicas={layout.replicas} --set site.shards={layout.shards}"
+        assert f"({text})" in as_text(own)
+        followed = case.plan(tmp_path, text)
         assert followed.step == own.hybrid.step
         assert followed.fits
