@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.protocol.messages import RoundPlan
 from dilocox.errors import DilocoxError, RunEndedError
+from dilocox.training.control_plane import ControlPlane
 from dilocox.training.rank_state import RankState
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class NonFinitePolicy:
     round in a row, or if the site trains alone, the run ends.
     """
 
-    def __init__(self, own: RankState, client: CoordinatorClient) -> None:
+    def __init__(self, own: RankState, client: ControlPlane) -> None:
         self._own, self._client = own, client
 
     def check_steps(self, plan: RoundPlan) -> bool:
