@@ -36,7 +36,7 @@ def test_every_call_has_one_path_and_one_route() -> None:
     assert len(routes) == len(declared)
 
 
-@pytest.mark.parametrize("call", calls(), ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", list(calls()), ids=lambda call: call.__name__)
 def test_the_documented_path_is_the_path(call: type[Call[Any]]) -> None:
     assert issubclass(call.reply(), Message)
     name = (call.__doc__ or "").split("`")[1]

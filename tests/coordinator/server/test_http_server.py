@@ -266,10 +266,7 @@ def test_store_waits_adds_once_and_forgets_old_epochs(run: Run) -> None:
         assert waiting.result(20) == {f"{prefix}/x": b"\x00\xff", f"{prefix}/y": b"2"}
     assert [clients["a"].kv_add(f"{prefix}/n", 2) for _ in range(2)] == [2, 4]
     request = m.StoreAddRequest(key=f"{prefix}/n", amount=5, nonce="0" * 16)
-    replies = [
-        clients["a"]._transport.call("POST", "kv/add", request, m.StoreAddReply).value
-        for _ in range(2)
-    ]
+    replies = [clients["a"].send(request).value for _ in range(2)]
     assert replies == [9, 9]
     assert clients["b"].kv_check([f"{prefix}/x"])
     assert clients["b"].kv_delete(f"{prefix}/x")

@@ -13,7 +13,7 @@ from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.client.transport import host_and_port
 from dilocox.errors import TrainingError
 from dilocox.record.writer.one_writer import held
-from dilocox.training.launch import coordinator_process
+from dilocox.training.launch import coordinator_process, preflight
 
 pytestmark = pytest.mark.waits
 
@@ -29,7 +29,7 @@ def coordinate(
         return {"phase": "stopped", "reason": "", "summary": {}}
 
     monkeypatch.setattr(coordinator_process, "serve_run", serve)
-    monkeypatch.setattr(coordinator_process, "payload_sizes", lambda *_: None)
+    monkeypatch.setattr(preflight, "payload_sizes", lambda *_: None)
     monkeypatch.setattr(coordinator_process.Display, "summary", lambda *_: None)
     config = resolve_run(
         {"run": {"folder": str(folder)}, "model": {"architecture": {"model_type": "qwen3"}},
