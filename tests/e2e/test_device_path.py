@@ -11,7 +11,7 @@ from tests.e2e.test_engine import largest_difference, model_of
 from tests.support.forge import Forge
 from tests.support.harness import PATIENT, Run, Workshop, verdicts
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = [pytest.mark.stops, pytest.mark.slow]
 SETS = ("record.states_every=1", "checkpoint.every_rounds=1", "site.stages=1", PATIENT)
 
 

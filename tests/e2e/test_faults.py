@@ -15,7 +15,7 @@ from tests.support.forge import Forge
 from tests.support.harness import Workshop
 from tests.support.mounting import need_mounts
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.stops
 
 LONG = ("outer.rounds=2000", "checkpoint.every_rounds=2", "site.stages=1")
 

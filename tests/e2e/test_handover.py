@@ -12,7 +12,7 @@ from dilocox.training.portable_checkpoint import Handover
 from tests.support.forge import Forge
 from tests.support.harness import Workshop, verdicts
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.stops
 
 SETS = ("outer.rounds=30", "outer.momentum=0.5", "checkpoint.every_rounds=3")
 STEPS = 128

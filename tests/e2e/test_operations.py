@@ -13,7 +13,7 @@ import pytest
 from tests.support.forge import Forge, ForkedRun
 from tests.support.harness import Workshop
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.stops
 
 SMALL = ("outer.rounds=12", "checkpoint.every_rounds=0", "site.stages=1")
 

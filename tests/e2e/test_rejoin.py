@@ -13,7 +13,7 @@ import pytest
 from tests.support.forge import Forge
 from tests.support.harness import Run, Workshop, verdicts
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.stops
 
 
 def join_again(workshop: Workshop, run: Run, site: str, *sets: str) -> Run:

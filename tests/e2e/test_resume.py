@@ -12,7 +12,7 @@ import pytest
 from tests.support.forge import Forge
 from tests.support.harness import Run, Workshop, verdicts
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.stops
 
 # A stop takes effect some two beats of slots later (the lease), so the run must outlast two, and in
 # the first case three deaths after them. Until the second stop steps are paced: a beat has few.

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.support.forge import Forge
 from tests.support.harness import Workshop, verdicts
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.stops
 
 MODEL = """\
 [model.architecture]

@@ -16,7 +16,7 @@ from tests.e2e.test_operations import coordinate, join_all, join_lines
 from tests.support.forge import Forge
 from tests.support.harness import Workshop
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.stops
 
 SETS = ("outer.rounds=400", "checkpoint.every_rounds=0", "site.stages=1")
 

@@ -9,7 +9,7 @@ import ast
 import re
 from itertools import combinations
 
-MARKS = frozenset(("slow", "waits", "runs", "alone"))
+MARKS = frozenset(("slow", "waits", "runs", "stops", "alone"))
 """The marks of pyproject.toml. A file's text names all marks of its tests."""
 DEAREST = (
     "e2e/test_readme.py",
@@ -25,10 +25,23 @@ DEAREST = (
     "e2e/test_recommitted.py",
     "e2e/test_wire_bytes.py",
     "e2e/test_flush.py",
+    "inner/test_site_model.py",
+    "tools/planner/test_link_probe.py",
+    "compression/lowrank/test_codec.py",
+    "inner/test_head_loss.py",
+    "transport/test_failing_sites.py",
+    "inner/test_muon.py",
+    "inner/test_precision.py",
+    "cli/test_plan.py",
+    "benchmarks/test_gpu.py",
+    "outer/test_invariants.py",
+    "compression/test_lowrank_format.py",
+    "coordinator/server/test_properties.py",
+    "transport/test_groups.py",
 )
 """Files below `tests` that go first, by the time that they take. A worker that begins a long file
 when the others are through would end alone."""
-_NAMED = re.compile(r"\bmark\.(slow|waits|runs|alone)\b")
+_NAMED = re.compile(r"\bmark\.(slow|waits|runs|stops|alone)\b")
 _OF_ALL = re.compile(r"^pytestmark = (?:\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
 
 
