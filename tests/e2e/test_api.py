@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,8 @@ from safetensors.torch import load_file
 from dilocox.data import TokenFiles
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.training.checkpoint_io import load
-from tests.support.harness import LIMIT, PATIENT, Workshop
+from tests.support.forge import Forge
+from tests.support.harness import PATIENT, Workshop
 
 pytestmark = pytest.mark.runs
 
@@ -87,7 +85,6 @@ class Script:
 
     here: Path
     said: dict[str, Any]
-    printed: str
 
     @property
     def folder(self) -> Path:
@@ -105,7 +102,9 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def script(shared_workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Script:
+def script(
+    shared_workshop: Workshop, forge: Forge, tmp_path_factory: pytest.TempPathFactory
+) -> Script:
     here = tmp_path_factory.mktemp("script")
     (here / "script.py").write_text(SCRIPT)
     sets = [
@@ -119,16 +118,10 @@ def script(shared_workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) 
     ]
     run_file, *rest = shared_workshop.run_file("api", *sets)
     overrides = [item for item in rest if item != "--set"]
-    done = subprocess.run(
-        [sys.executable, "script.py", str(here), run_file, *overrides],
-        cwd=here,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Script(here, json.loads((here / "said.json").read_text()), done.stdout)
+    words = ("python", str(here / "script.py"), str(here), run_file, *overrides)
+    done = forge.command(shared_workshop, "api", *words)
+    assert done.wait() == 0, done.output()
+    return Script(here, json.loads((here / "said.json").read_text()))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

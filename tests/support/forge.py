@@ -61,9 +61,9 @@ class Forge:
         hooks: str = "none",
         environment: Mapping[str, str] | None = None,
     ) -> ForkedRun:
-        """Begin any `dilocox` command, or `torchrun`, that belongs to the run called `name`; in a
-        network namespace if one is named. `hooks`: of a join. `environment`: variables that are
-        added."""
+        """Begin a `dilocox` command, `torchrun` or `python SCRIPT`, which belongs to the run called
+        `name`; in a network namespace if one is named. `hooks`: of a join. `environment`: variables
+        that are added."""
         order = Order(list(arguments), hooks, namespace, dict(environment or {}))
         run = ForkedRun(self._process, order, workshop.folder(name))
         workshop.runs.append(run)

@@ -18,11 +18,13 @@ import gc
 import json
 import multiprocessing
 import os
+import runpy
 import select
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -452,10 +454,16 @@ def _run(order: dict[str, Any]) -> None:
         program, *words = order["arguments"]
         if program == "torchrun":
             torchrun(words)
+        elif program == "python":
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+            code = 0
         else:
             cli.main(order["arguments"])
     except SystemExit as end:
         code = end.code
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(code if isinstance(code, int) else 1)
 
