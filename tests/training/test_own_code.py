@@ -15,7 +15,7 @@ import dilocox
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
 from dilocox.training.builder import Hooks, validation_batches
-from dilocox.training.launch import local
+from dilocox.training.launch import local, preflight
 from dilocox.training.own_code import ZERO, check_code, code_digest, evaluated
 from tests.support import own_functions
 
@@ -125,7 +125,7 @@ def test_a_join_from_python_takes_them(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_join_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = Hooks(loss=own_functions.loss)
-    monkeypatch.setattr(local, "check_driver", lambda _: None)
+    monkeypatch.setattr(preflight, "check_driver", lambda _: None)
     with pytest.raises(ConfigError, match="this site uses its own loss; set it in the run file"):
         local.join(a_run(), site="lyon", address="localhost:1", token="t", debug=False, hooks=hooks)
 
