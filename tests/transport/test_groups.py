@@ -158,7 +158,11 @@ def test_a_connection_that_breaks_goes_on_where_it_broke_and_nothing_is_in_the_c
     size, cuts = 8 * CHUNK_BYTES, [1, 100, CHUNK_BYTES + 77, 5 * CHUNK_BYTES, 9 * CHUNK_BYTES]
     with shared_store() as store:
         found = run_each({me: partial(through_a_tap, store, me, size, cuts) for me in "ab"})
-    assert found == {"a": (True, 0, False), "b": (True, len(cuts) + 1, False)}
+    whole, connections, in_the_clear = found["b"]
+    assert found["a"] == (True, 0, False)
+    assert (whole, in_the_clear) == (True, False)
+    # Each cut takes a connection. On a busy machine a new one may need a second try.
+    assert len(cuts) < connections <= len(cuts) + 2
 
 
 def through_a_silent_way(store: MemoryStore, me: str) -> tuple[bool, int]:
