@@ -222,16 +222,16 @@ class RankParts:
 
 @dataclass(frozen=True)
 class RankWiring:
-    """How a rank's process meets the other ranks of its site, and shares its machine with some."""
+    """How a rank's process reaches the other ranks of its site, and its place on its machine."""
 
     store: dist.Store | None
-    """Where the site's ranks meet; None if they have met already."""
+    """Rendezvous store of the site's ranks. May be None if their process group exists."""
     local_rank: int
-    """Number of this rank on its machine, from 0."""
+    """Number of this rank among the ranks on this machine, from 0."""
     ranks_here: int
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     timeout: float
-    """Seconds, of collectives inside the site."""
+    """Time limit of collectives inside the site, in seconds."""
 
 
 def build_rank(
@@ -244,7 +244,8 @@ def build_rank(
 ) -> RankParts:
     """Build this rank's part of the model and fill it with weights. Collective over the site.
 
-    `progress` is called before each tensor that is read.
+    `progress` is called before each tensor that is read. Raises `DilocoxError` if the model cannot
+    be built, or does not fit into the GPU's memory.
     """
     device = _set_up_device(config, wiring)
     mesh = start_site_group(

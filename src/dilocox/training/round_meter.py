@@ -228,7 +228,7 @@ class RoundMetrics:
             record["effective_rank"] = shared.effective_rank
         like_others = steps - (shared.first_seconds > 0)
         self.measured = self._measured(shared, like_others) if like_others else None
-        # Of the steps that were taken: one that met values that are not finite has no loss.
+        # The mean is over finite steps only: a step with non-finite values has no loss.
         if sums["finite"]:
             record["loss"] = sums["loss"] / sums["finite"]
         taken = [result for result in self._results if result.finite]
@@ -236,7 +236,7 @@ class RoundMetrics:
             record["grad_norm"] = taken[-1].grad_norm
         if self.dropped:
             record["dropped"] = self.dropped
-        # A pace that is asked for before the next round begins is that of whole rounds.
+        # Until the next round begins, `slot_seconds` must only count whole rounds.
         self._results = []
         return record
 

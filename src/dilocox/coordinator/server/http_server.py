@@ -174,11 +174,8 @@ class CoordinatorServer:
     # --- routes -----------------------------------------------------------------------------
 
     def _routes(self) -> list[web.RouteDef]:
-        core, store, departures = (
-            self.coordinator,
-            self.coordinator.store,
-            self.coordinator.departures,
-        )
+        core = self.coordinator
+        store, departures = core.store, core.departures
         of_members: list[Route[Caller]] = [
             m.ReadyRequest.route(lambda r, c: core.ready(r)),
             m.BeatRequest.route(lambda r, c: core.beat(r)),

@@ -91,10 +91,21 @@ def predict(
 ) -> Prediction:
     """Predict the speed of a run.
 
-    `device` (a whole `GpuPlacement`, or a single one per rank), `link` and `step_seconds` are one
-    for all sites or one for each. `step_seconds`, if known, replaces the cost model's step.
-    `fabric` is the bytes per second of a node's network inside its site. `outline`: of the same
-    model and layout, if it is there already. Raises `ConfigError` and `ModelError`.
+    `device`, `link` and `step_seconds` are either one value for all sites or one value per site.
+
+    Args:
+        config: The run.
+        device: A site's `GpuPlacement`, or the `Device` of each of its ranks.
+        link: Link of a site to the others.
+        sites: Number of sites, or their names.
+        step_seconds: Measured seconds of an inner step. None: the cost model's figure.
+        fabric: Bytes per second of a node's network inside its site.
+        simulation: How the rounds are simulated. None: the defaults of `Simulation`.
+        outline: Outline of the same model and layout. None: it is built here.
+
+    Raises:
+        ConfigError: The run is not possible, or a list has the wrong length.
+        ModelError: The model cannot be built or cut into stages.
     """
     given = simulation or Simulation()
     config = with_sites(config, sites)

@@ -87,9 +87,13 @@ class Heading:
     """The names of a chart."""
 
     id: str
+    """HTML id."""
     title: str
+    """Heading of the chart."""
     x_name: str
+    """Name of the x axis."""
     note: str = ""
+    """Text below the chart."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,11 @@ class Wording:
     """How a chart writes its values."""
 
     say: Say
-    """Writes a value in a reading."""
+    """Formats a value in a reading."""
     axis: Say | None = None
-    """Writes a value at the axis; None: as `say`."""
+    """Formats a value at the y axis. None: `say`."""
     x_label: Callable[[float], str] = lambda value: f"{value:g}"
-    """Writes a place along x."""
+    """Formats a value of `x`."""
 
 
 def line_chart(
@@ -113,7 +117,16 @@ def line_chart(
     logarithmic: bool = False,
     from_zero: bool = False,
 ) -> Chart | None:
-    """Lines over `x`, which rises; none if there is no value to draw."""
+    """Return a line chart. None if there is no value to draw.
+
+    Args:
+        heading: The chart's names.
+        x: Value of each place, in rising order.
+        series: Lines, each with one value per place.
+        wording: How the chart writes its values.
+        logarithmic: Whether the y axis is logarithmic. Values of 0 or less are then left out.
+        from_zero: Whether the y axis includes 0.
+    """
     say, x_label = wording.say, wording.x_label
     keep = thinned(len(x))
     x = [x[index] for index in keep]

@@ -49,9 +49,9 @@ class Preparation:
     """The work of a site's ranks before the site enrols."""
 
     check: Callable[[], object]
-    """For the first rank: refuses what cannot run, and prepares the data."""
+    """Called by the first rank: checks the run and prepares the data."""
     fetch: Callable[[], object]
-    """For the other ranks: fetches what each machine needs."""
+    """Called by all other ranks: fetches the files that each machine needs."""
 
 
 def join_as_rank(
@@ -66,8 +66,21 @@ def join_as_rank(
 ) -> int:
     """Take part in a run as one rank that a launcher has started, and return the exit code.
 
-    When all ranks are through with `prepare`, the first one enrols the site and tells the others
-    who they are. Raises `JoinError` at all of them if one cannot go on.
+    When all ranks have finished `prepare`, the first rank enrols the site, and gives the site's
+    identity to the other ranks.
+
+    Args:
+        config: the run.
+        site: name of the site.
+        endpoint: address of the coordinator, and the site's token.
+        variables: the launcher's variables for this rank.
+        prepare: the work of this rank before the site enrols.
+        debug: print tracebacks of errors.
+        trace: record this rank's timeline.
+        hooks: the user's own functions. None: dilocox's functions are used.
+
+    Raises:
+        JoinError: a rank of the site cannot go on. All ranks raise it.
     """
     if variables.world != config.site.ranks:
         raise JoinError(
@@ -134,7 +147,7 @@ def _train(job: RankJob, line: SiteLine) -> tuple[int, list[str]]:
     going = Going(line)
     with listening(asked=going):
         code = run_rank(job, failed)
-    # Its rounds are done, and its part of a checkpoint is written.
+    # After a request to leave, the rank's rounds are done and its checkpoint is written.
     return 130 if going.times else code, errors
 
 
