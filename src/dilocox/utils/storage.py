@@ -35,6 +35,13 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 T = TypeVar("T")
 
 
+def nearest_existing(path: Path) -> Path:
+    """Returns `path` if it exists, else its nearest parent that exists, on the same disk."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def is_passing(error: BaseException) -> bool:
     """Returns whether an error may pass: a full disk, or a lack of file descriptors."""
     return isinstance(error, OSError) and error.errno in _PASSING

@@ -260,6 +260,24 @@ def test_all_is_checked_before_a_group_or_cuda_is_there(
     assert done == [*expected, "enrol_site", "run_rank"]
 
 
+def test_a_process_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU needs a child process for it."""
+    done: list[str] = []
+
+    def joined(*given: Any) -> int:
+        prepare = next(each for each in given if isinstance(each, torchrun.Preparation))
+        prepare.check()
+        prepare.fetch()
+        return 0
+
+    monkeypatch.setattr(preflight, "check_process", lambda *_: done.append("process"))
+    monkeypatch.setattr(preflight, "prepare", lambda *_: done.append("run"))
+    monkeypatch.setattr(local, "rank_variables", lambda: variables(0, 1))
+    monkeypatch.setattr(local, "join_as_rank", joined)
+    local.join(run(tmp_path), site="paris", address="localhost:1", token="t", debug=False)
+    assert done == ["process", "run", "run"]
+
+
 def nothing_of(_: RankVariables) -> None:
     return
 

@@ -107,9 +107,10 @@ class _Search:
         for change in _changes(basis, self.outline, self.place, self.gpus):
             values = {**before, **change}
             try:
-                one: Change | None = self._estimated(values)
+                shape = self._shape(values)
+                one: Change | None = self._estimated(values, shape)
                 if one is not None and one.fits:
-                    one = self.checked(one)
+                    one = self.checked(one, shape)
             except DilocoxError:
                 continue  # the run file does not allow this change
             if one is not None:
@@ -118,15 +119,18 @@ class _Search:
                 break
         return found
 
-    def checked(self, change: Change) -> Change | None:
-        """Return `change` as it is planned. None if it would fill a machine's host memory."""
+    def checked(self, change: Change, shape: ModelOutline | None = None) -> Change | None:
+        """Return `change` as it is planned. None if it would fill a machine's host memory.
+
+        `shape`: outline of the changed run. None: it is built here.
+        """
         if self.check is None:
             return change
-        found = self.check(change.values, self._shape(change.values))
+        found = self.check(change.values, self._shape(change.values) if shape is None else shape)
         return None if found is None else Change(change.values, *found)
 
-    def _estimated(self, values: Mapping[str, Any]) -> Change:
-        run, shape, place = changed(self.config, values), self._shape(values), self.place
+    def _estimated(self, values: Mapping[str, Any], shape: ModelOutline) -> Change:
+        run, place = changed(self.config, values), self.place
         stages = footprints(run, shape, place, counted(run, shape), self.rounds)
         bytes_ = needed(stages, place, run)
         return Change(values, bytes_, bytes_ <= place.device.memory)

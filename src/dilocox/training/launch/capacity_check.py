@@ -75,9 +75,7 @@ def _check_disk(config: RunConfig, parameters: int, sites_here: int) -> None:
     local = storage.is_local(files)
     needed = memory.disk_bytes(config, parameters, sites_here if local else 0)
     place = Path(path) if local else config.folder
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(storage.nearest_existing(place)).free
     if needed > free:
         raise ConfigError(
             f"{config.folder}: checkpoints and model need {needed / memory.GIB:.1f} GiB, "
@@ -109,9 +107,8 @@ def _check_store(config: RunConfig, blueprint: ModelPlan, parameters: int) -> No
     place = Store(config.record_store).folder
     if place is None:
         return
-    while not place.exists():
-        place = place.parent
-    needed, free = record_bytes(config, blueprint, parameters), shutil.disk_usage(place).free
+    needed = record_bytes(config, blueprint, parameters)
+    free = shutil.disk_usage(storage.nearest_existing(place)).free
     if needed > free:
         raise ConfigError(
             f"{config.record_store}: the run's record will need {needed / memory.GIB:.1f} GiB, "

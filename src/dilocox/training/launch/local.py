@@ -340,8 +340,8 @@ def join(
         return join_as_rank(
             config, site, endpoint, variables,
             Preparation(
-                check=lambda: preflight.check(config, first),
-                fetch=lambda: preflight.check(config, replace(role, command="rank")),
+                check=lambda: preflight.prepare(config, first),
+                fetch=lambda: preflight.prepare(config, replace(role, command="rank")),
             ),
             debug, trace, hooks,
         )  # fmt: skip

@@ -103,6 +103,11 @@ def check(config: RunConfig, role: Role, display: Display | None = None) -> Prep
     Raises `DilocoxError` for the first fault that is found.
     """
     check_process(config, role)
+    return prepare(config, role, display)
+
+
+def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Prepared:
+    """Do what `check` does after `check_process`, for a process that was checked before."""
     prepared = _check_places(config, role)
     config, fresh = prepared.config, not prepared.begun
     if role.command == "rank":

@@ -12,6 +12,7 @@ from pathlib import Path
 from dilocox.config.run_config import RunConfig, load_written
 from dilocox.errors import ConfigError, TrainingError
 from dilocox.training.launch.coordinator_check import check_coordinator
+from dilocox.utils.storage import nearest_existing
 
 WRITTEN = (
     "run.toml",
@@ -102,9 +103,7 @@ def check_writable(folder: Path) -> None:
 
     The check creates and removes a folder, because permissions alone may be misleading.
     """
-    place = folder
-    while not place.exists():
-        place = place.parent
+    place = nearest_existing(folder)
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".dilocox-", dir=place))
     except OSError as error:
