@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from dilocox.config.run_config import DataSection
+from dilocox.config.data import DataSection
 from dilocox.data import TokenFiles, prepare
 from dilocox.data.readers import cut_point
 from dilocox.data.sources import STDLIB, read_source

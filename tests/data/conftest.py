@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.config.run_config import DataSection
+from dilocox.config.data import DataSection
 from dilocox.data import TokenFiles, prepare
 
 WORDS = [

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from dilocox.config.run_config import DataSection
+from dilocox.config.data import DataSection
 from dilocox.data import SequenceSpace, TokenFiles, folder, packing, prepare, show, tokenizer
 from dilocox.data.sources import read_source
 from dilocox.errors import DataError

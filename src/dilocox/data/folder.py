@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dilocox.config.run_config import DataSection, load_written
+from dilocox.config.data import DataSection
+from dilocox.config.run_config import load_written
 from dilocox.data.manifest import MANIFEST
 from dilocox.data.sources import list_files
 from dilocox.data.token_files import TokenFiles

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dilocox.config.run_config import DataSection
+from dilocox.config.data import DataSection
 from dilocox.data.readers import FIELD, clean
 from dilocox.errors import DataError
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from dilocox.config.run_config import DataSection
+from dilocox.config.data import DataSection
 from dilocox.data.croissant import write_croissant
 from dilocox.data.folder import check_place, partial_folder, publish, reuse
 from dilocox.data.hub import HubSource

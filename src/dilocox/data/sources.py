@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from dilocox.config.run_config import DataSection
+from dilocox.config.data import DataSection
 from dilocox.data.list_files import counted, walk
 from dilocox.data.readers import TEXT_FORMATS, UNPACKED, is_packed, open_binary, read_documents
 from dilocox.errors import DataError

@@ -1,0 +1,53 @@
+"""Section of the run file about the text and its token files."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dilocox.config.base import Positive, Section
+
+
+class DataSection(Section):
+    """`[data]`: the text, and how it becomes token files."""
+
+    source: str | list[str] | None = None
+    """`python-stdlib`, files and folders, or the name of a hub dataset (with `format = "hub"`). In
+    folders, links are followed; hidden files and files of other formats are left out. `dilocox data
+    show` counts the files that are left out."""
+    format: Literal["auto", "text", "jsonl", "parquet", "code", "hub"] = "auto"
+    """Format of the source. `auto`: by the file names. `jsonl`: JSON objects, one per line or all
+    in one array; `.json` files in folders are read with this format only. Text and JSONL files may
+    be compressed (`.gz`, `.zst`)."""
+    text_field: str = "text"
+    """Field or column that holds the text in JSONL, Parquet and hub datasets. Records whose text is
+    null or missing are left out and counted by `dilocox data show`."""
+    subset: str | None = None
+    """Hub datasets: the configuration name."""
+    split: str = "train"
+    """Hub datasets: the split."""
+    revision: str | None = None
+    licence: str | None = None
+    max_documents: Positive | None = None
+    folder: str = "{run}/data"
+    """Folder of the token files. `{run}` is the run's folder."""
+    tokenizer: str = "train"
+    """A local folder, a hub name (`NAME@REVISION` for a branch, tag or commit), or `train` for a
+    byte-level BPE trained on the corpus. If the run starts from the weights of `model.path`, the
+    default is that model's tokenizer and `train` is refused, since the weights fit no other. With
+    `model.handover`, the default is the tokenizer of the earlier run."""
+    vocabulary_size: Annotated[int, Field(ge=257)] = 4096
+    """Vocabulary size of a trained tokenizer."""
+    begin_of_text: bool = True
+    """Begin every document with the tokens that the tokenizer puts before a text. The tokenizers of
+    Llama, Mistral and Gemma have such tokens; a trained tokenizer has none."""
+    sequence_length: Positive = 256
+    validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
+    validation_source: str | list[str] | None = None
+    """Separate held-out text, written like `source`. All of it is held out, and all of `source` is
+    trained on. Documents that occur in both are not detected."""
+    validation_split: str = "validation"
+    """Hub datasets: the split of `validation_source`."""
+    validation_sequences: Positive = 64
+    """Largest number of held-out sequences that an evaluation reads."""
