@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dilocox.data.flags import COUNTED, STARTS
 from dilocox.errors import DataError
 
 CROISSANT = "croissant.json"
@@ -122,10 +123,15 @@ def _description(content: dict[str, Any]) -> str:
     begin = [str(each["id"]) for each in content.get("begin_of_text", [])]
     begun = f"begun by token {' and '.join(begin)} and " if begin else ""
     for split, part in sorted(content["splits"].items()):
+        bounds = (
+            f"with a byte of flags per token: {COUNTED} for a token that counts as a label, "
+            f"{STARTS} for the first token of a document"
+            if "counted" in part
+            else f"each {begun}closed by token {content['end_of_text']['id']}"
+        )
         parts.append(
             f"Split {split}: {part['tokens']} tokens ({content['dtype']}, little-endian) in "
-            f"{part['documents']} documents, each {begun}closed by token "
-            f"{content['end_of_text']['id']}."
+            f"{part['documents']} documents, {bounds}."
         )
     return " ".join(parts)
 
@@ -158,16 +164,22 @@ def _token_files(content: dict[str, Any]) -> list[dict[str, Any]]:
         for _, part in sorted(content["splits"].items())
         for shard in part["shards"]
     ]
+    flags = [
+        _file(shard["flags"]["file"], shard["flags"]["sha256"], shard["tokens"])
+        for _, part in sorted(content["splits"].items())
+        for shard in part["shards"]
+        if "flags" in shard
+    ]
     tokenizer = [
         _file(f"tokenizer/{name}", file["sha256"], file["bytes"])
         for name, file in sorted(content["tokenizer"]["files"].items())
     ]
-    return shards + tokenizer
+    return shards + flags + tokenizer
 
 
 def _file(name: str, sha256: str, size: int) -> dict[str, Any]:
     ending = Path(name).suffix.lower()
-    usual = "application/octet-stream" if ending == ".bin" else "text/plain"
+    usual = "application/octet-stream" if ending in (".bin", ".flags") else "text/plain"
     return {
         "@type": "cr:FileObject",
         "@id": name,

@@ -23,7 +23,10 @@ from dilocox.utils.storage import sha256_of
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Version of the layout of token files."""
+"""Version of the layout of token files without flags."""
+
+FORMAT_WITH_FLAGS = 2
+"""Version of the layout of token files with flags: shards have a second file (`data.flags`)."""
 
 
 def canonical(content: Any) -> bytes:
@@ -36,10 +39,17 @@ def digest_of(content: Any) -> str:
     return hashlib.sha256(canonical(content)).hexdigest()
 
 
+def format_of(content: dict[str, Any]) -> int:
+    """Returns the version of the layout of token files whose manifest has `content`."""
+    splits = content.get("splits", {}).values()
+    flagged = any("flags" in shard for split in splits for shard in split.get("shards", ()))
+    return FORMAT_WITH_FLAGS if flagged else FORMAT
+
+
 def render(content: dict[str, Any], made_with: dict[str, Any]) -> str:
     """Returns the text of `manifest.json`."""
     manifest: dict[str, Any] = {
-        "format": FORMAT,
+        "format": format_of(content),
         "digest": digest_of(content),
         "content": content,
         "made_with": made_with,
@@ -76,10 +86,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from None
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise DataError(f"{path}: not a manifest of token files; name another folder")
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in (FORMAT, FORMAT_WITH_FLAGS):
         raise DataError(
-            f"{path}: format {manifest['format']!r}, this version of dilocox reads {FORMAT}; "
-            "prepare the data again in another folder"
+            f"{path}: format {manifest['format']!r}, this version of dilocox reads {FORMAT} and "
+            f"{FORMAT_WITH_FLAGS}; prepare the data again in another folder"
         )
     content, made_with = manifest.get("content"), manifest.get("made_with")
     if (

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dilocox.data.croissant import check_croissant
+from dilocox.data.flags import FLAGS_DTYPE, STARTS
 from dilocox.data.list_files import HIDDEN, counted
-from dilocox.data.manifest import hash_file, read_manifest, source_names
+from dilocox.data.manifest import FORMAT_WITH_FLAGS, hash_file, read_manifest, source_names
 from dilocox.data.special_text import warning
 from dilocox.errors import DataError
 
@@ -23,9 +24,14 @@ SCANNED = 1 << 24
 
 SPLITS = ("train", "validation")
 
+Part = npt.NDArray[Any]
+
 
 class TokenArray:
-    """All tokens of one split, in order, memory-mapped from its files and read on access."""
+    """All tokens of one split, in order, memory-mapped from its files and read on access.
+
+    The flags of a split are such an array, too.
+    """
 
     def __init__(self, files: list[Path], counts: list[int], dtype: np.dtype[Any]) -> None:
         """Map `files`, which hold `counts` tokens of `dtype`. All but the last must be equal."""
@@ -58,10 +64,20 @@ class TokenArray:
 
         The whole split is read.
         """
+        return self._where(lambda part: part == token)
+
+    def places_with(self, bit: int) -> npt.NDArray[np.int64]:
+        """Returns the ascending offsets of all entries that have `bit` set: int64 [n].
+
+        The whole split is read.
+        """
+        return self._where(lambda part: part & bit)
+
+    def _where(self, test: Callable[[Part], Part]) -> npt.NDArray[np.int64]:
         found, base = [], 0
         for part in self._maps:
             for start in range(0, len(part), SCANNED):
-                places = np.flatnonzero(part[start : start + SCANNED] == token)
+                places = np.flatnonzero(test(part[start : start + SCANNED]))
                 found.append(places.astype(np.int64) + base + start)
             base += len(part)
         return np.concatenate(found)
@@ -84,6 +100,7 @@ class TokenFiles:
         """Folder that `AutoTokenizer.from_pretrained` can load."""
         self.dtype = np.dtype(self.content["dtype"]).newbyteorder("<")
         self._arrays: dict[str, TokenArray] = {}
+        self._flags: dict[str, TokenArray] = {}
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenFiles:
@@ -119,6 +136,24 @@ class TokenFiles:
             )
         return self._arrays[split]
 
+    @property
+    def has_flags(self) -> bool:
+        """Whether the tokens have flags (`data.flags`). Token files of text have none."""
+        return bool(self.manifest["format"] == FORMAT_WITH_FLAGS)
+
+    def flags(self, split: str) -> TokenArray | None:
+        """Returns the flags of a split, one per token, or None if the tokens have none."""
+        if not self.has_flags:
+            return None
+        if split not in self._flags:
+            shards = self.content["splits"][split]["shards"]
+            self._flags[split] = TokenArray(
+                [self.folder / shard["flags"]["file"] for shard in shards],
+                [shard["tokens"] for shard in shards],
+                FLAGS_DTYPE,
+            )
+        return self._flags[split]
+
     def token_count(self, split: str) -> int:
         """Returns the number of tokens in a split, including end-of-text tokens."""
         return int(self.content["splits"][split]["tokens"])
@@ -129,6 +164,9 @@ class TokenFiles:
 
     def document_ends(self, split: str) -> npt.NDArray[np.int64]:
         """Returns the end offset of each document of a split, end-of-text included: int64 [n]."""
+        flags = self.flags(split)
+        if flags is not None:
+            return np.append(flags.places_with(STARTS)[1:], len(flags))
         # Text is never encoded as the end-of-text token; only the packer writes it.
         return self.tokens(split).places_of(self.end_of_text) + 1
 
@@ -173,6 +211,11 @@ class TokenFiles:
             (shard["file"], shard["tokens"] * self.dtype.itemsize, shard["sha256"])
             for shard in shards
         ]
+        recorded += [
+            (shard["flags"]["file"], shard["tokens"], shard["flags"]["sha256"])
+            for shard in shards
+            if "flags" in shard
+        ]
         for name, file in sorted(self.content["tokenizer"]["files"].items()):
             recorded.append((f"{TOKENIZER}/{name}", file["bytes"], file["sha256"]))
         return recorded
@@ -189,6 +232,7 @@ def show(files: TokenFiles) -> str:
             f"{split:<11}  {part['tokens']:,} tokens in {part['documents']:,} documents, "
             f"{_size(part['bytes'])} of text, "
             f"{_plural(len(part['shards']), 'file')} of {content['dtype']}"
+            + (f", {part['counted']:,} tokens count as labels" if "counted" in part else "")
         )
     origin = (
         f"trained on {_size(tokenizer['sample']['bytes'])} of the text"
