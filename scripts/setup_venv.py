@@ -24,8 +24,9 @@ from torch_index import VARIABLE, ask_nvidia_smi, choose, with_torch
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ("hatchling", "editables", "setuptools")
 """Packages that build dilocox itself and `SOURCES`."""
-SOURCES = ("jsonpath-rw",)
-"""Packages without any wheel. Only tests need them: jsonpath-rw is needed by mlcroissant."""
+SOURCES = ("jsonpath-rw", "rouge-score", "sqlitedict", "word2number")
+"""Packages without any wheel. Only tests need them: jsonpath-rw is needed by mlcroissant, the
+others by lm-eval."""
 LOG = "setup.log"
 """File in the environment's folder with the output of pip."""
 SHOWN = 15

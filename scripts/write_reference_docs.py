@@ -68,8 +68,8 @@ dilocox.export(result.folder, "my-model")
 """
 
 ORDER = ("load_run", "resolve_run", "RunConfig", "train", "join", "code_digest", "export",
-         "generate", "register_codec", "CodecKind", "CodecNumber", "register_method", "Method",
-         "DilocoxError", "__version__")  # fmt: skip
+         "generate", "evaluate", "register_codec", "CodecKind", "CodecNumber", "register_method",
+         "Method", "DilocoxError", "__version__")  # fmt: skip
 """The public names, as one reads of them."""
 RECORDS = {
     "CodecKind": "src/dilocox/config/codec_kinds.py",

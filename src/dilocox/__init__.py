@@ -3,6 +3,7 @@
 from dilocox.api import (
     RunConfig,
     code_digest,
+    evaluate,
     export,
     generate,
     join,
@@ -23,6 +24,7 @@ __all__ = [
     "RunConfig",
     "__version__",
     "code_digest",
+    "evaluate",
     "export",
     "generate",
     "join",

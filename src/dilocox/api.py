@@ -10,7 +10,7 @@ dilocox.export(result.folder, "my-model")
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RunConfig",
     "code_digest",
+    "evaluate",
     "export",
     "generate",
     "join",
@@ -149,6 +150,40 @@ def join(
         key_file=None if key_file is None else Path(key_file),
         hooks=hooks,
     )
+
+
+def evaluate(
+    models: Sequence[str | Path] | str | Path,
+    tasks: Sequence[str] | str,
+    *,
+    limit: int = 0,
+    fewshot: int | None = None,
+    chat: bool = False,
+    device: str = "cpu",
+) -> dict[str, dict[str, Any]]:
+    """Evaluate models on tasks of lm-eval, and return lm-eval's results by model.
+
+    Needs the extra `[eval]`. Nothing is written.
+
+    Args:
+        models: one or several run folders or Hugging Face folders.
+        tasks: names that lm-eval knows, paths of task files in YAML, or folders with such files.
+        limit: most examples of each task; 0: all.
+        fewshot: examples in each prompt; None: as the task says.
+        chat: whether prompts are written with the model's chat template.
+        device: PyTorch's name of a device.
+
+    Raises:
+        CheckpointError: there is no model, or a model cannot be loaded.
+        ConfigError: lm-eval is not installed, a task is unknown, its data cannot be loaded, or the
+            device is not there.
+        EvaluationError: lm-eval fails.
+    """
+    from dilocox.training.tasks.harness import TaskOptions, evaluate_models
+
+    given = [models] if isinstance(models, str | Path) else list(models)
+    names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
+    return evaluate_models(given, TaskOptions(names, limit, fewshot, chat, device))
 
 
 def code_digest(

@@ -46,6 +46,10 @@ class CheckpointError(DilocoxError):
     """A checkpoint that cannot be written or read."""
 
 
+class EvaluationError(DilocoxError):
+    """An evaluation on tasks that cannot be done."""
+
+
 class TrainingError(DilocoxError):
     """A run that cannot go on."""
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dilocox.cli import audit, plan, publish, report, status, verify
+from dilocox.cli import audit, evaluate, plan, publish, report, status, verify
 from dilocox.cli import testbed as lab_command
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.utils.plain_text import plain, plain_lines
@@ -30,6 +30,7 @@ examples:
   dilocox data prepare run.toml
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
+  dilocox evaluate runs/run BASE --tasks arc_easy,hellaswag   (models side by side)
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
   dilocox status runs/run                    (what the run does; at the coordinator or at a site)
   dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
@@ -118,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     auditor = commands.add_parser("auditor", parents=[common], help=audit.AUDITOR_HELP)
     audit.add_auditor_arguments(auditor)
     _add_generate(commands, common)
+    evaluating = commands.add_parser("evaluate", parents=[common], help=evaluate.HELP)
+    evaluate.add_arguments(evaluating)
     lab_command.add_to(commands, common, run_file)
     return parser
 
