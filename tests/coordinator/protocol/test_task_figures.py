@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dilocox.coordinator.protocol.task_figures import (
@@ -57,6 +57,7 @@ figures = st.builds(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(figures, min_size=1, max_size=12, unique_by=(lambda f: f.name, lambda f: f.task)))
 def test_a_report_says_the_figures(own: list[Figure]) -> None:
     said = json.loads(json.dumps(as_report(own), allow_nan=False))
@@ -79,6 +80,7 @@ def test_a_report_without_results_is_none(said: dict[str, Any]) -> None:
         checked_figures(said)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["results", "stderr", "samples"]),
