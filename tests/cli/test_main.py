@@ -55,7 +55,7 @@ def test_help_has_examples_of_every_command(command: Command) -> None:
     shown = set(re.findall(r"^  dilocox (\w+)", out, flags=re.MULTILINE))
     assert named == shown == {
         "train", "coordinator", "join", "leave", "verify", "lab", "plan", "data", "export",
-        "generate", "report", "audit", "auditor", "handover", "status", "publish",
+        "generate", "evaluate", "report", "audit", "auditor", "handover", "status", "publish",
     }  # fmt: skip
 
 
