@@ -22,7 +22,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dilocox.config import admission, data, outputs, run_config, site
+from dilocox.config import admission, data, outputs, privacy, run_config, site
 from dilocox.config import outer as config_rounds
 from dilocox.config.methods import METHODS, method_defaults
 
@@ -179,7 +179,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 def source_texts() -> dict[tuple[str, str], str]:
     """Returns the text below each key in the source, on one line, by (class name, key)."""
     texts: dict[tuple[str, str], str] = {}
-    sources = (run_config, admission, data, outputs, config_rounds, site)
+    sources = (run_config, admission, data, outputs, privacy, config_rounds, site)
     written = [inspect.getsource(module) for module in sources]
     for node in ast.parse("\n".join(written)).body:
         if not isinstance(node, ast.ClassDef):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config.run_config import load_written
+from dilocox.coordinator.metrics.privacy import words as privacy_words
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.tools.report.status import GOES_ON, SiteNow, Status, real, status_of, whole
 from dilocox.training.launch.console import plan_line
@@ -168,6 +169,8 @@ def lines(found: Status, now: float) -> Iterator[str]:
         with contextlib.suppress(KeyError, ValueError, TypeError):
             plan = " ".join(plan_line(found.plan).split()).replace(" plan:", ":", 1)
             yield f"plan           from {plan}"
+    for name, figures in found.privacy.items():
+        yield f"privacy        {name}: {privacy_words(figures)}"
     for site in found.sites:
         words = [f"site {site.name}"]
         if site.role:

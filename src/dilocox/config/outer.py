@@ -152,7 +152,8 @@ class CompressionSection(Section):
     """Sites exchange row means of AdamW's second moments and take the mean over the sites. The
     means take one byte per row, spread over the payloads of 32 exchanges. The key has an effect
     only with `inner.optimizer = "adamw"`, `outer.exchange = "gather"` and a codec other than
-    `lowrank`, and only if `[admission]` does not compare contributions."""
+    `lowrank`, and only if `[admission]` does not compare contributions and `[privacy]` is not
+    used."""
 
     @field_validator("codec")
     @classmethod

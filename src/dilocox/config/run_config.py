@@ -40,6 +40,7 @@ from dilocox.config.outputs import (
     RecordSection,
     keeping_problem,
 )
+from dilocox.config.privacy import PrivacySection, privacy_problem
 from dilocox.config.site import ZERO_BUBBLE, InnerSection, SiteName, SiteOverride, SiteSection
 from dilocox.errors import ConfigError
 
@@ -146,6 +147,7 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     record: RecordSection = RecordSection()
     admission: AdmissionSection = AdmissionSection()
+    privacy: PrivacySection = PrivacySection()
     metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
@@ -161,6 +163,9 @@ class RunConfig(Section):
             rounds_problem(self.outer, self.compression, self.control, schedule)
             or admission_problem(self.admission, self.outer, self.compression, self.site.ranks)
             or keeping_problem(self.checkpoint, self.evaluation, self.record, self.outer.method)
+            or privacy_problem(
+                self.privacy, self.outer, self.admission, self.own_data, self.site.ranks
+            )
         )
         if problem is not None:
             raise ValueError(problem)
@@ -233,7 +238,18 @@ class RunConfig(Section):
             and self.outer.exchange == "gather"
             and not self.exchanges_gradients
             and not self.admission.examines
+            and not self.privacy.enabled
         )
+
+    @property
+    def own_data(self) -> tuple[str, ...]:
+        """Names of the sites that train on text of their own."""
+        return tuple(name for name, site in self.sites.items() if site.data is not None)
+
+    @property
+    def private_sites(self) -> tuple[str, ...]:
+        """Names of the sites that clip, and usually noise, their contributions."""
+        return self.own_data if self.privacy.enabled else ()
 
     def sent_as(self, codec: str) -> str:
         """Returns `codec` with `+moments` if the sites share second moments."""

@@ -24,6 +24,7 @@ from dilocox.errors import CheckpointError, ExchangeError, TrainingError
 from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import as_kept, nesterov_step
 from dilocox.outer.overlap import Rule, local_view
+from dilocox.outer.private import ContributionPrivacy
 from dilocox.outer.staging import staging_of
 from dilocox.utils import tracing
 from dilocox.utils.cache_blocks import blocks
@@ -51,6 +52,7 @@ class FragmentState:
         eager: bool = False,
         device: torch.device | None = None,
         momentum_dtype: torch.dtype = torch.float32,
+        privacy: ContributionPrivacy | None = None,
     ) -> None:
         """Start with the anchor equal to `live`, without momentum and without residual.
 
@@ -62,6 +64,7 @@ class FragmentState:
                 overlap `eager` needs. They take 8 more bytes per parameter.
             device: device of the buffers; None means the CPU.
             momentum_dtype: fp32, or bf16, which saves 2 bytes per parameter.
+            privacy: clips δ and adds noise at every boundary. None: δ is contributed as it is.
         """
         self.layout = layout
         self.anchor = layout.pack(live, out=torch.zeros(layout.length, device=device))
@@ -82,6 +85,7 @@ class FragmentState:
         self.non_finite: str | None = None
         """`name[index]` of the first unusable value that the last `boundary` found: a value that is
         not finite, or beyond `LARGEST` (then the value follows). None if all values are usable."""
+        self._privacy = privacy
         self._hashed: Future[str] | None = None
 
     def compressor(self, name: str) -> FragmentCodec:
@@ -116,17 +120,12 @@ class FragmentState:
         If u is not usable, δ is dropped: the `live` parameters return to the anchor, u is the
         residual alone, and `non_finite` names the value. Such a u must not be contributed;
         `committed(u, None)` then leaves the residual as it was.
+
+        With `privacy`, δ stands for the clipped and noised δ everywhere but in `live`. So residual
+        and payload never hold what was clipped away.
         """
         packed = self.layout.pack(live, device=self.anchor.device)
-
-        def displaced(at: slice, now: Tensor) -> None:
-            delta = self.reference[at] - now
-            self.reference[at] = now
-            if self.previous is not None:
-                self.previous[at] = delta
-            torch.mul(delta, weight, out=now)
-
-        u, bad = self._with_residual(packed, decay, displaced)
+        u, bad = (self._plain if self._privacy is None else self._private)(packed, weight, decay)
         self.non_finite = None
         if bad is not None:
             position, value = bad
@@ -138,6 +137,35 @@ class FragmentState:
             self.layout.unpack(self.anchor, live)
             self.reference.copy_(self.anchor)
         return u, bad is None
+
+    def _plain(
+        self, packed: Tensor, weight: float, decay: float
+    ) -> tuple[Tensor, tuple[int, float] | None]:
+        """Return `_with_residual` of w·δ, and set the reference to `packed`, the live values."""
+
+        def displaced(at: slice, now: Tensor) -> None:
+            delta = self.reference[at] - now
+            self.reference[at] = now
+            if self.previous is not None:
+                self.previous[at] = delta
+            torch.mul(delta, weight, out=now)
+
+        return self._with_residual(packed, decay, displaced)
+
+    def _private(
+        self, packed: Tensor, weight: float, decay: float
+    ) -> tuple[Tensor, tuple[int, float] | None]:
+        """Do what `_plain` does, with δ clipped and noised. An unusable δ is not noised."""
+        assert self._privacy is not None
+        delta = self.reference - packed
+        self.reference.copy_(packed)
+        position = first_unusable(delta)
+        if position is not None:
+            return self._residual_alone(delta), (position, float(delta[position]))
+        self._privacy.apply(delta, self.layout)
+        if self.previous is not None:
+            self.previous.copy_(delta)
+        return self._with_residual(delta, decay, lambda _, own: own.mul_(weight))
 
     def gradients(
         self, gradients: Mapping[str, Tensor], weight: float, decay: float
@@ -163,7 +191,6 @@ class FragmentState:
         alone. `to_own` turns one block of `packed` into w·δ or w·g in place. The residual moves
         into u and becomes zero. `packed` may be overwritten.
         """
-        u, bad = packed, None
         for at in blocks(packed):
             part = packed[at]
             to_own(at, part)
@@ -171,12 +198,19 @@ class FragmentState:
                 part.add_(self.residual[at].mul(decay))
             position = first_unusable(part)
             if position is not None:
-                bad = at.start + position, float(part[position])
-                u = torch.zeros_like(packed) if self.residual is None else self.residual.clone()
-                break
+                value = float(part[position])
+                return self._residual_alone(packed), (at.start + position, value)
         if self.residual is not None:
             self.residual.zero_()
-        return u, bad
+        return packed, None
+
+    def _residual_alone(self, like: Tensor) -> Tensor:
+        """Return the residual, or zeros in the form of `like`, and set the residual to zero."""
+        if self.residual is None:
+            return torch.zeros_like(like)
+        alone = self.residual.clone()
+        self.residual.zero_()
+        return alone
 
     def committed(
         self, u: Tensor, sent: Tensor | None, second_error: tuple[int, Tensor] | None = None
@@ -262,8 +296,12 @@ class FragmentState:
     def fold_into_residual(self, live: Mapping[str, Tensor], weight: float) -> None:
         """Add w·δ, the training since the last boundary, to the residual, if there is a residual.
 
-        `weight` is w of this site.
+        `weight` is w of this site. With `privacy` this training is lost instead, because it is
+        neither clipped nor noised, and no contribution of its own that would be counted.
         """
+        if self._privacy is not None:
+            self.layout.pack(live, out=self.reference)
+            return
         u, _ = self.boundary(live, weight, 1.0)
         self.committed(u, None)
 

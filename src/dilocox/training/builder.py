@@ -53,6 +53,7 @@ from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import Admission
 from dilocox.outer.loss_gate import Gate
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
+from dilocox.outer.private import privacy_of
 from dilocox.training.batches import Batches as Batches
 from dilocox.training.batches import Dataset as Dataset
 from dilocox.training.batches import Sequences as Sequences
@@ -397,6 +398,7 @@ def build_states(config: RunConfig, rank: RankParts) -> list[FragmentState]:
                 eager=config.outer.overlap == "eager",
                 device=device,
                 momentum_dtype=MOMENTUM_DTYPES[config.outer.momentum_dtype],
+                privacy=privacy_of(config, rank.place.site, layout, sum(sizes.values())),
             )
         )
     return states

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.metrics.privacy import PrivacyAccount
 from dilocox.coordinator.metrics.sinks import Metrics
 from dilocox.coordinator.protocol.site_reports import RESERVED, checked, settled_anchor
 from dilocox.errors import DifferentAnchorsError, TrainingError
@@ -116,11 +117,18 @@ class RunMetrics:
     For a resumed run it appends to the file and continues the counts in it.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, emit: Emit) -> None:
-        """Read the file in `folder`, if there is one. `emit` gets every record, for a display."""
+    def __init__(
+        self, config: RunConfig, folder: Path, emit: Emit, account: PrivacyAccount | None = None
+    ) -> None:
+        """Read the file in `folder`, if there is one.
+
+        `emit` gets every record, for a display. `account` counts contributions of private sites;
+        None: no site is private.
+        """
         self._config = config
         self._folder = folder
         self._emit = emit
+        self._account = account
         self._members: dict[int, int] = {}
         """Number of sites in the plan, by round, for the latest rounds."""
         self._odd: set[tuple[int, str]] = set()
@@ -290,6 +298,9 @@ class RunMetrics:
         """
         if "members" in plan:
             self._members[plan["round"]] = len(plan["members"])
+        counted = None if self._account is None else self._account.plan(plan)
+        if counted is not None:
+            self._write(counted)
         if plan["kind"] == "flush":
             return
         chosen = {key: plan[key] for key in CHOSEN}
@@ -361,6 +372,8 @@ class RunMetrics:
             **_over_time(rounds),
             **self._sequences,
         }
+        if self._account is not None:
+            summary["privacy"] = self._account.figures()
         text = json.dumps(summary, indent=2) + "\n"
         when_there_is_room(lambda: self._summarise(text), "summary.json")
         self._metrics.close()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dilocox.coordinator.metrics.privacy import words
 from dilocox.tools.report import curves, tables
 from dilocox.tools.report.charts import Chart
 from dilocox.tools.report.curves import seconds
@@ -295,6 +296,9 @@ def _totals(files: RunFiles, history: History) -> list[tuple[str, str]]:
         count = files.summary.get(f"sequences_{name}")
         if isinstance(count, int) and (count or name == "committed"):
             facts.append((f"sequences {text}", f"{count:,}"))
+    said = files.summary.get("privacy")
+    for name, figures in (said if isinstance(said, dict) else {}).items():
+        facts.append((f"privacy of the text of {name}", words(figures)))
     return facts
 
 

@@ -79,6 +79,8 @@ class Status:
     """Held-out loss before the first round."""
     plan: Record | None = None
     """The latest plan, as in `metrics.jsonl`."""
+    privacy: Record = field(default_factory=dict)
+    """Contributions, epsilon and delta by site, of sites with `[privacy]`."""
     coordinator: str = ""
     """Address of the coordinator. Empty if unknown."""
     began: float | None = None
@@ -206,6 +208,8 @@ def _take_up(found: Status, records: Iterable[Record]) -> None:
                 found.held_out_first = found.held_out_loss
         elif kind == "plan":
             found.plan = record
+        elif kind == "privacy" and isinstance(record.get("sites"), dict):
+            found.privacy = record["sites"]
         elif kind in ("message", "warning") and record.get("about") != "members":
             messages.append((time or 0.0, str(record.get("text", ""))))
         elif kind == "resumed":

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.metrics.privacy import words
 from dilocox.utils.formatting import number, size
 from dilocox.utils.plain_text import plain, plain_lines
 
@@ -147,6 +148,8 @@ class Display:
             f"{number(record['tokens_per_second'])} tokens/s, "
             f"waited for the network {record['wait_share']:.1%}"
         )
+        for site, figures in record.get("privacy", {}).items():
+            self.line(f"privacy           {site}: {words(figures)}")
         if "mfu" in record:
             self.line(f"GPUs              {record['mfu']:.1%} MFU")
         if record["payload_bytes"]:

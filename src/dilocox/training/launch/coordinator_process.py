@@ -15,9 +15,11 @@ from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.metrics.privacy import account_of
 from dilocox.coordinator.metrics.run_metrics import Record, RunMetrics
 from dilocox.coordinator.protocol.messages import StandingChange
 from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.server.event_log import NAME as EVENTS
 from dilocox.coordinator.server.ledger import Ledger
 from dilocox.coordinator.server.ledger_audit import audit
 from dilocox.coordinator.server.reports import RunListener
@@ -169,7 +171,8 @@ def serve_run(
             raise TrainingError(
                 f"{folder}: another coordinator is running on this folder; stop it first"
             )
-        recorder = RunMetrics(config, folder, emit)
+        account = account_of(config, folder / "coordinator" / EVENTS)
+        recorder = RunMetrics(config, folder, emit, account)
         warning = config.admission.warning(len(config.sites))
         if warning is not None:
             recorder.message(warning)

@@ -13,6 +13,7 @@ from typing import Literal
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.transport import host_and_port
 from dilocox.coordinator.controller.candidates import Menu
+from dilocox.coordinator.metrics.privacy import check_accountant
 from dilocox.data import TokenFiles
 from dilocox.data.folder import check_place
 from dilocox.errors import JoinError
@@ -142,6 +143,8 @@ def check_process(config: RunConfig, role: Role) -> None:
             raise JoinError(f"site {role.site!r}: not in the run file, which names: {known}")
         host_and_port(role.url)
     check_versions()
+    if role.serves:
+        check_accountant(config)
     if role.trains:
         check_driver(config)
         role.hooks.check(config, required=role.site is not None)
