@@ -146,7 +146,9 @@ class GatedData:
         if self._given % self._turn == 0 and self._given <= self._last:
             self._waiting.turn_over(resolve_device(self._config.site))
         self._given += count
-        return self._space.read(start, count)
+        rows = self._space.read(start, count)
+        assert isinstance(rows, np.ndarray)
+        return rows
 
 
 def sequence_space(config: RunConfig) -> SequenceSpace:
@@ -189,7 +191,7 @@ def run_plain(config: RunConfig, waiting: Waiting, steps_per_turn: int, turns: i
     )
     batch = config.site.batch_size
     steps = steps_per_turn * turns
-    sequences = torch.from_numpy(sequence_space(config).read(0, steps * batch))
+    sequences = torch.from_numpy(np.asarray(sequence_space(config).read(0, steps * batch)))
     inputs, labels = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
     losses: list[torch.Tensor] = []
     for step in range(steps):

@@ -62,7 +62,9 @@ def train(
             int64 [count, sequence_length + 1]. It must be a pure function and return the same at
             every site. Without it, the token files of `[data]` are read. Token files are prepared
             in any case, since tokenizer and held-out text come from them.
-        loss: `loss(logits [b, L, V], labels int64 [b, L])` returns the mean over the micro-batch.
+        loss: `loss(logits [b, L, V], labels int64 [b, L])` returns the mean over the micro-batch,
+            or (sum, count): the sums of the site's batch are then divided by its counts. Labels
+            that do not count are -100.
         validation: a function like `dataset`. It is called once, for sequences from 0 on, and
             evaluations read these sequences instead of the held-out text. Give this function if
             your `loss` expects sequences of its own format.

@@ -9,14 +9,16 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilocox.config.run_config import ModelSection
 from dilocox.config.site import InnerSection, SiteSection
-from dilocox.inner import ChunkSettings, SiteMesh, SiteModel
+from dilocox.inner import ChunkSettings, SiteMesh, SiteModel, mean_cross_entropy
+from dilocox.inner.counted import NOT_COUNTED, CountedLabels, OwnLoss
 from dilocox.models import load_model_config, materialise, open_weights, tied_pair
-from dilocox.models.unpacked_rows import unpacked_rows
+from dilocox.models.packed_rows import unpacked_rows
 from tests.support.architectures import ARCHITECTURES, ROUTED, VOCABULARY, chunk_of, token_ids
 
 pytestmark = pytest.mark.waits
@@ -46,7 +48,9 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def site_model(name: str, attention: str, precision: torch.dtype) -> SiteModel:
+def site_model(
+    name: str, attention: str, precision: torch.dtype, loss: OwnLoss = mean_cross_entropy
+) -> SiteModel:
     section = ModelSection(architecture=TYPES[name])
     config = load_model_config(section, VOCABULARY)
     source = open_weights(section, config, seed=0)
@@ -57,6 +61,7 @@ def site_model(name: str, attention: str, precision: torch.dtype) -> SiteModel:
         SiteSection(batch_size=8, micro_batch_size=2),
         InnerSection(),
         ChunkSettings(hidden_size=32, precision=precision, tied=tied_pair(config)),
+        loss=loss,
     )
 
 
@@ -71,6 +76,34 @@ def test_a_step_of_four_micro_batches_waits_for_nothing(
     model = site_model(name, attention, precision)
     ids, labels = token_ids(8, seed=0), token_ids(8, seed=1)
     model.inner_step(ids, labels, 0.01)  # names of missing gradients are compared once
+    with Reads(), Waits():
+        result = model.inner_step(ids, labels, 0.01)
+    assert result.finite
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe"])
+def test_a_step_on_packed_rows_waits_for_nothing(name: str, attention: str) -> None:
+    model = site_model(name, attention, torch.float32)
+    ids, labels = token_ids(8, seed=0), token_ids(8, seed=1)
+    labels[labels % 2 == 0] = NOT_COUNTED
+    positions = torch.arange(ids.shape[1]).remainder(5).expand_as(ids).contiguous()
+    count = int((labels >= 0).sum())
+    counted = CountedLabels(count, float(count), positions)
+    model.inner_step(ids, labels, 0.01, None, counted)
+    with Reads(), Waits():
+        result = model.inner_step(ids, labels, 0.01, None, counted)
+    assert result.finite
+
+
+def test_a_loss_that_gives_sum_and_count_waits_for_nothing() -> None:
+    def sums(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return loss, (labels >= 0).sum()
+
+    model = site_model("llama", "sdpa", torch.float32, sums)
+    ids, labels = token_ids(8, seed=0), token_ids(8, seed=1)
+    model.inner_step(ids, labels, 0.01)
     with Reads(), Waits():
         result = model.inner_step(ids, labels, 0.01)
     assert result.finite

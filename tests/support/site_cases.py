@@ -11,6 +11,7 @@ from torch import Tensor
 from dilocox.config.site import InnerSection, SiteSection
 from dilocox.errors import TrainingError
 from dilocox.inner import ChunkSettings, SiteMesh, SiteModel, chunks_of_stage, mean_cross_entropy
+from dilocox.inner.counted import OwnLoss as LossFunction
 from dilocox.inner.muon import gather_matrices, scatter_matrices
 from dilocox.inner.optimizer import InnerOptimizer
 from tests.support import toy_model
@@ -35,6 +36,7 @@ def build(
     compile_layers: bool = False,
     head_in_parts: int = 0,
     whole_gradients: bool = False,
+    loss: LossFunction = mean_cross_entropy,
 ) -> SiteModel:
     """A rank's toy site model. `unused`: the chunk that has a parameter it does not use.
     `head_in_parts`: the head's weight is used so often, and the head is not called."""
@@ -72,6 +74,7 @@ def build(
             compile_layers=compile_layers,
             whole_gradients=whole_gradients,
         ),
+        loss=loss,
     )
 
 

@@ -21,6 +21,7 @@ from dilocox.inner import (
     head_loss,
     start_site_group,
 )
+from dilocox.inner.counted import NOT_COUNTED, CountedLabels
 from tests.support import toy_model
 from tests.support.process_starts import ARCHITECTURE
 from tests.support.site_cases import CPU, build, rows_of
@@ -102,11 +103,13 @@ def real_model(
     schedule: str,
     head_chunk: int | None = None,
     precision: str = "float32",
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Losses and norms of a tiny tied Qwen3 from the models room, cut as the setting says.
 
-    `head_chunk`: logits that head and loss compute at a time, and how many times in a micro-batch
-    (of one row) they did; without it all at once.
+    `packed`: rows hold two documents each, of lengths that differ, and a third of the labels does
+    not count. `head_chunk`: logits that head and loss compute at a time, and how many times in a
+    micro-batch (of one row) they did; without it all at once.
     """
     if head_chunk is not None:
         before = head_loss.AT_ONCE, head_loss.CHUNK, head_loss.logits_are_less
@@ -120,7 +123,7 @@ def real_model(
         head_loss.logits_are_less = lambda tokens, hidden: False
         head_loss._loss_and_gradient = counted
         try:
-            found = real_model(stages, shards, schedule, precision=precision)
+            found = real_model(stages, shards, schedule, precision=precision, packed=packed)
         finally:
             head_loss.AT_ONCE, head_loss.CHUNK, head_loss.logits_are_less = before
             head_loss._loss_and_gradient = loss_of_chunk
@@ -163,9 +166,19 @@ def real_model(
     )
     values = []
     for step in range(3):
-        ids, labels = (rows_of(mesh.shard, shards, part) for part in toy_model.batch(8, seed=step))
-        result = model.inner_step(ids, labels, 0.01)
-        values += [result.loss, result.grad_norm, model.evaluate(ids, labels)]
+        ids, labels = toy_model.batch(8, seed=step)
+        counted = None
+        if packed:
+            ends = torch.arange(8).unsqueeze(1) % (toy_model.LENGTH - 1) + 1
+            places = torch.arange(toy_model.LENGTH).expand(8, -1)
+            positions = torch.where(places < ends, places, places - ends)
+            labels = torch.where((ids % 3 == 0) | (places == ends - 1), NOT_COUNTED, labels)
+            count = int((labels >= 0).sum())
+            mine = rows_of(mesh.shard, shards, positions)
+            counted = CountedLabels(count, float(count), mine)
+        ids, labels = (rows_of(mesh.shard, shards, part) for part in (ids, labels))
+        result = model.inner_step(ids, labels, 0.01, None, counted)
+        values += [result.loss, result.grad_norm, model.evaluate(ids, labels, counted)]
     return {
         "values": values,
         "names": sorted(model.local_tensors()),

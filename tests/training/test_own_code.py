@@ -14,7 +14,8 @@ import pytest
 import dilocox
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
-from dilocox.training.builder import Hooks, validation_batches
+from dilocox.training.builder import Hooks
+from dilocox.training.held_out_batches import validation_batches
 from dilocox.training.launch import local, preflight
 from dilocox.training.own_code import ZERO, check_code, code_digest, evaluated
 from tests.support import own_functions
@@ -163,7 +164,7 @@ def test_a_loss_of_nothing_is_said() -> None:
 def test_own_sequences_are_evaluated() -> None:
     config = a_run()
     batches = validation_batches(config, None, 0, own_functions.validation)  # type: ignore[arg-type]
-    assert [tuple(inputs.shape) for inputs, _ in batches] == [(2, 32)] * 5
+    assert [tuple(inputs.shape) for inputs, _, _ in batches] == [(2, 32)] * 5
     expected = own_functions.validation(0, 10)
     assert batches[0][0].tolist() == expected[:2, :-1].tolist()
     assert batches[0][1].tolist() == expected[:2, 1:].tolist()

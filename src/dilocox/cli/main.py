@@ -407,7 +407,7 @@ def _data_prepare(options: argparse.Namespace) -> int:
 
     config = load_run(options.run, options.overrides)
     check_tokenizer(config)
-    print(show(prepare_data(config)))
+    print(show(prepare_data(config), config.data.rows))
     return 0
 
 

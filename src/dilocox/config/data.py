@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from dilocox.config.base import Positive, Section
+
+Packing = Literal["stream", "documents", "none"]
+LongDocuments = Literal["cut", "split", "refuse"]
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """How the tokens of a split become rows (`dilocox.data.rows`)."""
+
+    length: int
+    """Positions of a row."""
+    packing: Packing = "stream"
+    long_documents: LongDocuments = "cut"
 
 
 class DataSection(Section):
@@ -43,6 +57,15 @@ class DataSection(Section):
     """Begin every document with the tokens that the tokenizer puts before a text. The tokenizers of
     Llama, Mistral and Gemma have such tokens; a trained tokenizer has none."""
     sequence_length: Positive = 256
+    packing: Packing | None = None
+    """What a row of `sequence_length` positions holds. `stream`: documents run into each other and
+    see each other. `documents`: whole documents that do not see each other; positions restart, and
+    padding that counts nothing fills the row. `none`: one document and padding. The default is
+    `stream`."""
+    long_documents: LongDocuments | None = None
+    """A document longer than a row, unless `packing` is `stream`. `cut`: its end is left out.
+    `split`: it becomes several documents. `refuse`: no token files are made. The default is
+    `split`."""
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
     validation_source: str | list[str] | None = None
     """Separate held-out text, written like `source`. All of it is held out, and all of `source` is
@@ -51,3 +74,10 @@ class DataSection(Section):
     """Hub datasets: the split of `validation_source`."""
     validation_sequences: Positive = 64
     """Largest number of held-out sequences that an evaluation reads."""
+
+    @property
+    def rows(self) -> RowRules:
+        """How tokens become rows, with the defaults of `format`."""
+        return RowRules(
+            self.sequence_length, self.packing or "stream", self.long_documents or "split"
+        )

@@ -2,6 +2,7 @@
 
 from dilocox.data.prepare import prepare
 from dilocox.data.sequences import SequenceSpace, held_out
-from dilocox.data.token_files import TokenArray, TokenFiles, show
+from dilocox.data.show import show
+from dilocox.data.token_files import TokenArray, TokenFiles
 
 __all__ = ["SequenceSpace", "TokenArray", "TokenFiles", "held_out", "prepare", "show"]

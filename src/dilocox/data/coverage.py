@@ -6,12 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from dilocox.data.rows import covered
 from dilocox.data.sequences import SequenceSpace
 from dilocox.data.token_files import TokenFiles
-
-Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,38 +34,24 @@ def seen_documents(
     """Returns the documents that the token ranges touch, in the order of the training split.
 
     `ranges` holds pairs (start, count) for [start, start + count). Of each sequence, only the
-    `sequence_length` input tokens count as read, not the last label.
+    `sequence_length` input tokens count as read, not the last label. In rows of whole documents the
+    last token of a document counts, too.
     """
     parts = [space.positions(start, count) for start, count in ranges]
     sequences = np.unique(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
     ends = files.document_ends("train")
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
-    read = covered(sequences, space.sequence_length, ends) - covered(
-        sequences, space.sequence_length, starts
-    )
+    if space.rows is not None:
+        read = space.rows.seen(sequences, starts, ends)
+    else:
+        read = covered(sequences, space.sequence_length, ends) - covered(
+            sequences, space.sequence_length, starts
+        )
     places = _Places(files)
     return [
         Seen(*places.of(int(n)), int(n), int(ends[n] - starts[n]), int(read[n]))
         for n in np.flatnonzero(read)
     ]
-
-
-def covered(sequences: Offsets, length: int, before: Offsets) -> Offsets:
-    """Returns how many tokens of `sequences` lie below each offset in `before`: int64.
-
-    Args:
-        sequences: ascending sequence numbers; sequence p holds the tokens at offsets p·length to
-            p·length + length - 1.
-        length: tokens per sequence.
-        before: token offsets in the split.
-    """
-    index, inside = np.divmod(before, length)
-    below = np.searchsorted(sequences, index)
-    within = np.zeros(len(before), dtype=np.int64)
-    if len(sequences):
-        at = np.minimum(below, len(sequences) - 1)
-        within = np.where(sequences[at] == index, inside, 0)
-    return below * length + within
 
 
 class _Places:

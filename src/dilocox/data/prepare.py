@@ -21,8 +21,16 @@ from dilocox.config.data import DataSection
 from dilocox.data.croissant import write_croissant
 from dilocox.data.folder import check_place, partial_folder, publish, reuse
 from dilocox.data.hub import HubSource
-from dilocox.data.manifest import MANIFEST, hash_file, source_names, write_manifest
+from dilocox.data.manifest import (
+    MANIFEST,
+    digest_of,
+    format_of,
+    hash_file,
+    source_names,
+    write_manifest,
+)
 from dilocox.data.packing import SHARD_BYTES, Packer, Place
+from dilocox.data.rows import describe_rows
 from dilocox.data.sequences import check_lengths
 from dilocox.data.sources import Source, read_source
 from dilocox.data.special_text import SpecialText
@@ -41,7 +49,7 @@ RANGE = 1 << 64
 """Scores of documents are in 0..RANGE-1."""
 
 # Keys of `[data]` that do not change the token files, only how they are read.
-_READING = {"folder", "sequence_length", "validation_sequences"}
+_READING = {"folder", "sequence_length", "validation_sequences", "packing", "long_documents"}
 
 Progress = Callable[[str, float], None]
 
@@ -125,7 +133,7 @@ def prepare(
     names, own_from = _names(data)
     if (folder / MANIFEST).is_file():
         files = reuse(folder, data, names, options, changed)
-        check_lengths(files, data.sequence_length)
+        check_lengths(files, data.rows)
         return files
     report = progress or _silent
     # If `folder` is a link, the files go to the disk of its target.
@@ -144,8 +152,9 @@ def prepare(
             content, spelled = _fill(partial, data, held, sources, total, report)
             write_croissant(partial, content)
             made_with = _made_with(options, sources) | {"special_text": dict(spelled)}
+            made_with |= _rows(partial, content, data)
             write_manifest(partial, content, made_with)
-            check_lengths(TokenFiles.open(partial), data.sequence_length)
+            check_lengths(TokenFiles.open(partial), data.rows)
             if publish(partial, place):
                 return TokenFiles.open(folder)
     except OSError as error:
@@ -423,6 +432,13 @@ def _check_disk(total: int | None, folder: Path) -> None:
             f"{folder.parent}: token files need {least / 1e9:.1f} GB or more, but only "
             f"{free / 1e9:.1f} GB are free; make room or set data.folder"
         )
+
+
+def _rows(partial: Path, content: dict[str, Any], data: DataSection) -> dict[str, Any]:
+    """Returns the key `rows` of `made_with`, empty for a stream of labels alone."""
+    manifest = {"format": format_of(content), "digest": digest_of(content), "content": content}
+    described = describe_rows(TokenFiles(partial, manifest), data.rows)
+    return {} if described is None else {"rows": described}
 
 
 def _made_with(options: dict[str, Any], sources: list[Source]) -> dict[str, Any]:

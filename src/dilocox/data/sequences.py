@@ -13,6 +13,8 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from dilocox.config.data import DataSection, LongDocuments, Packing, RowRules
+from dilocox.data.rows import RowBatch, plan_rows
 from dilocox.data.token_files import SPLITS, TokenFiles
 from dilocox.errors import DataError
 
@@ -75,17 +77,47 @@ class SequenceSpace:
     With L = `sequence_length`, sequence p has the tokens p·L to p·L + L, both included. The last
     token of a sequence is the first of the next, so that every token but the first is a label once
     per epoch.
+
+    If some tokens are not labels, or documents do not see each other, sequence p is row p of
+    `dilocox.data.rows`.
     """
 
     def __init__(
-        self, files: TokenFiles, *, seed: int, sequence_length: int, split: str = "train"
+        self,
+        files: TokenFiles,
+        *,
+        seed: int,
+        sequence_length: int,
+        split: str = "train",
+        packing: Packing = "stream",
+        long_documents: LongDocuments = "cut",
     ) -> None:
         self.files = files
         self.seed = seed
         self.sequence_length = sequence_length
         self._tokens = files.tokens(split)
-        self.sequences_per_epoch = _sequences(files, split, sequence_length)
-        self._identity = f"dilocox/sequences/1|{files.digest}|{split}|{sequence_length}|{seed}|"
+        self.rows = plan_rows(files, split, RowRules(sequence_length, packing, long_documents))
+        """Plan of the rows; None: a stream of tokens that are all labels."""
+        kind = "" if packing == "stream" else f"{packing}|{long_documents}|"
+        self._identity = (
+            f"dilocox/sequences/1|{files.digest}|{split}|{sequence_length}|{seed}|{kind}"
+        )
+        if self.rows is None:
+            self.sequences_per_epoch = _sequences(files, split, sequence_length)
+        else:
+            self.sequences_per_epoch = len(self.rows.counted)
+
+    @classmethod
+    def of(cls, data: DataSection, files: TokenFiles, *, seed: int) -> SequenceSpace:
+        """Returns the training sequences of `files` by the rules of the run file's `[data]`."""
+        rules = data.rows
+        return cls(
+            files,
+            seed=seed,
+            sequence_length=rules.length,
+            packing=rules.packing,
+            long_documents=rules.long_documents,
+        )
 
     def positions(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Returns the sequence of the split behind each number in [start, start + count).
@@ -106,30 +138,50 @@ class SequenceSpace:
         joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
         return joined.astype(np.int64)
 
-    def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
+    def counted(self, start: int, count: int) -> int:
+        """Returns the labels that count in the range [start, start + count)."""
+        if self.rows is None:
+            return count * self.sequence_length
+        return int(self.rows.counted[self.positions(start, count)].sum())
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.int64] | RowBatch:
         """Returns the tokens of the range [start, start + count).
 
         The result is int64 [count, sequence_length + 1]. Inputs are `[:, :-1]`, labels `[:, 1:]`.
+        If there is a plan of rows, the result is a `RowBatch`.
         """
+        if self.rows is not None:
+            return self.rows.read(self.positions(start, count))
         offsets = self.positions(start, count) * self.sequence_length
         return self._tokens.gather(offsets, self.sequence_length + 1)
 
 
-def held_out(files: TokenFiles, sequence_length: int, limit: int) -> npt.NDArray[np.int64]:
+def held_out(
+    files: TokenFiles, rules: RowRules | int, limit: int
+) -> npt.NDArray[np.int64] | RowBatch:
     """Returns up to `limit` validation sequences, evenly spread over the split.
 
-    The result is int64 [n, sequence_length + 1]. Raises `DataError` if the split is too small.
+    The result is int64 [n, sequence_length + 1], or a `RowBatch` if there is a plan of rows.
+    `rules`: `[data]`'s rules for rows; a number is the length of sequences of a stream. Raises
+    `DataError` if the split is too small.
     """
+    if isinstance(rules, int):
+        rules = RowRules(rules)
+    rows, sequence_length = plan_rows(files, "validation", rules), rules.length
+    if rows is not None:
+        count = min(limit, len(rows.counted))
+        return rows.read(np.arange(count, dtype=np.int64) * len(rows.counted) // count)
     available = _sequences(files, "validation", sequence_length)
     count = min(limit, available)
     positions = np.arange(count, dtype=np.int64) * available // count
     return files.tokens("validation").gather(positions * sequence_length, sequence_length + 1)
 
 
-def check_lengths(files: TokenFiles, sequence_length: int) -> None:
-    """Raise `DataError` unless both splits contain at least one sequence."""
+def check_lengths(files: TokenFiles, rules: RowRules) -> None:
+    """Raise `DataError` unless both splits contain at least one sequence, or row, to train on."""
     for split in SPLITS:
-        _sequences(files, split, sequence_length)
+        if plan_rows(files, split, rules) is None:
+            _sequences(files, split, rules.length)
 
 
 def _sequences(files: TokenFiles, split: str, sequence_length: int) -> int:

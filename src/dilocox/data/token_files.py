@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from dilocox.data.croissant import check_croissant
 from dilocox.data.flags import FLAGS_DTYPE, STARTS
-from dilocox.data.list_files import HIDDEN, counted
-from dilocox.data.manifest import FORMAT_WITH_FLAGS, hash_file, read_manifest, source_names
+from dilocox.data.list_files import HIDDEN
+from dilocox.data.manifest import FORMAT_WITH_FLAGS, hash_file, read_manifest
 from dilocox.data.special_text import warning
 from dilocox.errors import DataError
 
@@ -72,6 +72,23 @@ class TokenArray:
         The whole split is read.
         """
         return self._where(lambda part: part & bit)
+
+    def count_before(self, bit: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Returns how many entries below each offset have `bit` set: int64 [n].
+
+        `offsets`: ascending, 0 to the length of the split. The whole split is read.
+        """
+        counts = np.empty(len(offsets), dtype=np.int64)
+        done, total, base = 0, 0, 0
+        for part in self._maps:
+            for start in range(0, len(part), SCANNED):
+                some = part[start : start + SCANNED]
+                sums = np.concatenate([[0], np.cumsum(some & bit != 0)])
+                end = int(np.searchsorted(offsets, base + start + len(some), side="right"))
+                counts[done:end] = total + sums[offsets[done:end] - base - start]
+                done, total = end, total + int(sums[-1])
+            base += len(part)
+        return counts
 
     def _where(self, test: Callable[[Part], Part]) -> npt.NDArray[np.int64]:
         found, base = [], 0
@@ -219,72 +236,3 @@ class TokenFiles:
         for name, file in sorted(self.content["tokenizer"]["files"].items()):
             recorded.append((f"{TOKENIZER}/{name}", file["bytes"], file["sha256"]))
         return recorded
-
-
-def show(files: TokenFiles) -> str:
-    """Returns lines for display: counts, sources, licences and digests of token files."""
-    content = files.content
-    tokenizer = content["tokenizer"]
-    lines = [f"token files  {files.folder}", f"digest       {files.digest}"]
-    for split in SPLITS:
-        part = content["splits"][split]
-        lines.append(
-            f"{split:<11}  {part['tokens']:,} tokens in {part['documents']:,} documents, "
-            f"{_size(part['bytes'])} of text, "
-            f"{_plural(len(part['shards']), 'file')} of {content['dtype']}"
-            + (f", {part['counted']:,} tokens count as labels" if "counted" in part else "")
-        )
-    origin = (
-        f"trained on {_size(tokenizer['sample']['bytes'])} of the text"
-        if tokenizer["kind"] == "trained"
-        else f"loaded from {files.manifest['made_with']['options']['tokenizer']}"
-    )
-    # The key is missing in token files of earlier versions, and if the tokenizer has no such token.
-    begin = [each["token"] for each in content.get("begin_of_text", [])]
-    lines.append(
-        f"tokenizer    {content['vocabulary_size']:,} tokens, {origin}, end of text "
-        f"{content['end_of_text']['token']}"
-        + (f", begin of text {' '.join(begin)}" if begin else "")
-    )
-    names = source_names(files.manifest["made_with"]["options"])
-    left_out = files.manifest["made_with"].get("left_out", [{}] * len(names))
-    without = files.manifest["made_with"].get("without_text", [0] * len(names))
-    rows = zip(names, content["sources"], left_out, without, strict=True)
-    for number, (name, source, left, empty) in enumerate(rows):
-        what = "source" if number < content.get("validation_from", len(names)) else "held out"
-        lines.append(f"{what:<11}  {name}: {_source_line(source)}")
-        if left:
-            lines.append(f"left out     {counted(left)}")
-        if empty:
-            lines.append(f"left out     {_plural(empty, 'record')} whose text is null or missing")
-    lines += [f"warning      {line}" for line in files.warnings]
-    return "\n".join(lines)
-
-
-def _source_line(source: dict[str, Any]) -> str:
-    parts = []
-    if source["kind"] == "hub":
-        documents = source["documents"]
-        parts.append(f"{documents['count']:,} documents, {_size(documents['bytes'])}")
-    else:
-        size = sum(file["bytes"] for file in source["files"])
-        parts.append(f"{_plural(len(source['files']), 'file')}, {_size(size)}")
-        if source["skipped_files"]:
-            parts.append(f"{_plural(source['skipped_files'], 'file')} skipped (not UTF-8 text)")
-    parts.append(f"revision {source['revision'] or 'not given'}")
-    parts.append(f"licence {source['licence'] or 'not given'}")
-    return ", ".join(parts)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def _size(count: int) -> str:
-    """Returns a number of bytes as text with a decimal unit."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dilocox.inner.loss import AT_ONCE, COPIES, mean_cross_entropy
+from dilocox.inner.loss import AT_ONCE, COPIES, mean_cross_entropy, sum_cross_entropy
 
 Logits = Callable[[Tensor], Tensor]
 """Maps hidden states [1, l, d] to logits [1, l, V]."""
@@ -30,11 +30,15 @@ class HeadLoss:
     """Mean cross-entropy of the model's logits, from the hidden states before the head.
 
     A micro-batch of at most `AT_ONCE` logits is computed whole. The result then has the bits of
-    `mean_cross_entropy` of the model's output. `compiled`: compile the loss of a chunk with
-    `torch.compile`.
+    `mean_cross_entropy` of the model's output.
+
+    Args:
+        compiled: compile the loss of a chunk with `torch.compile`.
+        summed: give the sum over the labels of 0 or above, not their mean.
     """
 
-    def __init__(self, *, compiled: bool = False) -> None:
+    def __init__(self, *, compiled: bool = False, summed: bool = False) -> None:
+        self._summed = summed
         self._loss = _loss_and_gradient
         if compiled:
             # One kernel per shape: the result must not depend on shapes that came before.
@@ -51,7 +55,7 @@ class HeadLoss:
         parameters: Sequence[Tensor],
         vocabulary: int,
     ) -> Tensor:
-        """Return the mean loss over all tokens with a label of 0 or above, an fp32 scalar.
+        """Return the mean or sum over all tokens with a label of 0 or above, an fp32 scalar.
 
         Args:
             logits: applies the head: hidden states to logits.
@@ -61,13 +65,14 @@ class HeadLoss:
             vocabulary: V.
         """
         if labels.numel() * vocabulary <= AT_ONCE:
-            return mean_cross_entropy(logits(hidden), labels)
+            whole = sum_cross_entropy if self._summed else mean_cross_entropy
+            return whole(logits(hidden), labels)
         count = chunk_tokens(labels.numel(), vocabulary, hidden.device.type)
         heads = head_tokens(labels.numel(), vocabulary, hidden.shape[-1], hidden.device.type)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         wanted = torch.is_grad_enabled()
         found: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
-            self._loss, logits, (heads, count), wanted, hidden, labels, *trained
+            self._loss, logits, _How(heads, count, wanted, self._summed), hidden, labels, *trained
         )
         return found
 
@@ -126,27 +131,34 @@ def head_loss_bytes(
     return max(held + in_fp32, 2 * held + made) + slopes + 4 * weights
 
 
-class _Chunked(torch.autograd.Function):
-    """See `HeadLoss`. The forward pass computes gradients; the backward pass scales them.
+class _How(NamedTuple):
+    head_tokens: int
+    """Tokens that the head processes at a time."""
+    loss_tokens: int
+    """Tokens that the loss processes at a time."""
+    wanted: bool
+    """Compute gradients."""
+    summed: bool
+    """Give the sum, not the mean."""
 
-    `counts`: (tokens that the head processes at a time, tokens that the loss processes at a time).
-    """
+
+class _Chunked(torch.autograd.Function):
+    """See `HeadLoss`. The forward pass computes gradients; the backward pass scales them."""
 
     @staticmethod
     def forward(
         ctx: Any,
         loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
         logits: Logits,
-        counts: tuple[int, int],
-        wanted: bool,
+        how: _How,
         hidden: Tensor,
         labels: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        count, few = counts
+        count, few, wanted, summed = how
         rows, targets = hidden.flatten(0, -2), labels.flatten()
         counted = (targets >= 0).float()
-        weights = counted / counted.sum()
+        weights = counted if summed else counted / counted.sum()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         gradient = torch.empty_like(rows) if wanted else None
         sums: list[Tensor] = []
@@ -165,8 +177,8 @@ class _Chunked(torch.autograd.Function):
                 if start == 0:
                     sums = others if count >= len(rows) else [each.float() for each in others]
                 else:
-                    for summed, other in zip(sums, others, strict=True):
-                        summed += other
+                    for gathered, other in zip(sums, others, strict=True):
+                        gathered += other
                 del mine, others
             del found, outer
         if gradient is not None:
@@ -182,7 +194,7 @@ class _Chunked(torch.autograd.Function):
         # Scale in fp32: a factor such as 1/3, rounded to bf16, would make all values wrong.
         hidden = (gradient.float() * outer).to(gradient.dtype).view(ctx.shape)
         return (
-            *(None,) * 4,
+            *(None,) * 3,
             hidden,
             None,
             *((each.float() * outer).to(each.dtype) for each in sums),

@@ -31,6 +31,18 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.nll_loss(likelihoods.unsqueeze(1), targets.clamp(max=0))
 
 
+def sum_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the fp32 sum of the cross-entropies of all labels of 0 or above; 0 without any.
+
+    Arguments and memory as for `mean_cross_entropy`.
+    """
+    rows, targets = logits.flatten(0, -2), labels.flatten()
+    if rows.numel() <= AT_ONCE:
+        return F.cross_entropy(rows.float(), targets, reduction="sum")
+    likelihoods: Tensor = _Likelihoods.apply(rows, targets)  # type: ignore[no-untyped-call]
+    return -likelihoods.sum()
+
+
 def loss_bytes(logits: int, width: int) -> int:
     """Return the bytes that `mean_cross_entropy` holds at its peak, logits included.
 

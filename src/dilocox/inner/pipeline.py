@@ -8,7 +8,7 @@ trial pass nor sends objects between ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import (
 
 from dilocox.config.site import ZERO_BUBBLE
 from dilocox.errors import ConfigError
+from dilocox.inner.counted import CountedLabels, MicroBatchLoss, OwnLoss, arguments, mean_of
 from dilocox.inner.fsdp import (
     drop_gathered,
     keep_gradient_sums_fp32,
@@ -32,12 +33,12 @@ from dilocox.inner.fsdp import (
     reduce_over_replicas,
 )
 from dilocox.inner.head_loss import HeadLoss
-from dilocox.inner.loss import mean_cross_entropy
+from dilocox.inner.loss import mean_cross_entropy, sum_cross_entropy
 from dilocox.inner.mesh import SiteMesh
 from dilocox.inner.weight_copies import WeightCopies
 from dilocox.utils.torch_internals import LeanStage, weight_half_takes_functions
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = OwnLoss
 
 _SCHEDULES: dict[str, type] = {
     "gpipe": ScheduleGPipe,
@@ -146,7 +147,7 @@ class Pipeline:
         mesh: this rank's place in the site.
         schedule: name of the pipeline schedule.
         computation: compute dtype and copies of parameters.
-        loss: mean loss of a micro-batch, of logits and labels.
+        loss: mean loss of a micro-batch, or its sum and count, of logits and labels.
         shape: rows and width of the values between chunks.
         whole_gradients: reduce gradients over shards once per step, see `SiteModel`.
         compiled: compile the loss of a chunk of tokens.
@@ -182,25 +183,92 @@ class Pipeline:
             and hasattr(self._chunks[-1], "head_loss")
             and computes_head_with_loss(schedule)
         )
-        if self._inside and self.is_last:
-            self._chunks[-1].head_loss = HeadLoss(compiled=compiled)  # type: ignore[assignment]
+        self._own = None if loss is mean_cross_entropy else MicroBatchLoss(loss)
+        self._mean_head = HeadLoss(compiled=compiled)
+        self._sum_head = HeadLoss(compiled=compiled, summed=True)
+        self._scale: float | None = None
+        """Factor of a micro-batch's sum; None: its mean is divided by the number of micro-batches.
+        """
 
-    def loss_of(self, chunk: nn.Module, value: Tensor, labels: Tensor) -> Tensor:
-        """Return the fp32 mean loss of a micro-batch; `value` is the input of the last chunk."""
+    def loss_of(
+        self, chunk: nn.Module, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None
+    ) -> Tensor:
+        """Return the fp32 mean loss over these rows; `chunk` is a copy of the whole model.
+
+        May be called beside `accumulate`: nothing of this pipeline is changed.
+        """
+        more = arguments(counted)
         if self._inside:
-            loss: Tensor = chunk(value, labels=labels)
-            return loss.float()
-        return self.loss(chunk(value), labels).float()
+            summed = counted is not None
+            chunk.head_loss = self._sum_head if summed else self._mean_head  # type: ignore[assignment]
+            more["labels"] = labels
+        output: Tensor = chunk(input_ids, **more)
+        if self._own is not None:
+            return mean_of(self.loss(output, labels))
+        if counted is None:
+            return (output if self._inside else mean_cross_entropy(output, labels)).float()
+        loss = output if self._inside else sum_cross_entropy(output, labels)
+        return loss.float() / counted.labels
 
-    def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+    @property
+    def has_own_loss(self) -> bool:
+        """True if the loss is a user's function, which may return a sum and a count."""
+        return self._own is not None
+
+    def _begin(self, counted: CountedLabels | None) -> dict[str, Tensor]:
+        """Set the loss for the micro-batches of a batch; return the chunks' further arguments."""
+        self._scale = None
+        if counted is not None:
+            # Gradients become the mean over shards and replicas.
+            self._scale = self._mesh.shards * self._mesh.replicas / counted.divisor
+        if self._inside and self.is_last:
+            head: Any = self._mean_head if counted is None else self._sum_head
+            self._chunks[-1].head_loss = head
+        return arguments(counted)
+
+    def _part(self, output: Tensor, labels: Tensor, whole: float) -> Tensor:
+        """Return a micro-batch's part of the batch's loss, fp32, from the last chunk's output.
+
+        `whole`: micro-batches of the batch, or rows of the batch / rows of the micro-batch.
+        """
+        if self._own is not None:
+            return self._own(output, labels, whole, self._scale)
+        if self._scale is None:
+            loss = output if self._inside else mean_cross_entropy(output, labels)
+            return loss.float() / whole
+        loss = output if self._inside else sum_cross_entropy(output, labels)
+        return loss.float() * self._scale
+
+    def correct(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (factor of loss and gradients, corrected `value`), fp32 scalars on the device.
+
+        If a user's loss gave sums, the factor is 1 / the sum of the counts of the whole batch, in
+        units of this rank's share. Otherwise it is 1. Collective over the site; waits for nothing.
+        """
+        mesh = self._mesh
+        own = torch.zeros((), dtype=torch.float32, device=mesh.device)
+        if self._own is not None and self.is_last:
+            own = self._own.take_count(mesh.device)
+        count = mesh.gather(mesh.mean_of_replicas(own).unsqueeze(0)).sum()
+        # The mean over the replicas' counts, and over the shards' losses.
+        factor = torch.where(count > 0, mesh.shards / count, torch.ones_like(count))
+        return factor, value * factor
+
+    def accumulate(
+        self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
+    ) -> Tensor:
         """Add the gradients of the mean loss over the shard's rows to the parameters' `.grad`.
+
+        With `counted` they are this shard's part of the mean loss over the counted labels of all
+        shards, times the number of shards.
 
         `input_ids`, `labels`: int64 [b, L]; b is a multiple of the micro-batch size. Only the first
         stage reads `input_ids`, and only the last stage reads `labels`. Returns the mean loss, an
         fp32 scalar on the device; 0 on ranks without the last chunk. Raises `ConfigError` if b is
         not a multiple of the micro-batch size.
         """
-        rows, length = input_ids.shape
+        given = self._begin(counted)
+        rows = len(input_ids)
         if rows % self._rows or rows == 0:
             raise ConfigError(
                 f"site.batch_size: {rows} rows per shard are not divisible into micro-batches of "
@@ -209,42 +277,53 @@ class Pipeline:
         count = rows // self._rows
         with self._computation.step():
             if self._mesh.stages == 1:
-                losses = self._loop(input_ids, labels, count)
+                losses = self._loop(input_ids, labels, count, given)
             else:
-                losses = self._scheduled(input_ids, labels, count, length)
+                losses = self._scheduled(input_ids, labels, count, given)
         if not self.is_last:
             return torch.zeros((), dtype=torch.float32, device=self._mesh.device)
-        # Each micro-batch's loss is already divided by the number of micro-batches.
+        # Each micro-batch's loss is its part of the batch's loss already.
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
-    def _loop(self, input_ids: Tensor, labels: Tensor, count: int) -> list[Tensor]:
+    def _loop(
+        self, input_ids: Tensor, labels: Tensor, count: int, given: dict[str, Tensor]
+    ) -> list[Tensor]:
         chunk, losses = self._chunks[0], []
-        parts = zip(input_ids.split(self._rows), labels.split(self._rows), strict=True)
-        for number, (ids, targets) in enumerate(parts):
+        for number, (ids, targets, more) in enumerate(self._split(input_ids, labels, given)):
             # Without whole gradients, FSDP reduces every micro-batch into the sharded gradient.
             if self._whole_gradients:
                 reduce_gradients(chunk, number == count - 1)
             elif self._mesh.replicas > 1:
                 reduce_over_replicas(chunk, number == count - 1)
-            loss = self.loss_of(chunk, ids, targets)
-            if count > 1:
-                loss = loss / count
+            if self._inside:
+                more["labels"] = targets
+            loss = self._part(chunk(ids, **more), targets, count)
             loss.backward()
             losses.append(loss.detach())
         return losses
 
+    def _split(
+        self, input_ids: Tensor, labels: Tensor, given: dict[str, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Yield inputs, labels and the chunks' further arguments of each micro-batch."""
+        parts = {name: tensor.split(self._rows) for name, tensor in given.items()}
+        both = zip(input_ids.split(self._rows), labels.split(self._rows), strict=True)
+        for number, (ids, targets) in enumerate(both):
+            yield ids, targets, {name: part[number] for name, part in parts.items()}
+
     def _scheduled(
-        self, input_ids: Tensor, labels: Tensor, count: int, length: int
+        self, input_ids: Tensor, labels: Tensor, count: int, given: dict[str, Tensor]
     ) -> list[Tensor]:
-        key = (count, length)
+        key = (count, input_ids.shape[1])
         if key not in self._built:
-            self._built[key] = self._build(count, length)
+            self._built[key] = self._build(*key)
         losses: list[Tensor] = []
         self._built[key].step(
             *((input_ids,) if self.is_first else ()),
             target=labels if self.is_last else None,
             losses=losses if self.is_last else None,
             return_outputs=False,
+            **given,
             **({"labels": labels} if self._inside and self.is_last else {}),
         )
         return [loss.detach() for loss in losses]
@@ -275,8 +354,7 @@ class Pipeline:
         ]
 
         def loss_of_micro_batch(output: Tensor, targets: Tensor) -> Tensor:
-            loss = output if self._inside else self.loss(output, targets)
-            return loss.float() / count
+            return self._part(output, targets, count)
 
         kind = _SCHEDULES[self._schedule_name]
         single = self._schedule_name in ("gpipe", "1f1b")
@@ -294,29 +372,37 @@ class Pipeline:
             ) from error
 
     @torch.no_grad()
-    def mean_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def mean_loss(
+        self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
+    ) -> Tensor:
         """Return the mean loss over the shard's rows, by forward passes alone.
 
-        The result is 0 on ranks without the last chunk. Any number of rows is allowed.
+        With `counted` it is this shard's part as in `accumulate`. The result is 0 on ranks without
+        the last chunk. Any number of rows is allowed.
         Micro-batches run one after the other, also in looped schedules, so that no two ranks ever
         wait to send to each other.
         """
+        given = self._begin(counted)
         total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
         with self._computation.step():
-            for ids, targets in zip(
-                input_ids.split(self._rows), labels.split(self._rows), strict=True
-            ):
+            for ids, targets, more in self._split(input_ids, labels, given):
                 passed: Tensor | None = None
                 for chunk, number in zip(self._chunks, self._numbers, strict=True):
                     value = ids if number == 0 else self._receive(number, passed, ids)
                     if number == self._total - 1:
-                        total += self.loss_of(chunk, value, targets) * len(ids)
+                        if self._inside:
+                            more["labels"] = targets
+                        output = chunk(value, **more)
+                        if self._own is None and counted is None:
+                            total += self._part(output, targets, 1) * len(ids)
+                        else:
+                            total += self._part(output, targets, len(input_ids) / len(ids))
                     else:
-                        passed = chunk(value)
+                        passed = chunk(value, **more)
                         self._send(number, passed)
         for chunk in self._chunks:
             drop_gathered(chunk)
-        return total / len(input_ids)
+        return total / len(input_ids) if self._own is None and counted is None else total
 
     def _receive(self, number: int, passed: Tensor | None, ids: Tensor) -> Tensor:
         source = self._stage_of(number - 1)

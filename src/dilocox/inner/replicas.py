@@ -21,12 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilocox.errors import TrainingError
+from dilocox.inner.counted import CountedLabels
 from dilocox.inner.mesh import SiteMesh
 
 log = logging.getLogger(__name__)
 
 Call = Literal["inner_step", "loss_and_gradients", "evaluate", "end"]
 TiedState = Literal["weights", "moments"]
+Rows = tuple[Tensor, Tensor, CountedLabels | None]
+"""Inputs, labels, and what is known of labels that do not count."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,12 @@ class Order:
     tied: TiedState | None = None
     """Not None if the copy of a tied tensor was set from its owner. `moments`: weights and second
     moments were set; `weights`: only the weights."""
+    labels: int | None = None
+    """Counted labels of the batch; None: all labels count (see `CountedLabels`)."""
+    divisor: float = 0.0
+    """Divisor of the sum of the losses, if `labels` is given."""
+    positions: bool = False
+    """True if positions of tokens in their documents come with the batch."""
     seed: int = 0
     """Seed of random numbers, such as those of dropout."""
 
@@ -58,11 +67,17 @@ class Order:
 class ReplicatedModel(Protocol):
     """Part of `dilocox.inner.site_model.SiteModel` that replicas use; its docstrings say more."""
 
-    def evaluate(self, input_ids: Tensor, labels: Tensor) -> float:
+    def evaluate(
+        self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
+    ) -> float:
         """Return the mean loss over the rows of all shards."""
 
     def loss_and_gradients(
-        self, input_ids: Tensor, labels: Tensor, names: Sequence[str]
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        names: Sequence[str],
+        counted: CountedLabels | None = None,
     ) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over the rows of all shards, and its gradients."""
 
@@ -72,6 +87,7 @@ class ReplicatedModel(Protocol):
         labels: Tensor,
         learning_rate: float,
         exchange_gradients: Callable[[dict[str, Tensor]], None] | None = None,
+        counted: CountedLabels | None = None,
     ) -> object:
         """Take one optimizer step on this shard's rows of the site's batch."""
 
@@ -125,16 +141,17 @@ class Leader:
         call: Call,
         input_ids: Tensor,
         labels: Tensor,
+        counted: CountedLabels | None = None,
         *,
         learning_rate: float = 0.0,
         averaged: bool = False,
         names: Sequence[str] = (),
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Rows:
         """Order `call` on a batch, and return this rank's own rows of it, on the device.
 
-        `input_ids`, `labels`: int64 [b, L]. Every replica gets b / replicas rows. The other
-        arguments go to the call (see `Order`). Collective over the replicas. Raises `ValueError` if
-        b is not a multiple of the number of replicas.
+        `input_ids`, `labels`: int64 [b, L]; `counted`: see `CountedLabels`. Every replica gets
+        b / replicas rows. The other arguments go to the call (see `Order`). Collective over the
+        replicas. Raises `ValueError` if b is not a multiple of the number of replicas.
         """
         rows, length = input_ids.shape
         if rows % self._mesh.replicas:
@@ -151,17 +168,21 @@ class Leader:
             tuple(n for n, seen in enumerate(self._seen) if seen != weights[n]),
             optimizer=moments != self._moments_seen,
             tied=self._tied,
+            labels=None if counted is None else counted.labels,
+            divisor=0.0 if counted is None else counted.divisor,
+            positions=counted is not None and counted.positions is not None,
             seed=_seed(self._mesh.device),
         )
         _send(self._mesh, order)
         _share_state(self._model, self._mesh, order)
-        batch = torch.stack(
-            [each.to(self._mesh.device, non_blocking=True) for each in (input_ids, labels)]
-        )
+        parts = [input_ids, labels]
+        if counted is not None and counted.positions is not None:
+            parts.append(counted.positions)
+        batch = torch.stack([each.to(self._mesh.device, non_blocking=True) for each in parts])
         dist.broadcast(batch, group=self._mesh.replica_group, group_src=0)
         self._tied = None
         self.done()
-        return _own_rows(batch, self._mesh)
+        return _own_rows(batch, order, self._mesh)
 
     def done(self) -> None:
         """Note that the other replicas have the same state as this rank now."""
@@ -198,18 +219,19 @@ def follow(model: ReplicatedModel, mesh: SiteMesh, step_done: Callable[[], None]
         if order.call == "end":
             return
         _share_state(model, mesh, order)
-        batch = torch.empty(2, order.rows, order.length, dtype=torch.int64, device=mesh.device)
+        parts = 3 if order.positions else 2
+        batch = torch.empty(parts, order.rows, order.length, dtype=torch.int64, device=mesh.device)
         dist.broadcast(batch, group=mesh.replica_group, group_src=0)
-        input_ids, labels = _own_rows(batch, mesh)
+        input_ids, labels, counted = _own_rows(batch, order, mesh)
         # Each replica gets another dropout mask. A repeated step gets the same masks again.
         torch.manual_seed((order.seed + mesh.replica) % 2**63)
         if order.call == "evaluate":
-            model.evaluate(input_ids, labels)
+            model.evaluate(input_ids, labels, counted)
         elif order.call == "loss_and_gradients":
-            model.loss_and_gradients(input_ids, labels, order.names)
+            model.loss_and_gradients(input_ids, labels, order.names, counted)
         else:
             gets = _nothing_of_its_own if order.averaged else None
-            model.inner_step(input_ids, labels, order.learning_rate, gets)
+            model.inner_step(input_ids, labels, order.learning_rate, gets, counted)
             step_done()
             if not checked and (problem := model.compile_problem()) is not None:
                 log.warning("%s", problem)
@@ -220,10 +242,13 @@ def _nothing_of_its_own(gradients: dict[str, Tensor]) -> None:
     """Do nothing: the first replica exchanges; `SiteModel.inner_step` passes on its gradients."""
 
 
-def _own_rows(batch: Tensor, mesh: SiteMesh) -> tuple[Tensor, Tensor]:
+def _own_rows(batch: Tensor, order: Order, mesh: SiteMesh) -> Rows:
     share = batch.shape[1] // mesh.replicas
     mine = batch[:, mesh.replica * share : (mesh.replica + 1) * share]
-    return mine[0], mine[1]
+    if order.labels is None:
+        return mine[0], mine[1], None
+    positions = mine[2] if order.positions else None
+    return mine[0], mine[1], CountedLabels(order.labels, order.divisor, positions)
 
 
 def _share_state(model: ReplicatedModel, mesh: SiteMesh, order: Order) -> None:

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,13 @@ from dilocox.compression.second_moments import SecondMoments
 from dilocox.config.site import InnerSection, SiteSection
 from dilocox.errors import ConfigError, ModelError, TrainingError
 from dilocox.inner.compilation import Compilation, Compile, compiles
+from dilocox.inner.counted import CountedLabels, on_device
 from dilocox.inner.fsdp import drop_gathered, finish_sharding, local, shard_chunk
 from dilocox.inner.loss import mean_cross_entropy
 from dilocox.inner.mesh import SiteMesh
 from dilocox.inner.optimizer import InnerOptimizer
 from dilocox.inner.own_optimizer import OptimizerFactory, OwnOptimizer
+from dilocox.inner.parameters import parameters_by_name
 from dilocox.inner.pipeline import (
     Computation,
     LossFunction,
@@ -69,7 +70,7 @@ class SiteModel:
         site: section `[site]` of the run file.
         inner: section `[inner]` of the run file.
         settings: how the chunks compute.
-        loss: mean over a micro-batch, of logits [b, L, V] and labels [b, L].
+        loss: of logits [b, L, V] and labels [b, L]: mean over a micro-batch, or (sum, count).
         optimizer: makes an optimizer that replaces the one of `inner`.
 
     Raises `ConfigError` if the settings cannot run together, and `ModelError` if a tied tensor is
@@ -116,7 +117,7 @@ class SiteModel:
             self.whole_gradients,
             compiled=self._compilation is not None and mesh.device.type == "cuda",
         )
-        self._parameters = _parameters_by_name(chunks, tied, computation)
+        self._parameters = parameters_by_name(chunks, tied, computation)
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._last_stage = stage_of_chunk(site.schedule, mesh.stages, site.chunks, total - 1)
         self._tied: TiedPair | None = None
@@ -242,11 +243,13 @@ class SiteModel:
         labels: Tensor,
         learning_rate: float,
         exchange_gradients: ExchangeGradients | None = None,
+        counted: CountedLabels | None = None,
     ) -> StepResult:
         """Take one optimizer step on this shard's rows of the site's batch.
 
-        Collective over the site. The gradient is the mean over the site's batch. If loss or norm is
-        not finite, no step is taken, and the result says so. After `exchange_gradients` the norm
+        Collective over the site. The gradient is the mean over the site's batch, with `counted`
+        over the labels that count. If loss or norm is not finite, no step is taken, and the result
+        says so. After `exchange_gradients` the norm
         alone decides, so that all sites do the same.
 
         Args:
@@ -255,15 +258,21 @@ class SiteModel:
             learning_rate: rate of this step.
             exchange_gradients: gets local fp32 gradients by full name before clipping, and may
                 change them in place.
+            counted: how many labels of the batch count, if not all do.
 
         Raises `TrainingError`, which names the tensor, if a trained parameter got no gradient.
         """
         averaged = exchange_gradients is not None
         if self._leader is not None:
-            input_ids, labels = self._leader.order(
-                "inner_step", input_ids, labels, learning_rate=learning_rate, averaged=averaged
+            input_ids, labels, counted = self._leader.order(
+                "inner_step",
+                input_ids,
+                labels,
+                counted,
+                learning_rate=learning_rate,
+                averaged=averaged,
             )
-        loss, gradients = self._backward(input_ids, labels)
+        loss, gradients = self._backward(input_ids, labels, counted)
         loss = self._mesh.mean_of_replicas(loss)
         owner = None if self._owner is None else gradients[self._owner]
         copy = None if self._copy is None else gradients[self._copy]
@@ -295,28 +304,34 @@ class SiteModel:
         return None if self._compilation is None else self._compilation.problem()
 
     def loss_and_gradients(
-        self, input_ids: Tensor, labels: Tensor, names: Sequence[str]
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        names: Sequence[str],
+        counted: CountedLabels | None = None,
     ) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over the rows of all shards, and its gradients. Trains nothing.
 
-        Collective over the site; `input_ids` and `labels` as for `inner_step`. The gradients are
-        local, fp32 by full name, of the trained tensors among `names`; a tied tensor goes by its
-        owner's name. The model is in evaluation mode (no dropout).
+        Collective over the site; `input_ids`, `labels`, `counted` as for `inner_step`. The
+        gradients are local, fp32 by full name, of the trained tensors among `names`; a tied tensor
+        goes by its owner's name. The model is in evaluation mode (no dropout).
         """
         if self._leader is not None:
-            input_ids, labels = self._leader.order(
-                "loss_and_gradients", input_ids, labels, names=names
+            input_ids, labels, counted = self._leader.order(
+                "loss_and_gradients", input_ids, labels, counted, names=names
             )
         for chunk in self._chunks:
             chunk.eval()
-        loss, gradients = self._backward(input_ids, labels)
+        loss, gradients = self._backward(input_ids, labels, counted)
         for chunk in self._chunks:
             chunk.train()
         found = {name: gradients[name] for name in names if name in gradients}
         self._drop_gradients()
         return self._mean_over_shards(loss), found
 
-    def _backward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _backward(
+        self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss over the shard's rows, and local gradients by full name.
 
         The loss is 0 on ranks without the last chunk.
@@ -325,6 +340,7 @@ class SiteModel:
             loss = self._pipeline.accumulate(
                 input_ids.to(self._mesh.device, non_blocking=True),
                 labels.to(self._mesh.device, non_blocking=True),
+                on_device(counted, self._mesh.device),
             )
         with torch.no_grad():
             gradients = self._gradients()
@@ -333,7 +349,10 @@ class SiteModel:
                     None if self._owner is None else gradients[self._owner],
                     None if self._copy is None else gradients[self._copy],
                 )
-        return loss, gradients
+            if self._pipeline.has_own_loss:
+                factor, loss = self._pipeline.correct(loss)
+                torch._foreach_mul_(list(gradients.values()), factor)
+        return loss if counted is None else loss * counted.stretch, gradients
 
     def _drop_gradients(self) -> None:
         for name, parameter in self._trained.items():
@@ -376,31 +395,38 @@ class SiteModel:
             )
         self._checked = True
 
-    def evaluate(self, input_ids: Tensor, labels: Tensor) -> float:
+    def evaluate(
+        self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
+    ) -> float:
         """Return the mean loss over the rows of all shards, by forward passes alone.
 
         Collective over the site; all ranks get the same number. `input_ids`, `labels`: int64
-        [b, L], with the same b and L on all ranks.
+        [b, L], with the same b and L on all ranks. `counted`: as for `inner_step`.
         """
         if self._leader is not None:
-            input_ids, labels = self._leader.order("evaluate", input_ids, labels)
+            input_ids, labels, counted = self._leader.order("evaluate", input_ids, labels, counted)
         for chunk in self._chunks:
             chunk.eval()
         loss = self._pipeline.mean_loss(
-            input_ids.to(self._mesh.device), labels.to(self._mesh.device)
+            input_ids.to(self._mesh.device),
+            labels.to(self._mesh.device),
+            on_device(counted, self._mesh.device),
         )
+        if self._pipeline.has_own_loss:
+            loss = self._pipeline.correct(loss)[1]
         for chunk in self._chunks:
             chunk.train()
         return self._mean_over_shards(loss)
 
     def loss_beside(
-        self, input_ids: Tensor, labels: Tensor
+        self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
     ) -> Callable[[Mapping[str, Tensor]], float]:
         """Return a function from tensors by full name to the mean loss over these rows.
 
         The function loads the tensors into a copy of this model, which computes in fp32. One thread
         at a time may call it while this model trains. `input_ids`, `labels`: int64 [b, L] on the
-        device. Only for a rank that holds the whole model.
+        device; `counted`: as for `inner_step`, with positions on the device. Only for a rank that
+        holds the whole model.
         """
         assert self._mesh.stages == 1
         assert not self._mesh.sharded
@@ -417,7 +443,7 @@ class SiteModel:
             with torch.no_grad():
                 for full, tensor in tensors.items():
                     parameters[names[full]].copy_(tensor)
-                return float(self._pipeline.loss_of(copied, input_ids, labels))
+                return float(self._pipeline.loss_of(copied, input_ids, labels, counted))
 
         return compute
 
@@ -469,19 +495,3 @@ class SiteModel:
         """Order further replicas to end."""
         if self._leader is not None:
             self._leader.end()
-
-
-def _parameters_by_name(
-    chunks: Sequence[nn.Module], tied: tuple[str, str] | None, computation: Computation
-) -> dict[str, nn.Parameter]:
-    parameters: dict[str, nn.Parameter] = {}
-    for chunk in chunks:
-        names: Any = chunk.full_names()  # type: ignore[operator]
-        for name, parameter in chunk.named_parameters():
-            parameters[names[name]] = computation.trained(chunk, parameter)
-    # In one chunk a tied tensor is one parameter, known by the owner's name.
-    if tied is not None and tied[0] not in parameters and len(chunks) == 1:
-        holds_both = any(True for name in chunks[0].full_names().values() if name == tied[0])  # type: ignore[operator]
-        if holds_both:
-            parameters = {tied[0] if n == tied[1] else n: p for n, p in parameters.items()}
-    return parameters

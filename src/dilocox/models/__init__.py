@@ -4,7 +4,8 @@ The functions are used in this order:
 
 1. `load_model_config` reads the configuration.
 2. `probe_cut` checks with a tiny copy that this model type can be cut into chunks. `probe_weights`
-   checks that the type can start with fresh weights.
+   checks that the type can start with fresh weights, `probe_packing` that documents of one row do
+   not see each other.
 3. `plan_cut` decides where to cut.
 4. `build_chunk` builds one chunk on the meta device.
 5. `materialise` fills the chunk with weights from `open_weights`.
@@ -24,7 +25,12 @@ from dilocox.models.export import (
 from dilocox.models.materialise import materialise
 from dilocox.models.meta_model import count_parameters, tied_pair
 from dilocox.models.partition import ChunkSpec, plan_cut
-from dilocox.models.partition_probe import probe_attention, probe_cut, probe_weights
+from dilocox.models.partition_probe import (
+    probe_attention,
+    probe_cut,
+    probe_packing,
+    probe_weights,
+)
 from dilocox.models.weight_source import WeightSource, open_weights, read_rows
 
 __all__ = [
@@ -41,6 +47,7 @@ __all__ = [
     "plan_cut",
     "probe_attention",
     "probe_cut",
+    "probe_packing",
     "probe_weights",
     "read_rows",
     "stage_file_name",

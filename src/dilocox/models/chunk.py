@@ -11,8 +11,8 @@ from torch import nn
 
 from dilocox.models.activation_checkpointing import Checkpointing, recompute
 from dilocox.models.meta_model import Layout, build_skeleton, find_layout, tied_names
+from dilocox.models.packed_rows import packed_arguments, packed_rows, unpacked_rows
 from dilocox.models.partition import ChunkSpec
-from dilocox.models.unpacked_rows import unpacked_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,7 +29,9 @@ class ModelChunk(nn.Module):
 
     `forward` takes token ids (int64 [B, L]) if the chunk has the embedding, else hidden states
     [B, L, d]. It returns logits [B, L, V] if the chunk has the head, else hidden states [B, L, d].
-    Every token attends to all tokens before it in its row; there is no padding mask.
+    Every token attends to all tokens before it in its row. With `positions` (int64 [B, L]), which
+    restart with each document of a row, it attends to those of its document alone. There is no
+    padding mask: padding behind the documents of a row is a document of its own.
 
     If `head_loss` is set, a chunk with the head that is given `labels` (int64 [B, L]) returns the
     loss, a scalar, instead of logits. Other chunks ignore labels.
@@ -95,11 +97,19 @@ class ModelChunk(nn.Module):
             if name in self._names
         }
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run the chunk. See the class for shapes."""
-        given = {"input_ids": x} if self.spec.embeds else {"inputs_embeds": x}
-        with unpacked_rows():
-            output = self.lm.get_submodule(self._layout.body)(**given, use_cache=False)
+        given: dict[str, Any] = {"input_ids": x} if self.spec.embeds else {"inputs_embeds": x}
+        body: Any = self.lm.get_submodule(self._layout.body)
+        if positions is not None:
+            given |= packed_arguments(positions, body.config._attn_implementation)
+        with packed_rows() if positions is not None else unpacked_rows():
+            output = body(**given, use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state
         if not self.spec.head:
             return hidden

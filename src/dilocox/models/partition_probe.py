@@ -22,6 +22,10 @@ _LAYERS = 8
 _VOCABULARY = 64
 _LENGTH = 12
 _WINDOW = 5
+_DOCUMENTS = ((7, 1, 4), (3, 9))
+"""Lengths of the documents of each row."""
+_EQUAL = 1e-4
+"""Largest difference, as a share of the largest logit, that rounding can explain."""
 # Largest value of each configuration key in the tiny copy.
 _WIDTHS = {
     "intermediate_size": 48,
@@ -73,6 +77,44 @@ def probe_cut(hf_config: PretrainedConfig, chunks: int, attention: str) -> None:
             f"{name}: cut into {parts} chunks its logits differ from the whole model's by "
             f"{difference:.3g} (its layers share state beside their input); set site.stages = 1, "
             "or use another model type"
+        )
+
+
+def probe_packing(hf_config: PretrainedConfig, chunks: int, attention: str) -> None:
+    """Raise `ModelError` if documents of one row see each other in a model type.
+
+    A tiny copy of the model, cut into `chunks`, computes packed rows. Each document's logits must
+    be those that the whole copy gives for this document alone. They are not if a layer has a state
+    or a convolution that runs along the row, or if positions do not restart. The copy runs on the
+    CPU in fp32; see `probe_cut`.
+    """
+    attention = attention if attention in ("sdpa", "eager") else "sdpa"
+    parts = min(chunks, hf_config.num_hidden_layers, 3)
+    name = f'model type "{hf_config.model_type}"'
+    rest = 'set data.packing to "none" (one document per row) or "stream", or use another type'
+    ids = torch.randint(_VOCABULARY, (2, _LENGTH), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for row in _DOCUMENTS for length in row])
+    try:
+        tiny = tiny_config(hf_config)
+        source = _ProbeWeights(tiny)
+        packed = _run_cut(tiny, parts, attention, source, ids, positions.view(2, _LENGTH))
+        alone = []
+        for row, lengths in zip(ids, _DOCUMENTS, strict=True):
+            documents = row.split(list(lengths))
+            alone += [_run_whole(tiny, attention, source, each.unsqueeze(0)) for each in documents]
+    except ModelError:
+        raise
+    except Exception as error:  # modelling code may raise anything
+        raise ModelError(
+            f'data.packing: "documents" cannot be used with {name}: a tiny copy of it does not '
+            f"take packed rows ({one_line(error)}); {rest}"
+        ) from None
+    wanted = torch.cat(alone, dim=1).view_as(packed)
+    difference = float((packed - wanted).abs().max() / wanted.abs().max())
+    if not difference < _EQUAL:
+        raise ModelError(
+            f'data.packing: "documents" cannot be used with {name}: documents of one row see each '
+            f"other there (logits differ by {difference:.2g}); {rest}"
         )
 
 
@@ -167,7 +209,12 @@ def _run_whole(tiny: Any, attention: str, source: _ProbeWeights, ids: torch.Tens
 
 
 def _run_cut(
-    tiny: Any, parts: int, attention: str, source: _ProbeWeights, ids: torch.Tensor
+    tiny: Any,
+    parts: int,
+    attention: str,
+    source: _ProbeWeights,
+    ids: torch.Tensor,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     layers = tiny.num_hidden_layers
     x = ids
@@ -185,5 +232,5 @@ def _run_cut(
         materialise(chunk, source, "cpu")
         chunk.eval()
         with torch.no_grad():
-            x = chunk(x)
+            x = chunk(x, positions=positions)
     return x

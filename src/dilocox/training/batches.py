@@ -5,22 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.protocol.round_plan import MemberPlan
 from dilocox.data import SequenceSpace, TokenFiles
+from dilocox.data.rows import RowBatch
+from dilocox.inner.counted import CountedLabels
 from dilocox.utils.background import BackgroundQueue
 
 Sequences = npt.NDArray[np.int64]
 Dataset = Callable[[int, int], Sequences]
 """(start, count) -> int64 [count, sequence_length + 1]; a pure function of its two arguments."""
+Read = Callable[[int, int], Sequences | RowBatch]
+"""A dataset that may also give rows with labels that do not count."""
+Loaded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Inputs, labels and positions of a shard's rows, int64 [b, L] each."""
+SHARED = "shared"
+"""Space of the token ranges of token files that all sites have."""
 Ranges = Sequence[tuple[int, int]]
 """(start, count) of sequence numbers, read one after the other."""
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and labels, int64 [b, L] each."""
+
+
+class Batch(NamedTuple):
+    """One shard's part of a site's batch."""
+
+    inputs: torch.Tensor
+    """int64 [b, L]."""
+    labels: torch.Tensor
+    """int64 [b, L]."""
+    counted: CountedLabels | None = None
+    """How many labels of the site's batch count, and positions; None: all labels count."""
 
 
 class Batches:
@@ -32,15 +51,22 @@ class Batches:
     """
 
     def __init__(
-        self, read: Dataset, shard: int, shards: int, device: torch.device | None = None
+        self,
+        read: Read,
+        shard: int,
+        shards: int,
+        device: torch.device | None = None,
+        space: SequenceSpace | None = None,
     ) -> None:
+        """Prepare to read; `space` is given if labels of its rows may not count."""
         self._read = read
+        self._space = space
         self._shard = shard
         self._shards = shards
         self._device = device or torch.device("cpu")
         self._reader = BackgroundQueue()
         self._began = False
-        self._ahead: tuple[tuple[tuple[int, int], ...], Future[Batch | Exception]] | None = None
+        self._ahead: tuple[tuple[tuple[int, int], ...], Future[Loaded | Exception]] | None = None
         """(start, count) of the next step's rows, and the future batch."""
 
     @classmethod
@@ -62,20 +88,29 @@ class Batches:
         """
         if read is None:
             own = config.sites[site].data
-            space = SequenceSpace(
+            space = SequenceSpace.of(
+                config.data,
                 TokenFiles.open(Path(own).expanduser()) if own else files,
                 seed=config.run.seed,
-                sequence_length=config.data.sequence_length,
             )
-            read = space.read
+            counts = space if space.rows is not None else None
+            return cls(space.read, shard, config.site.shards, device, counts)
         return cls(read, shard, config.site.shards, device)
 
-    def step(self, ranges: Ranges, batch: int, number: int) -> Batch:
-        """Return inputs and labels, int64 [batch / shards, L] each, of one inner step.
+    def step(
+        self, ranges: Ranges, batch: int, number: int, members: Sequence[MemberPlan] = ()
+    ) -> Batch:
+        """Return this shard's rows of one inner step, int64 [batch / shards, L].
 
-        `ranges`: the site's ranges in the whole round. `batch`: sequences per inner step of the
-        site. `number`: inner step of the round, from 0. Raises `ValueError` if `ranges` are too
-        short, and any error of `read` for this step.
+        Args:
+            ranges: the site's ranges in the whole round.
+            batch: sequences per inner step of the site.
+            number: inner step of the round, from 0.
+            members: parts of all sites whose gradients are averaged in this step. The labels of
+                this batch then count as in one batch of all sites.
+
+        Raises:
+            ValueError: if `ranges` are too short. Errors of `read` for this step pass through.
         """
         parts = self._parts(ranges, batch, number)
         ahead, self._ahead = self._ahead, None
@@ -86,14 +121,23 @@ class Batches:
         loaded = found.result()
         if isinstance(loaded, Exception):
             raise loaded
-        return loaded
+        if self._space is None:
+            return Batch(*loaded[:2])
+        own = _labels(self._space, ranges, batch, number)
+        divisor = float(own)
+        sites = [m for m in members if m.space == SHARED]
+        if sites and len(sites) == len(members):
+            whole = sum(_labels(self._space, m.ranges, m.batch, number) for m in sites)
+            weight = next(m.weight for m in sites if list(m.ranges) == list(ranges))
+            divisor = whole * weight / sum(m.weight for m in sites)
+        return Batch(*loaded[:2], CountedLabels(own, divisor, loaded[2]))
 
     def _parts(self, ranges: Ranges, batch: int, number: int) -> tuple[tuple[int, int], ...]:
         """Return (start, count) of this shard's rows of inner step `number`."""
         share = batch // self._shards
         return tuple(interval(ranges, number * batch + self._shard * share, share))
 
-    def _ask(self, parts: tuple[tuple[int, int], ...]) -> Future[Batch | Exception]:
+    def _ask(self, parts: tuple[tuple[int, int], ...]) -> Future[Loaded | Exception]:
         if not self._began:
             self._began = True
             if self._device.type == "cpu":
@@ -103,24 +147,38 @@ class Batches:
                 self._reader.submit(lambda: torch.set_num_threads(1))
         return self._reader.submit(lambda: self._outcome(parts))
 
-    def _outcome(self, parts: tuple[tuple[int, int], ...]) -> Batch | Exception:
+    def _outcome(self, parts: tuple[tuple[int, int], ...]) -> Loaded | Exception:
         """Return the batch, or the error of `read`: only the step that needs it raises it."""
         try:
             return self._load(parts)
         except Exception as error:  # users' code
             return error
 
-    def _load(self, parts: tuple[tuple[int, int], ...]) -> Batch:
+    def _load(self, parts: tuple[tuple[int, int], ...]) -> Loaded:
         rows = [self._read(start, count) for start, count in parts]
-        mine = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        if isinstance(rows[0], RowBatch):
+            columns = tuple(
+                None if some[0] is None else np.concatenate(some)
+                for some in zip(*rows, strict=True)
+            )
+        else:
+            mine = rows[0] if len(rows) == 1 else np.concatenate(rows)  # type: ignore[arg-type]
+            columns = (mine[:, :-1], mine[:, 1:], None)
         # Copied by numpy, which uses one thread; PyTorch may use several.
-        halves = (np.array(mine[:, :-1], order="C"), np.array(mine[:, 1:], order="C"))
-        inputs, labels = (torch.from_numpy(half) for half in halves)
+        copied = [None if each is None else np.array(each, order="C") for each in columns]
+        tensors = [None if each is None else torch.from_numpy(each) for each in copied]
         if self._device.type != "cuda":
-            return inputs, labels
+            return tuple(tensors)  # type: ignore[return-value]
         # A new thread's current GPU is the first one, so the rank's own GPU is selected to pin.
         with torch.cuda.device(self._device):
-            return inputs.pin_memory(), labels.pin_memory()
+            return tuple(None if each is None else each.pin_memory() for each in tensors)  # type: ignore[return-value]
+
+
+def _labels(space: SequenceSpace, ranges: Ranges, batch: int, number: int) -> int:
+    """Return the counted labels of inner step `number` of a site's `ranges`."""
+    return sum(
+        space.counted(start, count) for start, count in interval(ranges, number * batch, batch)
+    )
 
 
 def interval(ranges: Ranges, skip: int, count: int) -> list[tuple[int, int]]:

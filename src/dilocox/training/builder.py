@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from dilocox.config.run_config import RunConfig
 from dilocox.config.site import SiteSection
-from dilocox.data import TokenFiles, held_out
 from dilocox.errors import ConfigError
 from dilocox.inner import (
     ChunkSettings,
@@ -34,6 +32,7 @@ from dilocox.inner import (
     use_expandable_segments,
 )
 from dilocox.inner.affinity import stay_near
+from dilocox.inner.counted import CountedLabels, OwnLoss
 from dilocox.inner.lr_schedule import learning_rate
 from dilocox.inner.memory import check_gpu, sums_whole_gradients
 from dilocox.inner.own_optimizer import OptimizerFactory
@@ -50,16 +49,15 @@ from dilocox.models import (
 )
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
-from dilocox.outer.loop import Admission
-from dilocox.outer.loss_gate import Gate
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.private import privacy_of
+from dilocox.training.batches import Batch
 from dilocox.training.batches import Batches as Batches
 from dilocox.training.batches import Dataset as Dataset
 from dilocox.training.batches import Sequences as Sequences
 from dilocox.training.own_code import check_code
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = OwnLoss
 """(logits [b, L, V], labels int64 [b, L]) -> scalar mean."""
 
 
@@ -334,21 +332,25 @@ def _settle_determinism(config: RunConfig, rank: RankParts) -> tuple[str, ...]:
 
     Returns the operations without a deterministic kernel. Collective over the site.
     """
-    example = _example(config, rank.blueprint)
-    found = settle_determinism(rank.mesh, lambda: rank.model.loss_and_gradients(*example, []))
+    inputs, labels, counted = _example(config, rank.blueprint)
+    found = settle_determinism(
+        rank.mesh, lambda: rank.model.loss_and_gradients(inputs, labels, [], counted)
+    )
     set_sdpa_backends(config.model.attention, config.data.sequence_length, rank.mesh.device)
     return found
 
 
-def _example(config: RunConfig, blueprint: ModelPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and labels, int64 [b, L] each, of the smallest batch that can be trained on.
-
-    The batch has one micro-batch for each stage.
-    """
+def _example(config: RunConfig, blueprint: ModelPlan) -> Batch:
+    """Return the smallest batch that can be trained on: one micro-batch for each stage."""
     rows = config.site.micro_batch_size * config.site.stages
     length, vocabulary = config.data.sequence_length, int(blueprint.hf_config.vocab_size)
     tokens = (torch.arange(length + 1) % vocabulary).repeat(rows, 1)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    counted = None
+    if config.data.rows.packing == "documents":
+        positions = (torch.arange(length) % -(-length // 2)).repeat(rows, 1)
+        whole = rows * length * config.site.parts
+        counted = CountedLabels(whole, float(whole), positions)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), counted)
 
 
 def _sums_whole_gradients(config: RunConfig, blueprint: ModelPlan, mesh: SiteMesh) -> bool:
@@ -402,82 +404,6 @@ def build_states(config: RunConfig, rank: RankParts) -> list[FragmentState]:
             )
         )
     return states
-
-
-def validation_batches(
-    config: RunConfig, files: TokenFiles, shard: int, own: Dataset | None = None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the held-out batches of this shard, each of whole micro-batches.
-
-    A last batch that is not whole is left out. If there are too few sequences for one batch, they
-    are repeated. `own` is the user's function for these sequences, instead of the held-out text.
-    Raises `ConfigError` if `own` returns an array of another shape.
-    """
-    group, length = _whole_group(config), config.data.sequence_length
-    if own is None:
-        sequences = held_out(files, length, config.data.validation_sequences)
-    else:
-        sequences = np.asarray(own(0, config.data.validation_sequences))
-        if sequences.ndim != 2 or sequences.shape[1] != length + 1 or not len(sequences):
-            raise ConfigError(
-                f"validation: the function returned an array of shape {sequences.shape}, not "
-                f"[sequences, {length + 1}] (data.sequence_length + 1)"
-            )
-        sequences = sequences.astype(np.int64, copy=False)
-    if len(sequences) < group:
-        sequences = np.resize(sequences, (group, sequences.shape[1]))
-    return [
-        _of_shard(config, sequences[start : start + group], shard)
-        for start in range(0, len(sequences) - group + 1, group)
-    ]
-
-
-def probe_batch(
-    config: RunConfig, files: TokenFiles, shard: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the batch, of whole micro-batches, that this shard's gate reads at a boundary.
-
-    None if there is no gate, or if the gate evaluates contributions by itself (see
-    `admission_of`).
-    """
-    section = config.admission
-    if not section.gate or config.site.ranks == 1:
-        return None
-    group = _whole_group(config)
-    count = -(-section.gate_sequences // group) * group
-    sequences = held_out(files, config.data.sequence_length, count)
-    # Sequences are only repeated if there is very little held-out text.
-    return _of_shard(config, np.resize(sequences, (count, sequences.shape[1])), shard)
-
-
-def _whole_group(config: RunConfig) -> int:
-    """Return the sequences of one micro-batch for each stage, and each shard of every replica."""
-    return config.site.micro_batch_size * config.site.parts * config.site.stages
-
-
-def _of_shard(
-    config: RunConfig, rows: np.ndarray[Any, Any], shard: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and labels of a shard's part of `rows`, which the shard's replicas divide."""
-    share = len(rows) // config.site.shards
-    mine = torch.from_numpy(np.ascontiguousarray(rows[shard * share : (shard + 1) * share]))
-    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
-
-
-def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles) -> Admission:
-    """Return how this rank judges contributions.
-
-    If one rank holds the whole model, a gate evaluates contributions on a copy of the model in
-    fp32. Otherwise the gate judges them by gradients of the held-out loss (see `probe_batch`).
-    """
-    section = config.admission
-    gate = None
-    if section.gate and config.site.ranks == 1:
-        sequences = held_out(files, config.data.sequence_length, section.gate_sequences)
-        rows = torch.from_numpy(np.ascontiguousarray(sequences)).to(rank.mesh.device)
-        loss = rank.model.loss_beside(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-        gate = Gate(loss)
-    return Admission(section.aggregation, section.examines, gate)
 
 
 def anchors(rank: RankParts) -> Mapping[str, torch.Tensor]:

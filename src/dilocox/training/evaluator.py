@@ -9,12 +9,10 @@ import torch
 
 from dilocox.outer.loss_gate import GradientProbe
 from dilocox.outer.staging import before_change
+from dilocox.training.batches import Batch
 from dilocox.training.builder import RankParts, anchors
 from dilocox.training.control_plane import LeaseControl
 from dilocox.utils import tracing
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""(inputs, labels), int64 [sequences, tokens] each."""
 
 
 class Evaluator:
@@ -36,14 +34,15 @@ class Evaluator:
         self._validation, self.probe_batch = validation, probe_batch
 
     def held_out_loss(self, round_: int) -> float:
-        """Return the mean held-out loss of the anchor after `round_`, in nats per token."""
-        losses = []
+        """Return the mean held-out loss of the anchor after `round_`, in nats per counted token."""
+        losses, weights = [], []
         span = tracing.span("evaluation", after_round=round_)
         with span, self.standing_at(anchors(self._rank)):
-            for inputs, labels in self._validation:
-                losses.append(self._rank.model.evaluate(inputs, labels))
+            for inputs, labels, counted in self._validation:
+                losses.append(self._rank.model.evaluate(inputs, labels, counted))
+                weights.append(1 if counted is None else counted.labels)
                 self._control.touch()
-        return sum(losses) / len(losses)
+        return sum(n * loss for n, loss in zip(weights, losses, strict=True)) / sum(weights)
 
     def gradient_probe(self, names: Sequence[str]) -> GradientProbe | None:
         """Return held-out loss and its gradients for the tensors `names`; None without probe batch.
@@ -61,7 +60,8 @@ class Evaluator:
             own = live[name].detach()
             where[name] = where[name].to(own.device).lerp(own, 0.5)
         with tracing.span("gate"), self.standing_at(where):
-            loss, gradients = model.loss_and_gradients(*self.probe_batch, names)
+            inputs, labels, counted = self.probe_batch
+            loss, gradients = model.loss_and_gradients(inputs, labels, names, counted)
         self._control.touch()
         return GradientProbe(loss, {name: each.cpu() for name, each in gradients.items()})
 

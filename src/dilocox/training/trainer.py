@@ -191,9 +191,12 @@ class Trainer:
             tokens = member.batch * self.config.data.sequence_length
             with self.meter.first_step(self.outer.status.counts):
                 with tracing.span("batch"):
-                    inputs, labels = self.batches.step(member.ranges, member.batch, number)
+                    averaged = () if exchange is None else list(plan.members.values())
+                    batch = self.batches.step(member.ranges, member.batch, number, averaged)
                 with tracing.span("inner step", step=step, site_tokens=tokens):
-                    result = self.rank.model.inner_step(inputs, labels, rate, exchange)
+                    result = self.rank.model.inner_step(
+                        batch.inputs, batch.labels, rate, exchange, batch.counted
+                    )
             self.tell_of_compilation()
             if self.watch is not None:
                 self.watch.step(result.numbers, self.rank.live.values())

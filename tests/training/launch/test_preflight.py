@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -27,6 +28,7 @@ from dilocox.training.launch import (
     run_folder,
 )
 from dilocox.training.launch.headline import headline
+from tests.data.flagged import write_flagged
 from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal, write_text
 
 pytestmark = pytest.mark.waits
@@ -449,6 +451,34 @@ def test_a_full_start_that_is_refused_late_loses_nothing(place: Path, tmp_path: 
     with pytest.raises(ConfigError, match=r"outer\.fragments"):
         model_check.check_model(bad)
     assert content(run.folder) == before
+
+
+def test_private_data_with_flags_needs_shared_data_with_flags(place: Path) -> None:
+    files = TokenFiles.open(place / "tokens")
+    documents = [([1, 2, 3], [0, 1, 1])] * 40
+    write_flagged(place / "flagged", files, documents, documents)
+    run = config(place, sites={"lyon": {"data": str(place / "flagged")}})
+    message = (
+        "has tokens that do not count as labels, but the run's data is text, all of which counts"
+    )
+    with pytest.raises(DataError, match=message):
+        data_check.check_data(run, files, ["lyon"])
+
+
+def test_a_model_whose_documents_see_each_other_is_refused(place: Path) -> None:
+    model = {"architecture": {"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 4,
+                              "num_attention_heads": 4, "ffn_dim": 48}}  # fmt: skip
+    packed = {"packing": "documents"}
+    with pytest.raises(ModelError, match=r'data\.packing: "documents" cannot be used with model'):
+        model_check.check_model(config(place, model=model, data=packed))
+    model_check.check_model(config(place, model=model, data={"packing": "none"}))
+
+
+def test_the_headline_says_how_full_rows_are(place: Path) -> None:
+    files = TokenFiles.open(place / "tokens")
+    assert "rows: " not in headline(config(place), files)
+    text = headline(config(place, data={"packing": "documents"}), files)
+    assert re.search(r"\nrows: documents, \d+ positions: [\d,]+ rows, \d+\.\d % of their", text)
 
 
 def test_the_headline_says_what_is_trained(place: Path) -> None:

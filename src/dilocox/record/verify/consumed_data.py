@@ -73,7 +73,7 @@ def seen_by(
     if not found:
         raise DataError(f"{folder}: no token range is known that the model had seen by then")
     files = TokenFiles.open(data or folder_of_run(folder))
-    space = SequenceSpace(files, seed=config.run.seed, sequence_length=config.data.sequence_length)
+    space = SequenceSpace.of(config.data, files, seed=config.run.seed)
     shared = ((each.start, each.count) for each in found if each.space == SHARED)
     return Answer(
         tuple(found),

@@ -30,9 +30,7 @@ def check_data(
     if own_dataset:
         return
     for site in sites:
-        space = SequenceSpace(
-            spaces[site], seed=config.run.seed, sequence_length=config.data.sequence_length
-        )
+        space = SequenceSpace.of(config.data, spaces[site], seed=config.run.seed)
         batch = config.site_batch(site)
         if config.outer.global_batch == "fixed":
             batch = config.global_batch  # the batch of a site that is the only one left
@@ -53,6 +51,15 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
                 f"{files.content[what]}; prepare it with data.tokenizer = "
                 f'"{files.tokenizer_folder}"'
             )
+    if own.has_flags != files.has_flags:
+        has = {
+            True: "has tokens that do not count as labels",
+            False: "is text, all of which counts",
+        }
+        raise DataError(
+            f"sites.{site}.data {own.folder}: {has[own.has_flags]}, but the run's data "
+            f"{has[files.has_flags]}; prepare both with the same data.format"
+        )
     # Digests of the files may differ, because a tokenizer changes when it is loaded and saved.
     ours, theirs = (each.tokenizer_folder / "tokenizer.json" for each in (own, files))
     if read_vocabulary(ours) != read_vocabulary(theirs):

@@ -6,6 +6,7 @@ from typing import Any
 
 from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles
+from dilocox.data.rows import describe_rows, rows_line
 from dilocox.models import count_parameters
 from dilocox.training.builder import ModelPlan
 from dilocox.training.portable_checkpoint import Handover
@@ -30,6 +31,9 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
         + (f"; {files.left_out} files left out (dilocox data show)" if files.left_out else ""),
         f"method {outer.method}: {_course(config)}",
     ]
+    rows = describe_rows(files, config.data.rows)
+    if rows is not None:
+        lines.insert(2, f"rows: {rows_line(rows, 'train')}")
     if config.record.enabled and not config.exchanges_gradients:
         lines.append(record_line(config, blueprint, count_parameters(hf)))
     if config.model.handover:

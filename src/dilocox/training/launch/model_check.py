@@ -8,7 +8,13 @@ import math
 from dilocox.config.run_config import RunConfig
 from dilocox.data.manifest import MANIFEST
 from dilocox.errors import ConfigError
-from dilocox.models import load_model_config, probe_attention, probe_cut, probe_weights
+from dilocox.models import (
+    load_model_config,
+    probe_attention,
+    probe_cut,
+    probe_packing,
+    probe_weights,
+)
 from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
 from dilocox.training.builder import ModelPlan
@@ -41,6 +47,8 @@ def check_blueprint(config: RunConfig, blueprint: ModelPlan) -> list[int]:
         probe_cut(blueprint.hf_config, chunks, config.model.attention)
     else:
         probe_attention(blueprint.hf_config, config.model.attention)
+    if config.data.rows.packing == "documents":
+        probe_packing(blueprint.hf_config, chunks, config.model.attention)
     return [_stage_parameters(config, blueprint, stage) for stage in range(config.site.stages)]
 
 

@@ -51,14 +51,12 @@ from dilocox.training.builder import (
     RankParts,
     RankPlace,
     RankWiring,
-    admission_of,
     build_rank,
-    probe_batch,
-    validation_batches,
 )
 from dilocox.training.checkpointing import Checkpointer, record_state, take_momentum
 from dilocox.training.determinism_class import facts_here
 from dilocox.training.evaluator import Evaluator
+from dilocox.training.held_out_batches import admission_of, probe_batch, validation_batches
 from dilocox.training.join_run import JoiningSite
 from dilocox.training.launch import site_log
 from dilocox.training.launch.exchange_backend import LinkBackend

@@ -1,0 +1,110 @@
+"""Counted labels: the loss of a batch of which some tokens count and others do not.
+
+The loss is the sum of the cross-entropies of counted labels, divided by the counted labels of the
+whole batch: of all micro-batches, shards and replicas. A mean of the means of micro-batches would
+give the few labels of one micro-batch more weight than the many of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+NOT_COUNTED = -100
+"""Label of a token that does not count, as PyTorch and transformers have it."""
+
+OwnLoss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+"""(logits [b, L, V], labels int64 [b, L]) -> mean over the micro-batch, or (sum, count)."""
+
+
+@dataclass(frozen=True)
+class CountedLabels:
+    """What is known of a batch with labels that do not count, or with rows of several documents."""
+
+    labels: int
+    """Counted labels of the whole batch of the site: of all its shards and replicas."""
+    divisor: float
+    """What the sum of the losses is divided by. It differs from `labels` if gradients are averaged
+    over sites: then it is the site's share of the counted labels of all sites."""
+    positions: Tensor | None = None
+    """int64 [b, L]: position of each token in its document, for this shard's rows. None: each row
+    is one sequence."""
+
+    @property
+    def stretch(self) -> float:
+        """Mean loss over this site's labels, in units of the loss that is trained on."""
+        return self.divisor / self.labels
+
+
+def on_device(counted: CountedLabels | None, device: torch.device) -> CountedLabels | None:
+    """Return `counted` with its positions on `device`. The host does not wait for the copy."""
+    if counted is None or counted.positions is None:
+        return counted
+    return replace(counted, positions=counted.positions.to(device, non_blocking=True))
+
+
+def arguments(counted: CountedLabels | None) -> dict[str, Tensor]:
+    """Return what chunks get beside tokens or hidden states: the positions, if there are any."""
+    if counted is None or counted.positions is None:
+        return {}
+    return {"positions": counted.positions}
+
+
+def mean_of(found: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean loss, fp32, of what a user's loss gave: a mean, or (sum, count)."""
+    if isinstance(found, tuple):
+        total, count = found
+        return total.float() / count
+    return found.float()
+
+
+class MicroBatchLoss:
+    """Calls a user's loss for micro-batches, and keeps the counts that it returns."""
+
+    def __init__(self, loss: OwnLoss) -> None:
+        self._loss = loss
+        self._counts: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, labels: Tensor, whole: float, scale: float | None) -> Tensor:
+        """Return the micro-batch's part of the batch's loss, an fp32 scalar.
+
+        A loss that returns (sum, count) gives its sum; `take_count` gives the divisor.
+
+        Args:
+            logits: [b, L, V].
+            labels: int64 [b, L].
+            whole: micro-batches of the batch, by which a mean is divided.
+            scale: factor of a sum over counted labels; None: all labels count.
+        """
+        if scale is None:
+            found = self._loss(logits, labels)
+            if isinstance(found, tuple):
+                return self._sum(*found)
+            return found.float() / whole
+        counted = (labels >= 0).sum()
+        # A mean over no label is NaN. So a micro-batch without counted labels gets one, and its
+        # loss is multiplied by 0.
+        first = torch.zeros_like(labels, dtype=torch.bool)
+        first.view(-1)[:1] = True
+        found = self._loss(logits, torch.where(first & (counted == 0), 0, labels))
+        if isinstance(found, tuple):
+            total, count = found
+            return self._sum(
+                torch.where(counted == 0, total * 0, total),
+                torch.where(counted == 0, 0, torch.as_tensor(count, device=logits.device)),
+            )
+        return found.float() * (counted * scale)
+
+    def take_count(self, device: torch.device) -> Tensor:
+        """Return the sum of the counts since the last call, fp32 scalar; 0 without any."""
+        counts, self._counts = self._counts, []
+        if not counts:
+            return torch.zeros((), dtype=torch.float32, device=device)
+        return torch.stack(counts).sum().float()
+
+    def _sum(self, total: Tensor, count: Tensor | float) -> Tensor:
+        self._counts.append(torch.as_tensor(count, device=total.device).detach().float())
+        return total.float()

@@ -1,0 +1,86 @@
+"""What the workers run: batches of which some labels count, against float64 in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dilocox.config.site import InnerSection
+from dilocox.inner import mean_cross_entropy
+from dilocox.inner.counted import NOT_COUNTED, CountedLabels, OwnLoss
+from tests.support import site_cases, toy_model
+
+NOTHING, FEW = (1, 2), (4, 5)
+"""Rows without any label that counts, and rows with one."""
+
+
+def own_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOT_COUNTED)
+
+
+def own_sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    rows, targets = logits.flatten(0, 1), labels.flatten()
+    return F.cross_entropy(rows, targets, reduction="sum"), (targets >= 0).sum()
+
+
+LOSSES: dict[str, OwnLoss] = {
+    "built in": mean_cross_entropy,
+    "own mean": own_mean,
+    "own sums": own_sums,
+}
+
+
+def batch(rows: int, seed: int, empty: tuple[int, ...] = NOTHING) -> tuple[Tensor, Tensor]:
+    """Inputs and labels: some rows have no label that counts, some have one, others about half."""
+    ids, labels = toy_model.batch(rows, seed)
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.rand(labels.shape, generator=generator) < 0.5
+    counts[:, 0] = True
+    counts[list(FEW), 1:] = False
+    counts[list(empty)] = False
+    return ids, torch.where(counts, labels, NOT_COUNTED)
+
+
+def gradients(name: str, told: bool = True, **setting: Any) -> dict[str, Any]:
+    """Largest difference of any gradient from float64, relative to the largest, and the losses.
+
+    `name`: of the loss. `told`: tell the model how many labels count.
+    """
+    shards, rows = setting.get("shards", 1), setting.get("rows", 8)
+    model = site_cases.build(
+        inner=InnerSection(optimizer="sgd", clip=0), loss=LOSSES[name], **setting
+    )
+    if site_cases.follows(model):
+        return {}
+    shard = model._mesh.shard
+    whole = site_cases.reference_model(setting.get("tied", False)).double()
+    names = whole.full_names()
+    worst, losses = 0.0, []
+    # In the second step whole shards have no label that counts.
+    for step, empty in enumerate((NOTHING, tuple(range(rows // 2)))):
+        ids, labels = batch(rows, step, empty)
+        whole.zero_grad()
+        loss = F.cross_entropy(whole(ids).flatten(0, 1), labels.flatten())
+        loss.backward()
+        largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
+        count = int((labels >= 0).sum())
+        counted = CountedLabels(count, float(count)) if told else None
+        mine = tuple(site_cases.rows_of(shard, shards, part) for part in (ids, labels))
+        looked, found = model.loss_and_gradients(*mine, [*model.local_tensors()], counted)
+        evaluated = model.evaluate(*mine, counted)
+        result = model.inner_step(*mine, 0.1, None, counted)
+        losses += [(each, float(loss)) for each in (looked, evaluated, result.loss)]
+        with torch.no_grad():
+            for local, parameter in whole.named_parameters():
+                if parameter.grad is None:
+                    continue
+                if names[local] in found:
+                    wanted = toy_model.rows_of_shard(parameter.grad, shards, shard)
+                    gap = (found[names[local]].double() - wanted).abs()
+                    worst = max(worst, float(gap.max()) / largest if gap.numel() else 0.0)
+                parameter -= 0.1 * parameter.grad
+    model.let_go()
+    return {"worst": worst, "losses": losses}
