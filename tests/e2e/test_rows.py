@@ -62,6 +62,14 @@ def test_packed_documents_are_resumed_verified_and_repeated(workshop: Workshop) 
     assert again.wait() == 0, again.output()
     for file in sorted((whole.folder / "model").glob("*.safetensors")):
         assert file.read_bytes() == (cut.folder / "model" / file.name).read_bytes()
+    for site in ("paris", "lyon"):
+        rounds = [
+            [(each["round"], each["labels"], each["loss"]) for each in run.records(site=site)]
+            for run in (whole, cut)
+        ]
+        assert rounds[0] == rounds[1]
+        tokens = 24 * 4 * 32
+        assert all(0 < labels < tokens for _, labels, _ in rounds[0])
     assert verdicts(cut.folder) == {"beacon": "NOT_RUN", "audits": "NOT_RUN"}
     audit = Run(["audit", str(cut.folder), "--round", "1", "--json"], cut.folder)
     workshop.runs.append(audit)

@@ -13,6 +13,7 @@ import pytest
 
 from dilocox.inner.garbage import Collector
 from dilocox.outer.loop_status import LoopStatus
+from dilocox.training.batches import Batch
 from dilocox.training.builder import Hooks
 from dilocox.training.trainer import Trainer
 from tests.support.planned_runs import run
@@ -93,7 +94,7 @@ def test_a_trainer_counts_its_steps_and_rests_while_it_fetches() -> None:
     trainer: Any = SimpleNamespace(
         me="lyon", collector=collector, watch=None, config=run(),
         rank=SimpleNamespace(model=model), prefetch_plan=lambda _round: None,
-        batches=SimpleNamespace(step=lambda *_: (None, None)),
+        batches=SimpleNamespace(step=lambda *_: Batch(None, None)),  # type: ignore[arg-type]
         meter=SimpleNamespace(add=lambda *_: None, first_step=lambda _counts: nullcontext()),
         outer=SimpleNamespace(status=LoopStatus()), tell_of_compilation=lambda: None,
         exchange=SimpleNamespace(of_step=lambda *_: None),

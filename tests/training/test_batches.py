@@ -207,6 +207,12 @@ def test_every_shard_knows_the_counted_labels_of_the_sites_batch(
             assert part.counted.positions is not None
             assert part.counted.positions.shape == part.inputs.shape
             assert part.counted.labels == part.counted.divisor == int((labels >= 0).sum())
+    whole = [space.counted(3, 12), space.counted(40, 6), space.counted(3, 5)]
+    batches = Batches(space.read, 0, shards, space=space)
+    assert batches.labels([(3, 12), (40, 9)], 18) == whole[0] + whole[1]
+    assert batches.labels([(3, 12), (40, 9)], 5) == whole[2]
+    assert batches.labels([(3, 12)], 0) == 0
+    assert Batches(space.read, 0, shards).labels([(3, 12)], 5) is None
 
 
 def test_sites_that_average_gradients_count_as_one_batch(flagged: TokenFiles) -> None:

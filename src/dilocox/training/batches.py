@@ -132,6 +132,15 @@ class Batches:
             divisor = whole * weight / sum(m.weight for m in sites)
         return Batch(*loaded[:2], CountedLabels(own, divisor, loaded[2]))
 
+    def labels(self, ranges: Ranges, count: int) -> int | None:
+        """Return the labels that count in the first `count` sequences of `ranges`.
+
+        None if every token is a label. Raises `ValueError` if `ranges` are too short.
+        """
+        if self._space is None:
+            return None
+        return _labels(self._space, ranges, count, 0) if count else 0
+
     def _parts(self, ranges: Ranges, batch: int, number: int) -> tuple[tuple[int, int], ...]:
         """Return (start, count) of this shard's rows of inner step `number`."""
         share = batch // self._shards

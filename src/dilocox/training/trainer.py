@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dilocox.coordinator.protocol.messages import Entering, PlanReply, RoundPlan
 from dilocox.errors import RunEndedError
@@ -236,6 +236,7 @@ class Trainer:
             if self.overtaken(plan.round) is not None:
                 self.outer.status.mark_overtaken()
             metrics = self.meter.end(plan, self.outer, self.rank)
+            self._add_labels(plan, metrics)
         if self.meter.dropped is not None:
             self.state.dropped_round = plan.round
         leads, measured = self.rank.place.leads, self.meter.measured
@@ -258,6 +259,14 @@ class Trainer:
         if plan.checkpoint:
             self.checkpointer.save(self.state, plan)
         self.donors.serve()
+
+    def _add_labels(self, plan: RoundPlan, metrics: dict[str, Any]) -> None:
+        """Add the labels that counted in this site's steps, if not every token is a label."""
+        member = plan.members.get(self.me)
+        if member is not None:
+            labels = self.batches.labels(member.ranges, member.batch * metrics["steps"])
+            if labels is not None:
+                metrics["labels"] = labels
 
     def overtaken(self, round_: int) -> Entering | None:
         """Return this site's new entry if the others have gone on without it after `round_`.
