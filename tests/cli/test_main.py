@@ -15,9 +15,11 @@ import pytest
 
 from dilocox import api
 from dilocox.cli import main
+from dilocox.data import prepare
 from dilocox.errors import TrainingError
 from dilocox.training.launch import coordinator_process
 from dilocox.version import __version__
+from tests.data.chats import chat_section, talks
 
 pytestmark = pytest.mark.waits
 
@@ -79,7 +81,13 @@ def test_a_model_is_sampled_on_the_device_that_is_named(
     monkeypatch.setattr(api, "generate", generate)
     words = ("generate", tmp_path, "--prompt", "a", "--temperature", 0, "--device", "cuda:1")
     assert command(*words) == (0, "a and more\n", "")
-    assert given == {"tokens": 100, "temperature": 0.0, "seed": 0, "device": "cuda:1"}
+    assert given == {
+        "chat": False,
+        "tokens": 100,
+        "temperature": 0.0,
+        "seed": 0,
+        "device": "cuda:1",
+    }
 
 
 @pytest.mark.parametrize("name", ["plan", "train", "coordinator", "join", "export", "generate"])
@@ -233,3 +241,17 @@ def test_a_coordinator_that_fails_says_why(
     error = TrainingError("network.port 80: taken")
     monkeypatch.setattr(coordinator_process, "coordinate", _fail(error))
     assert command("coordinator", run_file) == (1, "", "dilocox: network.port 80: taken\n")
+
+
+def test_one_document_is_shown(command: Command, tmp_path: Path) -> None:
+    prepare(chat_section(tmp_path, talks()), tmp_path / "data", seed=0)
+    code, out, _ = command("data", "show", tmp_path / "data", "--example", 1)
+    assert code == 0
+    assert out.startswith("document 1 of ")
+    assert "<|im_start|>assistant\n[[It is" in out
+    code, _, error = command("data", "show", tmp_path / "data", "--example", 99)
+    assert code == 1
+    assert "no document 99; give a number from 0 to" in error
+    (tmp_path / "run.toml").touch()
+    code, _, error = command("data", "show", tmp_path, "--example", 1)
+    assert "--verify and --example are for a folder of token files" in error

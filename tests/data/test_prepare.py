@@ -15,7 +15,16 @@ import pytest
 from tokenizers import Tokenizer
 
 from dilocox.config.data import DataSection
-from dilocox.data import SequenceSpace, TokenFiles, folder, packing, prepare, show, tokenizer
+from dilocox.data import (
+    SequenceSpace,
+    TokenFiles,
+    document_encoding,
+    folder,
+    packing,
+    prepare,
+    show,
+    tokenizer,
+)
 from dilocox.data.sources import read_source
 from dilocox.errors import DataError
 from tests.data.conftest import section, story, write_corpus
@@ -214,7 +223,7 @@ def test_files_that_change_while_read_are_refused(
 def test_many_shards_hold_the_same_tokens(
     files: TokenFiles, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(document_encoding, "SHARD_BYTES", 1000)
     monkeypatch.setattr(prepare_module, "BATCH_CHARACTERS", 2000)
     cut = prepare(section(corpus), tmp_path / "data", seed=0)
     assert len(cut.content["splits"]["train"]["shards"]) > 5

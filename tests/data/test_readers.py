@@ -181,7 +181,8 @@ def test_what_holds_no_text_is_called_what_it_is(tmp_path: Path) -> None:
             read(path, "jsonl", "messages")
     path.write_text('{"messages": [{"role": "user", "content": "hello"}]}')
     with pytest.raises(
-        DataError, match=r"a list; .*; chats are not supported: write each chat as one text"
+        DataError,
+        match=r'a list; .*; for chats, set data\.format = "chat" and data\.messages_field',
     ):
         read(path, "jsonl", "messages")
 

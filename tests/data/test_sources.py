@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from dilocox.data import prepare, show
-from dilocox.data.hub import HubSource
+from dilocox.data.hub import HubSource, on_hub
 from dilocox.data.manifest import MANIFEST, render
 from dilocox.data.sources import STDLIB, list_files, read_source
 from dilocox.errors import DataError
+from tests.data.chats import talks, write_records
 from tests.data.conftest import section, story, write_corpus
 
 
@@ -375,3 +376,47 @@ def test_hub_without_datasets_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="run: pip install datasets"):
         HubSource("team/words", section("team/words", format="hub"))
+
+
+def test_conversations_in_a_folder(tmp_path: Path) -> None:
+    """JSON and Parquet files are read, and text files are left out and counted."""
+    write_records(tmp_path / "a.jsonl", talks(3))
+    (tmp_path / "b.json").write_text(json.dumps(talks(2)))
+    pq.write_table(pa.Table.from_pylist(talks(4)), tmp_path / "c.parquet")
+    (tmp_path / "d.txt").write_text("text")
+    source = read_source(str(tmp_path), section(tmp_path, format="instruction"), quiet)
+    assert [file.name for file in source.files] == ["a.jsonl", "b.json", "c.parquet"]
+    assert source.left_out == {".txt": 1}
+    data = section(tmp_path, format="chat", tokenizer="team/tiny")
+    source = read_source(str(tmp_path), data, quiet)
+    documents = [json.loads(each) for each in source.documents()]
+    assert documents == [*talks(3), *talks(2), *talks(4)]
+    write_records(tmp_path / "talks", talks(3))  # a file without an ending
+    found = read_source(str(tmp_path / "talks"), data, quiet)
+    assert len(list(found.documents())) == 3
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_conversations_of_a_hub_dataset(tmp_path: Path) -> None:
+    folder = tmp_path / "talks"
+    folder.mkdir()
+    table = pa.Table.from_pylist([*talks(5), {"messages": None}])
+    pq.write_table(table, folder / "a.parquet")
+    data = section(folder, format="chat", tokenizer="team/tiny")
+    source = HubSource(str(folder), data)
+    assert [json.loads(each) for each in source.documents()] == talks(5)
+    assert source.without_text == 1
+    with pytest.raises(DataError, match=r'no column "talk" .*; set data.messages_field'):
+        HubSource(str(folder), data.model_copy(update={"messages_field": "talk"}))
+    table = pa.Table.from_pylist([{"messages": [{"role": "bot", "content": "a"}]}])
+    pq.write_table(table, folder / "a.parquet")
+    with pytest.raises(DataError, match=r'data.source .*: row 0: message 1: role "bot"'):
+        list(HubSource(str(folder), data).documents())
+
+
+def test_which_names_are_those_of_hub_datasets(tmp_path: Path) -> None:
+    data = section(tmp_path, format="chat", tokenizer="team/tiny")
+    names = ["team/talks", "talks.jsonl", "team/talks.jsonl", "./talks", "a/b/c", str(tmp_path)]
+    assert [on_hub(name, data) for name in names] == [True, *[False] * 5]
+    assert on_hub("anything", section(tmp_path, format="hub"))
+    assert not on_hub("team/talks", section(tmp_path))

@@ -16,6 +16,7 @@ from safetensors import safe_open
 import dilocox
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.tools.release import release
+from dilocox.training.chat_prompt import chat_prompt, messages_in
 from dilocox.training.run_model import export, generate, model_folder
 
 pytestmark = pytest.mark.waits
@@ -231,3 +232,83 @@ def test_what_cannot_be_sampled(run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"cannot be loaded .*; was it changed\?"):
         generate(tmp_path, "x")
+
+
+CHAT = (
+    "{% for m in messages %}{{ '### ' + m.role + '\\n' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_folder(run_folder: Path, tmp_path: Path) -> Path:
+    """The same model with a chat template."""
+    shutil.copytree(run_folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_chat_is_answered_with_the_template(chat_folder: Path) -> None:
+    """The answer is what follows the prompt that transformers makes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = chat_folder / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    talk = [
+        {"role": "system", "content": "all values"},
+        {"role": "user", "content": "the sum"},
+    ]
+    ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt")
+    output = model.generate(**ids, max_new_tokens=5, do_sample=False)[0]
+    expected = tokenizer.decode(output[ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    answer = generate(chat_folder, talk, chat=True, tokens=5, temperature=0)
+    assert answer == expected
+    one = generate(chat_folder, "the sum", chat=True, tokens=5, temperature=0)
+    assert one == generate(chat_folder, talk[1:], chat=True, tokens=5, temperature=0)
+
+
+def test_an_answer_ends_where_the_model_ends_it(
+    chat_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    load = AutoModelForCausalLM.from_pretrained
+
+    def ending(*given: Any, **more: Any) -> Any:
+        network = load(*given, **more)
+        with torch.no_grad():
+            network.lm_head.weight.zero_()  # every logit is 0: token 0, end-of-text, is taken
+        return network
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", ending)
+    assert generate(chat_folder, "the sum", chat=True, tokens=50, temperature=0) == ""
+
+
+def test_text_of_a_prompt_is_never_a_special_token(chat_folder: Path) -> None:
+    prompt = chat_prompt(chat_folder / "model", "a <|endoftext|> b")
+    assert prompt.ids.count(0) == 1
+    assert prompt.ends == [0]
+
+
+def test_what_cannot_be_answered(run_folder: Path, chat_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template: set"):
+        generate(run_folder, "x", chat=True)
+    with pytest.raises(ConfigError, match='prompt: message 1: role "bot"; a role is one of'):
+        generate(chat_folder, [{"role": "bot", "content": "x"}], chat=True)
+    with pytest.raises(ConfigError, match="prompt: no messages; give at least one"):
+        generate(chat_folder, [], chat=True)
+    refusing = "{{ raise_exception('not today') }}"
+    (chat_folder / "model" / "chat_template.jinja").write_text(refusing, encoding="utf-8")
+    with pytest.raises(ConfigError, match="refuses the conversation: not today"):
+        generate(chat_folder, "x", chat=True)
+    (chat_folder / "model" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"cannot be loaded .*; was the folder changed\?"):
+        generate(chat_folder, "x", chat=True)
+
+
+def test_messages_in_a_prompt() -> None:
+    talk = [{"role": "user", "content": "x"}]
+    assert messages_in(json.dumps(talk)) == talk
+    for text in ("x", "[x]", "[1, 2]", "[]", '{"a": 1}'):
+        assert messages_in(text) == text

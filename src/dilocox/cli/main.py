@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dilocox.cli import audit, evaluate, plan, publish, report, status, verify
+from dilocox.cli import audit, evaluate, generate, plan, publish, report, status, verify
 from dilocox.cli import testbed as lab_command
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.utils.plain_text import plain, plain_lines
@@ -31,6 +31,7 @@ examples:
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
   dilocox evaluate runs/run BASE --tasks arc_easy,hellaswag   (models side by side)
+  dilocox generate runs/support --chat --prompt "How do I pay?"
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
   dilocox status runs/run                    (what the run does; at the coordinator or at a site)
   dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
@@ -118,7 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_arguments(auditing)
     auditor = commands.add_parser("auditor", parents=[common], help=audit.AUDITOR_HELP)
     audit.add_auditor_arguments(auditor)
-    _add_generate(commands, common)
+    sampling = commands.add_parser("generate", parents=[common], help=generate.HELP)
+    generate.add_arguments(sampling)
     evaluating = commands.add_parser("evaluate", parents=[common], help=evaluate.HELP)
     evaluate.add_arguments(evaluating)
     lab_command.add_to(commands, common, run_file)
@@ -266,6 +268,10 @@ def _add_data(
         "--json", action="store_true", help="with a run's folder: print every document as JSON"
     )
     show.add_argument(
+        "--example", type=int, metavar="N",
+        help="with token files: print document N, from 0, with marks around what is learned",
+    )  # fmt: skip
+    show.add_argument(
         "--verify", action="store_true", help="with token files: check every file by its digest"
     )
     show.set_defaults(call=_data_show)
@@ -305,26 +311,6 @@ def _add_export(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     export.set_defaults(call=_export)
-
-
-def _add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
-    generate = commands.add_parser(
-        "generate", parents=[common], help="sample text from a run's model"
-    )
-    generate.add_argument("model", type=Path, help="a run folder or a Hugging Face folder")
-    generate.add_argument("--prompt", default="")
-    generate.add_argument("--tokens", type=int, default=100)
-    generate.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="0 always takes the most likely token (default: 0.8)",
-    )
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument(
-        "--device", default="cpu", help="PyTorch's device name, such as cuda (default: cpu)"
-    )
-    generate.set_defaults(call=_generate)
 
 
 def _add_trace(command: argparse.ArgumentParser, name: str) -> None:
@@ -424,6 +410,11 @@ def _data_show(options: argparse.Namespace) -> int:
     files = TokenFiles.open(options.folder)
     if options.verify:
         files.verify()
+    if options.example is not None:
+        from dilocox.data.example import example
+
+        print(plain_lines(example(files, options.example)))
+        return 0
     print(show(files))
     return 0
 
@@ -431,9 +422,10 @@ def _data_show(options: argparse.Namespace) -> int:
 def _data_seen(options: argparse.Namespace) -> int:
     from dilocox.record.verify.consumed_data import command
 
-    if options.verify:
+    if options.verify or options.example is not None:
         raise ConfigError(
-            f"{options.folder}: is a run's folder; --verify is for a folder of token files"
+            f"{options.folder}: is a run's folder; --verify and --example are for a folder of "
+            "token files"
         )
     print(command(options.folder, options.round, options.checkpoint, options.data, options.json))
     return 0
@@ -465,20 +457,4 @@ def _release(options: argparse.Namespace) -> int:
     for line in made.unknown:
         print(f"not in the card: {line}")
     print(f"{made.folder}  signed; the key to tell others: {made.public_key}")
-    return 0
-
-
-def _generate(options: argparse.Namespace) -> int:
-    from dilocox.api import generate
-
-    print(
-        generate(
-            options.model,
-            options.prompt,
-            tokens=options.tokens,
-            temperature=options.temperature,
-            seed=options.seed,
-            device=options.device,
-        )
-    )
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dilocox.config.base import Positive, Section
 
@@ -30,13 +30,32 @@ class DataSection(Section):
     """`python-stdlib`, files and folders, or the name of a hub dataset (with `format = "hub"`). In
     folders, links are followed; hidden files and files of other formats are left out. `dilocox data
     show` counts the files that are left out."""
-    format: Literal["auto", "text", "jsonl", "parquet", "code", "hub"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "code", "hub", "chat", "instruction"] = (
+        "auto"
+    )
     """Format of the source. `auto`: by the file names. `jsonl`: JSON objects, one per line or all
-    in one array; `.json` files in folders are read with this format only. Text and JSONL files may
-    be compressed (`.gz`, `.zst`)."""
+    in one array; `.json` files in folders are read with this format, `chat` and `instruction` only.
+    `chat`: records with a list of messages, in JSON or Parquet files or in a hub dataset.
+    `instruction`: the same with a prompt and a completion. See [fine-tune on
+    conversations](fine-tune.md). Text and JSON files may be compressed (`.gz`, `.zst`)."""
     text_field: str = "text"
     """Field or column that holds the text in JSONL, Parquet and hub datasets. Records whose text is
     null or missing are left out and counted by `dilocox data show`."""
+    messages_field: str = "messages"
+    """Format `chat`: field that holds the list of messages in OpenAI's form. Records whose
+    messages are null, missing or empty are left out and counted."""
+    prompt_field: str = "prompt"
+    """Format `instruction`: field that holds the prompt, which becomes a user's message."""
+    completion_field: str = "completion"
+    """Format `instruction`: field that holds the completion, which becomes an assistant's
+    message."""
+    chat_template: str | None = None
+    """Formats `chat` and `instruction`: file with a Jinja chat template. If not set, it is the
+    tokenizer's own template. The published model gets the template."""
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """Formats `chat` and `instruction`: tokens that are learned. `assistant`: messages of the
+    assistant (TRL's `assistant_only_loss`) or completions, with the token that ends them. `last`:
+    the last message of the assistant in each conversation. `all`: every token."""
     subset: str | None = None
     """Hub datasets: the configuration name."""
     split: str = "train"
@@ -61,11 +80,11 @@ class DataSection(Section):
     """What a row of `sequence_length` positions holds. `stream`: documents run into each other and
     see each other. `documents`: whole documents that do not see each other; positions restart, and
     padding that counts nothing fills the row. `none`: one document and padding. The default is
-    `stream`."""
+    `documents` with conversations, else `stream`."""
     long_documents: LongDocuments | None = None
     """A document longer than a row, unless `packing` is `stream`. `cut`: its end is left out.
     `split`: it becomes several documents. `refuse`: no token files are made. The default is
-    `split`."""
+    `cut` with conversations, else `split`."""
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
     validation_source: str | list[str] | None = None
     """Separate held-out text, written like `source`. All of it is held out, and all of `source` is
@@ -78,6 +97,36 @@ class DataSection(Section):
     @property
     def rows(self) -> RowRules:
         """How tokens become rows, with the defaults of `format`."""
-        return RowRules(
-            self.sequence_length, self.packing or "stream", self.long_documents or "split"
-        )
+        packing: Packing = "documents" if self.has_conversations else "stream"
+        long: LongDocuments = "cut" if self.has_conversations else "split"
+        return RowRules(self.sequence_length, self.packing or packing, self.long_documents or long)
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether the source holds conversations (format `chat` or `instruction`), not text."""
+        return self.format in ("chat", "instruction")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataSection:
+        if not self.has_conversations:
+            given = [
+                key for key, default in CONVERSATION_KEYS.items() if getattr(self, key) != default
+            ]
+            if given:
+                raise ValueError(
+                    f'{given[0]} needs format = "chat" or "instruction": set it, or leave the key '
+                    "out"
+                )
+        elif self.format == "chat" and self.tokenizer == "train" and self.chat_template is None:
+            raise ValueError(
+                "a trained tokenizer has no chat template: set chat_template to a file with one, "
+                "or tokenizer to one that has a template"
+            )
+        return self
+
+
+CONVERSATION_KEYS = {
+    key: DataSection.model_fields[key].default
+    for key in ("messages_field", "prompt_field", "completion_field", "chat_template", "loss_on")
+}
+"""Keys for formats with conversations only, with their defaults."""

@@ -120,6 +120,13 @@ def _description(content: dict[str, Any]) -> str:
             f"{each['revision'] or 'not stated'}."
             + (" All of it is held out." if number >= own_from else "")
         )
+    about = content.get("conversations")
+    if about is not None:
+        template = "with a chat template" if about["chat_template"] else "without a chat template"
+        parts.append(
+            f"The documents are conversations (format {about['format']}), rendered {template}. "
+            f"Tokens that count as labels: {about['loss_on']}."
+        )
     begin = [str(each["id"]) for each in content.get("begin_of_text", [])]
     begun = f"begun by token {' and '.join(begin)} and " if begin else ""
     for split, part in sorted(content["splits"].items()):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from dilocox.config.data import DataSection
-from dilocox.data.readers import FIELD, clean
+from dilocox.data.conversations import Layout
+from dilocox.data.readers import FIELD, UNPACKED, clean
 from dilocox.errors import DataError
+
+_RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
+"""Endings of local files with records."""
 
 
 class HubSource:
@@ -58,11 +63,15 @@ class HubSource:
                 "split and connection"
             ) from None
         columns = self.rows.column_names
-        if columns is not None and self.field not in columns:
-            names = ", ".join(columns[:8]) or "none"
-            raise DataError(
-                f'data.source {name}: no column "{self.field}" (columns: {names}); {FIELD}'
-            )
+        self._layout = Layout.of(data)
+        needed = (self.field,) if self._layout is None else self._layout.fields
+        mend = FIELD if self._layout is None else self._layout.mend
+        for field in needed:
+            if columns is not None and field not in columns:
+                names = ", ".join(columns[:8]) or "none"
+                raise DataError(
+                    f'data.source {name}: no column "{field}" (columns: {names}); {mend}'
+                )
         self._begin()
 
     def _resolve(self) -> None:
@@ -97,21 +106,27 @@ class HubSource:
                 ) from None
             if row is None:
                 return
-            text = row.get(self.field)
-            if text is not None and not isinstance(text, str):
-                raise DataError(
-                    f'data.source {self.name}: column "{self.field}" of row {number} holds '
-                    f"{type(text).__name__}, not text; {FIELD}"
-                )
+            text = self._document(row, number)
             number += 1
             self.without_text += text is None
             if text and not text.isspace():
-                text = clean(text)
                 raw = text.encode()
                 self._digest.update(len(raw).to_bytes(8, "little") + raw)
                 self._documents += 1
                 self._bytes += len(raw)
                 yield text
+
+    def _document(self, row: dict[str, Any], number: int) -> str | None:
+        """Returns the text or conversation of a row, or None if it is null or missing."""
+        if self._layout is not None:
+            return self._layout.parse(row, f"data.source {self.name}: row {number}")
+        text = row.get(self.field)
+        if text is not None and not isinstance(text, str):
+            raise DataError(
+                f'data.source {self.name}: column "{self.field}" of row {number} holds '
+                f"{type(text).__name__}, not text; {FIELD}"
+            )
+        return clean(text) if text else text
 
     def placed(self) -> Iterator[tuple[int, str]]:
         """Yield (file number, text) of every document; the whole dataset counts as file 0."""
@@ -133,6 +148,17 @@ class HubSource:
                 "sha256": self._digest.hexdigest(),
             },
         }
+
+
+def on_hub(name: str, data: DataSection) -> bool:
+    """Returns whether source `name` is a hub dataset.
+
+    With conversations it is one if it is written like OWNER/NAME and is no local path.
+    """
+    if not data.has_conversations:
+        return data.format == "hub"
+    named = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
+    return named and not Path(name).exists() and Path(name).suffix not in (*UNPACKED, *_RECORDS)
 
 
 def _first_line(error: Exception) -> str:

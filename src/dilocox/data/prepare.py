@@ -17,10 +17,14 @@ from typing import Any
 
 import tokenizers
 
-from dilocox.config.data import DataSection
+from dilocox.config.data import CONVERSATION_KEYS, DataSection
+from dilocox.data.chat_encoding import check_same_template, chosen_template, write_template
+from dilocox.data.chat_template import marks_of
+from dilocox.data.conversations import Conversation
 from dilocox.data.croissant import write_croissant
+from dilocox.data.document_encoding import DocumentEncoder
 from dilocox.data.folder import check_place, partial_folder, publish, reuse
-from dilocox.data.hub import HubSource
+from dilocox.data.hub import HubSource, on_hub
 from dilocox.data.manifest import (
     MANIFEST,
     digest_of,
@@ -29,11 +33,11 @@ from dilocox.data.manifest import (
     source_names,
     write_manifest,
 )
-from dilocox.data.packing import SHARD_BYTES, Packer, Place
+from dilocox.data.packing import Packer, Place
+from dilocox.data.protected_tokens import Encoded
 from dilocox.data.rows import describe_rows
 from dilocox.data.sequences import check_lengths
 from dilocox.data.sources import Source, read_source
-from dilocox.data.special_text import SpecialText
 from dilocox.data.token_files import SPLITS, TOKENIZER, TokenFiles
 from dilocox.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from dilocox.errors import DataError
@@ -129,10 +133,12 @@ def prepare(
             files or is a mount point.
     """
     check_place(folder)
-    options = data.model_dump(mode="json", exclude=_READING) | {"seed": seed}
+    unused = frozenset() if data.has_conversations else CONVERSATION_KEYS.keys()
+    options = data.model_dump(mode="json", exclude=_READING | unused) | {"seed": seed}
     names, own_from = _names(data)
     if (folder / MANIFEST).is_file():
         files = reuse(folder, data, names, options, changed)
+        check_same_template(data, files.tokenizer_folder, changed)
         check_lengths(files, data.rows)
         return files
     report = progress or _silent
@@ -142,7 +148,7 @@ def prepare(
     sources: list[Source] = []
     for number, name in enumerate(names):
         as_said = data if own_from is None or number < own_from else held_data
-        hub = data.format == "hub"
+        hub = on_hub(name, data)
         sources.append(HubSource(name, as_said) if hub else read_source(name, data, report))
     try:
         with partial_folder(place) as partial:
@@ -207,11 +213,9 @@ def _fill(
     by token.
     """
     encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, total, report)
-    begin = encoder.begin_of_text if data.begin_of_text else ()
-    special = SpecialText(encoder.tokenizer)
-    splits = _encode(
-        partial, data, _Text(sources, held, total), encoder, begin, report, special.look
-    )
+    documents = DocumentEncoder(partial / TOKENIZER, data, encoder)
+    splits = _encode(partial, data, _Text(sources, held, total), documents, report)
+    documents.check_labels({split: packer.counted for split, packer in splits.items()})
     content = {
         "dtype": splits["train"].dtype.name,
         "vocabulary_size": encoder.vocabulary_size,
@@ -226,9 +230,11 @@ def _fill(
     }
     if held.own_from is not None:
         content["validation_from"] = held.own_from
-    if begin:
-        content["begin_of_text"] = [_named(encoder, token) for token in begin]
-    return content, special.found
+    if documents.begin_of_text:
+        content["begin_of_text"] = [_named(encoder, token) for token in documents.begin_of_text]
+    if data.has_conversations:
+        content["conversations"] = documents.describe()
+    return content, documents.special_text
 
 
 def _named(encoder: Encoder, token: int) -> dict[str, Any]:
@@ -243,9 +249,11 @@ def _make_tokenizer(
     total: int | None,
     report: Progress,
 ) -> tuple[Encoder, dict[str, Any]]:
+    template = chosen_template(data)
     if data.tokenizer == "train":
         sample = Sample(held.training(sources), data, held, total, report)
-        encoder = train_tokenizer(sample.batches(), data.vocabulary_size, folder)
+        marks = marks_of(template or "")
+        encoder = train_tokenizer(sample.batches(), data.vocabulary_size, folder, marks)
         report("training the tokenizer", 1.0)
         entry: dict[str, Any] = {
             "kind": "trained",
@@ -254,6 +262,8 @@ def _make_tokenizer(
     else:
         encoder = load_tokenizer(data.tokenizer, folder)
         entry = {"kind": "loaded"}
+    if template is not None:
+        write_template(folder, template)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entry["files"] = {
         path.relative_to(folder).as_posix(): {
@@ -296,7 +306,7 @@ class Sample:
                 score, second = self._held.scores(raw)
                 if score < self._held.below or second >= self._below:
                     continue
-                taken.append(text)
+                taken.append(text.texts() if isinstance(text, Conversation) else text)
                 self.bytes += len(raw)
                 self.documents += 1
             self._report("training the tokenizer", min(0.99, self.bytes / expected))
@@ -321,31 +331,31 @@ def _encode(
     partial: Path,
     data: DataSection,
     text: _Text,
-    encoder: Encoder,
-    begin: tuple[int, ...],
+    documents: DocumentEncoder,
     report: Progress,
-    look: Callable[[list[str]], None],
 ) -> dict[str, Packer]:
-    size, end = encoder.vocabulary_size, encoder.end_of_text
-    packers = {split: Packer(partial, split, size, end, SHARD_BYTES, begin) for split in SPLITS}
+    packers = {split: documents.packer(partial, split) for split in SPLITS}
     done = 0
     try:
         places: list[Place] = []
         for batch in _batches(_noting(places, _placed(text.sources, data, text.held.own_from))):
-            look(batch)
-            parts: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
+            parts: dict[str, list[Encoded]] = {split: [] for split in SPLITS}
             origins: dict[str, list[Place]] = {split: [] for split in SPLITS}
             sizes = dict.fromkeys(SPLITS, 0)
-            for document, ids, place in zip(batch, encoder.encode(batch), places, strict=True):
+            for document, made, place in zip(batch, documents.encode(batch), places, strict=True):
                 raw = document.encode()
+                done += len(raw)
+                if made is None:
+                    continue
                 split = "validation" if text.held.holds_out(place, raw) else "train"
-                parts[split].append(ids)
+                parts[split].append(made)
                 origins[split].append(place)
                 sizes[split] += len(raw)
             places.clear()
             for split in SPLITS:
-                packers[split].add(parts[split], sizes[split], origins[split])
-            done += sum(sizes.values())
+                ids, counted = zip(*parts[split], strict=True) if parts[split] else ((), ())
+                said = counted if packers[split].flagged else None
+                packers[split].add(ids, sizes[split], origins[split], said)
             report("encoding", min(0.99, done / text.total) if text.total else 0.0)
     finally:
         for packer in packers.values():

@@ -10,7 +10,8 @@ import io
 import json
 import shlex
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -18,6 +19,7 @@ from dilocox.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 UNPACKED = (".gz", ".zst")
 """Endings of compressed files that are decompressed while they are read."""
@@ -58,7 +60,7 @@ def read_documents(
     """
     documents: Iterator[str | None]
     if kind == "jsonl":
-        documents = _records(path, text_field)
+        documents = _texts(json_records(path), text_field)
     elif kind == "parquet":
         documents = _parquet(path, text_field)
     else:
@@ -132,9 +134,13 @@ def _text(path: Path, after: int) -> Iterator[str]:
         raise DataError(f"{path}: cannot be read ({error})") from None
 
 
-def _records(path: Path, field: str) -> Iterator[str | None]:
-    """Yield the text of each JSON object, where the file has one per line or a single array."""
-    return _texts(_array(path) if _is_array(path) else _jsonl(path), field)
+def json_records(path: Path) -> Iterator[tuple[str, object]]:
+    """Yield (place, record) of each JSON object of a file, which has one per line or one array.
+
+    The place names the file and the line or the number of the record, for messages. Raises
+    `DataError` if the file cannot be read or is not valid JSON.
+    """
+    return _array(path) if _is_array(path) else _jsonl(path)
 
 
 def _is_array(path: Path) -> bool:
@@ -242,53 +248,91 @@ def _texts(records: Iterator[tuple[str, object]], field: str) -> Iterator[str | 
         found, text = True, record[field]
         if text is not None and not isinstance(text, str):
             chat = (
-                "; chats are not supported: write each chat as one text"
+                '; for chats, set data.format = "chat" and data.messages_field'
                 if isinstance(text, list)
                 else ""
             )
-            kind = _kind_of(text)
+            kind = kind_of(text)
             raise DataError(f'{where}: field "{field}" is not text but {kind}; {FIELD}{chat}')
         yield text
     if missing is not None and not found:
         raise DataError(f"{missing}; {FIELD}")
 
 
-def _kind_of(value: object) -> str:
-    """Returns the kind of a value that is not text, as words for messages."""
+def kind_of(value: object) -> str:
+    """Returns the kind of a JSON value, as words for messages."""
     if isinstance(value, bool):
         return "true or false"
+    if isinstance(value, str):
+        return "text"
     if isinstance(value, int | float):
         return "a number"
     return "a list" if isinstance(value, list) else "an object"
 
 
 def _parquet(path: Path, field: str) -> Iterator[str | None]:
+    with _opened(path) as table:
+        schema = table.schema_arrow
+        kind = schema.field(_column(path, schema, field, FIELD)).type
+        if not _holds_text(kind):
+            raise DataError(f'{path}: column "{field}" holds {kind}, not text; {FIELD}')
+        row = 0
+        for batch in table.iter_batches(batch_size=256, columns=[field]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield _decoded(value, f'{path}: column "{field}", row {row}')
+
+
+def parquet_records(
+    path: Path, fields: Sequence[str], optional: Sequence[str], mend: str
+) -> Iterator[tuple[str, object]]:
+    """Yield (place, record) of each row of a Parquet file.
+
+    Args:
+        path: the file.
+        fields: columns that the file must have; a record holds them by name.
+        optional: columns that a record holds, too, if the file has them.
+        mend: end of the message about a missing column.
+
+    Raises:
+        DataError: if the file cannot be read, or if it does not have a column of `fields` once.
+    """
+    with _opened(path) as table:
+        schema = table.schema_arrow
+        for field in fields:
+            _column(path, schema, field, mend)
+        columns = [*fields, *(name for name in optional if name in schema.names)]
+        row = 0
+        for batch in table.iter_batches(batch_size=256, columns=columns):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{path}:row {row}", record
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """Within this context, provide an open Parquet file. Raises `DataError` if reading fails."""
     # Imported here because Arrow is slow to import, and opening token files does not need it.
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as table:
-            schema = table.schema_arrow
-            columns = schema.get_all_field_indices(field)
-            if not columns:
-                names = ", ".join(schema.names[:8]) or "none"
-                raise DataError(f'{path}: no column "{field}" (columns: {names}); {FIELD}')
-            if len(columns) > 1:
-                raise DataError(
-                    f'{path}: {len(columns)} columns are named "{field}"; rename all but one'
-                )
-            kind = schema.field(columns[0]).type
-            if not _holds_text(kind):
-                raise DataError(f'{path}: column "{field}" holds {kind}, not text; {FIELD}')
-            row = 0
-            for batch in table.iter_batches(batch_size=256, columns=[field]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    yield _decoded(value, f'{path}: column "{field}", row {row}')
+            yield table
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{path}: not a readable Parquet file ({reason})") from None
+
+
+def _column(path: Path, schema: pa.Schema, field: str, mend: str) -> int:
+    """Returns the number of column `field`. Raises `DataError` unless there is exactly one."""
+    columns = schema.get_all_field_indices(field)
+    if not columns:
+        names = ", ".join(schema.names[:8]) or "none"
+        raise DataError(f'{path}: no column "{field}" (columns: {names}); {mend}')
+    if len(columns) > 1:
+        raise DataError(f'{path}: {len(columns)} columns are named "{field}"; rename all but one')
+    return int(columns[0])
 
 
 def _holds_text(kind: pa.DataType) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dilocox.config.data import RowRules
+from dilocox.data.conversations import conversation_lines
 from dilocox.data.list_files import counted
 from dilocox.data.manifest import source_names
 from dilocox.data.rows import describe_rows, rows_line
@@ -52,7 +53,11 @@ def show(files: TokenFiles, rules: RowRules | None = None) -> str:
         if left:
             lines.append(f"left out     {counted(left)}")
         if empty:
-            lines.append(f"left out     {_plural(empty, 'record')} whose text is null or missing")
+            lacking = "conversation" if "conversations" in content else "text"
+            lines.append(
+                f"left out     {_plural(empty, 'record')} whose {lacking} is null or missing"
+            )
+    lines += conversation_lines(content)
     lines += [f"warning      {line}" for line in files.warnings]
     return "\n".join(lines)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dilocox.config.data import DataSection
+from dilocox.data.conversations import Layout, read_conversations
 from dilocox.data.list_files import counted, walk
 from dilocox.data.readers import TEXT_FORMATS, UNPACKED, is_packed, open_binary, read_documents
 from dilocox.errors import DataError
@@ -47,8 +48,11 @@ SUFFIXES: dict[str, frozenset[str]] = {
 }
 
 JSON = _also_packed(".json")
-"""Endings of JSON files. Such a file is read if it is named itself or if `data.format` is "jsonl".
-Otherwise it is left out of a folder, since it may hold anything."""
+"""Endings of JSON files. Such a file is read if it is named itself or if `data.format` is "jsonl",
+"chat" or "instruction". Otherwise it is left out of a folder, since it may hold anything."""
+
+RECORDS = ("jsonl", "parquet")
+"""Formats of files that hold conversations."""
 
 PACKED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
 """Endings of compressed files that cannot be read here."""
@@ -115,6 +119,8 @@ class FileSource:
     revision: str | None
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Number of files and folders that are left out for another reason, by reason."""
+    layout: Layout | None = None
+    """Fields of conversations; None: the documents are text."""
     _without_text: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
@@ -132,10 +138,15 @@ class FileSource:
     def _count(self) -> None:
         self._without_text["records"] += 1
 
+    def _read(self, file: SourceFile) -> Iterator[str]:
+        if self.layout is not None:
+            return read_conversations(file.path, file.format, self.layout, self._count)
+        return read_documents(file.path, file.format, self.text_field, self._count)
+
     def placed(self) -> Iterator[tuple[int, str]]:
         self._without_text.clear()
         for number, file in enumerate(self.files):
-            for text in read_documents(file.path, file.format, self.text_field, self._count):
+            for text in self._read(file):
                 yield number, text
             now = _stat(file.path)
             if (now.st_size, now.st_mtime_ns) != (file.size, file.modified):
@@ -176,15 +187,18 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
                 f"data.source {source}: {path.suffix} files cannot be decompressed here; "
                 "decompress the file, or compress it as .gz"
             )
-        named = _format_of(path.name, JSON) if data.format == "auto" else data.format
+        named = _format_of(path.name, JSON) if _by_name(data) else data.format
+        if data.has_conversations and named not in RECORDS:
+            named = "jsonl"
         return [_source_file(path, path.name, named or "text")], {}
     if not path.is_dir():
         raise DataError(
             f"data.source {source}: no such file or folder; "
             'for a hub dataset set data.format = "hub"'
         )
-    wanted = SUFFIXES if data.format == "auto" else {data.format: SUFFIXES[data.format]}
-    records = JSON if data.format == "jsonl" else frozenset[str]()
+    kinds = RECORDS if data.has_conversations else (data.format,)
+    wanted = SUFFIXES if data.format == "auto" else {kind: SUFFIXES[kind] for kind in kinds}
+    records = JSON if data.format == "jsonl" or data.has_conversations else frozenset[str]()
     listed, left = walk(path, links=True)
     files, endings = [], Counter[str]()
     for name, file in listed:
@@ -202,6 +216,11 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
             f"endings that are read: {known}"
         )
     return files, left
+
+
+def _by_name(data: DataSection) -> bool:
+    """Returns whether the names of files decide on their formats."""
+    return data.format == "auto" or data.has_conversations
 
 
 def _ending(name: str) -> str:
@@ -259,6 +278,7 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
         licence=data.licence or ("PSF-2.0" if stdlib else None),
         revision=version if stdlib else data.revision,
         left_out=left,
+        layout=Layout.of(data),
     )
 
 

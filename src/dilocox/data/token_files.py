@@ -188,6 +188,12 @@ class TokenFiles:
         return self.tokens(split).places_of(self.end_of_text) + 1
 
     @property
+    def ends_of_turn(self) -> tuple[int, ...]:
+        """Tokens that end a message of the assistant; none if the documents are text."""
+        about = self.content.get("conversations", {})
+        return tuple(end["id"] for end in about.get("end_of_turn", []))
+
+    @property
     def left_out(self) -> int:
         """Number of source files that were left out, without hidden files. `show` gives reasons."""
         by_source = self.manifest["made_with"].get("left_out", [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,15 @@ class Encoder:
         return [encoding.ids for encoding in encodings]
 
 
-def train_tokenizer(documents: Iterable[list[str]], vocabulary_size: int, folder: Path) -> Encoder:
+def train_tokenizer(
+    documents: Iterable[list[str]],
+    vocabulary_size: int,
+    folder: Path,
+    special: Sequence[str] = (),
+) -> Encoder:
     """Train a byte-level BPE tokenizer on batches of documents and write it to `folder`.
+
+    `special` are special tokens beside end-of-text, such as those of a chat template.
 
     The vocabulary contains all 256 bytes, so every text can be encoded without an unknown token.
     The same documents in the same order give the same file. Raises `DataError` if the text yields
@@ -54,7 +61,7 @@ def train_tokenizer(documents: Iterable[list[str]], vocabulary_size: int, folder
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         min_frequency=2,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -132,6 +139,26 @@ def load_tokenizer(name: str, folder: Path) -> Encoder:
     # Read from the written folder, since this copy is published with the model and encodes prompts.
     written = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return replace(encoder, begin_of_text=_begin_of_text(written, encoder.end_of_text))
+
+
+def read_tokenizer(folder: Path) -> Encoder:
+    """Returns the tokenizer in a folder that transformers wrote, such as a model's.
+
+    Raises `DataError` if it cannot be loaded, has no fast version or no end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(f"{folder}: has no fast tokenizer (tokenizer.json)")
+    try:
+        written = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError or KeyError, depending on the folder
+        reason = (str(error).splitlines() or [type(error).__name__])[0].strip()
+        raise DataError(f"{folder}: its tokenizer cannot be loaded ({reason})") from None
+    if written.eos_token is None:
+        raise DataError(f"{folder}: its tokenizer has no end-of-text token")
+    return _encoder(folder, str(written.eos_token))
 
 
 def _begin_of_text(tokenizer: Any, end_of_text: int) -> tuple[int, ...]:

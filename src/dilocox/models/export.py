@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,9 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
+ENDS = "ends_of_turn"
+"""Key of the tokens that end a message of the assistant, beside those of special tokens."""
+
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -165,6 +168,7 @@ def finish_model_folder(
     hf_config: PretrainedConfig,
     tokenizer_folder: Path | None,
     revision: str | None = None,
+    ends_of_turn: Sequence[int] = (),
 ) -> None:
     """Complete a folder of stage files, so that `from_pretrained` can load it.
 
@@ -176,6 +180,7 @@ def finish_model_folder(
         tokenizer_folder: folder of the tokenizer; None if none is published.
         revision: revision of the hub model that the run started from. The generation settings of
             that model are kept.
+        ends_of_turn: tokens that end a message of the assistant. Generation stops at them, too.
 
     Raises:
         CheckpointError: if a tensor of the model is missing, stored twice or unknown, or if a file
@@ -189,7 +194,8 @@ def finish_model_folder(
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".finish-") as name:
             work = Path(name)
-            _write_configs(work, model, hf_config, dtypes, tokenizer_folder, revision)
+            special = _special_tokens(tokenizer_folder, ends_of_turn)
+            _write_configs(work, model, hf_config, dtypes, special, revision)
             if tokenizer_folder is not None:
                 _copy_tokenizer(tokenizer_folder, work)
             files = sorted(work.iterdir())
@@ -314,14 +320,13 @@ def _write_configs(
     model: nn.Module,
     hf_config: PretrainedConfig,
     dtypes: set[str],
-    tokenizer_folder: Path | None,
+    special: Mapping[str, Any],
     revision: str | None,
 ) -> None:
     config: Any = copy.deepcopy(hf_config)
     config.use_cache = True  # it is off while training, but generation is slow without it
     config.architectures = [type(model).__name__]
     config.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    special = _special_tokens(tokenizer_folder)
     for key in ("bos_token_id", "eos_token_id"):
         if getattr(config, key, None) is None and key in special:
             setattr(config, key, special[key])
@@ -329,14 +334,22 @@ def _write_configs(
     _drop_version(work / "config.json")
     generation = _generation_config(hf_config, config, revision)
     for key, value in special.items():
-        if getattr(generation, key, None) is None:
+        if key != ENDS and getattr(generation, key, None) is None:
             setattr(generation, key, value)
+    generation.eos_token_id = _with_ends(generation.eos_token_id, special.get(ENDS, ()))
     # `save_pretrained` refuses combinations of changed settings for which reading gives only a
     # warning. The settings came with the model, and a run must not fail at its end for them.
     generation.to_json_file(
         work / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"]
     )
     _drop_version(work / "generation_config.json")
+
+
+def _with_ends(known: int | Sequence[int] | None, ends: Sequence[int]) -> Any:
+    """Returns the tokens at which generation stops: `known` and `ends`."""
+    before = [] if known is None else [known] if isinstance(known, int) else list(known)
+    added = [end for end in ends if end not in before]
+    return known if not added else [*before, *added]
 
 
 def _drop_version(file: Path) -> None:
@@ -365,7 +378,8 @@ def _generation_config(source: Any, config: Any, revision: str | None) -> Any:
     return GenerationConfig.from_model_config(config)
 
 
-def _special_tokens(tokenizer_folder: Path | None) -> dict[str, int]:
+def _special_tokens(tokenizer_folder: Path | None, ends_of_turn: Sequence[int]) -> dict[str, Any]:
+    """Returns the ids of special tokens by their keys in configurations, and those at `ENDS`."""
     if tokenizer_folder is None:
         return {}
     from transformers import AutoTokenizer
@@ -378,7 +392,8 @@ def _special_tokens(tokenizer_folder: Path | None) -> dict[str, int]:
         ) from None
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     found = {key: getattr(tokenizer, key, None) for key in keys}
-    return {key: value for key, value in found.items() if value is not None}
+    special = {key: value for key, value in found.items() if value is not None}
+    return special | {ENDS: tuple(ends_of_turn)}
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

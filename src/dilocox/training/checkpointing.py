@@ -235,7 +235,8 @@ class Checkpointer:
 
         def rest() -> None:
             tokenizer, revision = self._files.tokenizer_folder, self._config.model.revision
-            finish_model_folder(folder, config, tokenizer, revision)
+            ends = self._files.ends_of_turn
+            finish_model_folder(folder, config, tokenizer, revision, ends)
 
         problem = self._written(rank, folder, stage if rank.place.shard == 0 else None)
         if problem:

@@ -77,7 +77,13 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
         form = replace(Published.of(config), bf16=False)
         write_stage_file(target / name, tensors, blueprint.hf_config, form)
         momenta |= whole["momentum"]
-    finish_model_folder(target, blueprint.hf_config, files.tokenizer_folder, config.model.revision)
+    finish_model_folder(
+        target,
+        blueprint.hf_config,
+        files.tokenizer_folder,
+        config.model.revision,
+        files.ends_of_turn,
+    )
     save_file(momenta, target / MOMENTUM)
     plan = state.plans.get(point.round)
     made = Handover(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dilocox.errors import CheckpointError, ConfigError
+from dilocox.training.chat_prompt import chat_prompt
 from dilocox.utils.storage import unsafe_reason
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -115,8 +116,9 @@ def _write(file: Path, content: dict[str, Any]) -> None:
 
 def generate(
     model: str | Path,
-    prompt: str,
+    prompt: str | Sequence[Mapping[str, Any]],
     *,
+    chat: bool = False,
     tokens: int = 100,
     temperature: float = 0.8,
     seed: int = 0,
@@ -124,9 +126,13 @@ def generate(
 ) -> str:
     """Sample a completion of `prompt`, and return prompt and completion as one text.
 
+    With `chat`, return the assistant's next message alone. It ends where the model ends it.
+
     Args:
         model: a run folder or a Hugging Face folder.
-        prompt: text to continue. If empty, the completion starts from the end-of-text token.
+        prompt: text to continue. If empty, the completion starts from the end-of-text token. With
+            `chat`, a user's message, or a list of messages with `role` and `content`.
+        chat: write the prompt with the model's chat template.
         tokens: largest number of tokens of the completion.
         temperature: sampling temperature. 0 always takes the most likely token.
         seed: seed of the sampling.
@@ -136,7 +142,8 @@ def generate(
     Raises:
         CheckpointError: there is no model, or the model cannot be loaded.
         ConfigError: a number is out of range, or `prompt` is empty and the model has no
-            end-of-text token.
+            end-of-text token. Or, with `chat`, the model has no chat template, or the template
+            refuses the messages.
     """
     if tokens < 1:
         raise ConfigError(f"tokens {tokens}: give 1 or more")
@@ -145,6 +152,37 @@ def generate(
             f"temperature {temperature:g}: give 0 (always the most likely token) or more"
         )
     folder = model_folder(model)
+    asked = chat_prompt(folder, prompt) if chat else None
+    tokenizer, network = _loaded(folder, device)
+    import torch
+
+    network.to(device)
+    if asked is None:
+        text = prompt or tokenizer.eos_token or tokenizer.bos_token
+        if not text:
+            raise ConfigError(
+                f"prompt: {folder} has no end-of-text token to begin with; give a prompt"
+            )
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(device)
+    else:
+        ids = torch.tensor([asked.ids], device=device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    torch.manual_seed(seed)
+    choice: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        choice = {"do_sample": True, "temperature": temperature}
+    # If the tokenizer has no padding token, transformers takes the end-of-text token, and warns
+    # each time.
+    choice["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
+    if asked is not None:
+        choice["eos_token_id"] = asked.ends
+    output = network.generate(**inputs, max_new_tokens=tokens, **choice)
+    shown = output[0] if asked is None else output[0, len(asked.ids) :]
+    return str(tokenizer.decode(shown, skip_special_tokens=True))
+
+
+def _loaded(folder: Path, device: str) -> tuple[Any, Any]:
+    """Return tokenizer and model of a folder. Raises `CheckpointError` if one is unreadable."""
     # Imported only now: the two imports take seconds, and there may be no model.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -167,20 +205,7 @@ def generate(
     except Exception as error:  # missing or damaged files: many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{folder}: cannot be loaded ({reason}); was it changed?") from None
-    text = prompt or tokenizer.eos_token or tokenizer.bos_token
-    if not text:
-        raise ConfigError(f"prompt: {folder} has no end-of-text token to begin with; give a prompt")
-    network.to(device)
-    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(device)
-    torch.manual_seed(seed)
-    choice: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        choice = {"do_sample": True, "temperature": temperature}
-    # If the tokenizer has no padding token, transformers takes the end-of-text token, and warns
-    # each time.
-    choice["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
-    output = network.generate(**inputs, max_new_tokens=tokens, **choice)
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+    return tokenizer, network
 
 
 @contextlib.contextmanager

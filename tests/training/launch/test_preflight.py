@@ -28,6 +28,7 @@ from dilocox.training.launch import (
     run_folder,
 )
 from dilocox.training.launch.headline import headline
+from tests.data.chats import write_records
 from tests.data.flagged import write_flagged
 from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal, write_text
 
@@ -364,6 +365,23 @@ def test_private_text_with_another_tokenizer_of_the_same_size(place: Path) -> No
     shutil.rmtree(place / "other")
     data_check.check_data(run, TokenFiles.open(place / "tokens"), ["paris"])
     preflight.check_run(run, 270, sites_here=1)
+
+
+def test_private_conversations_that_are_learned_in_another_way(place: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{n}?", "completion": f" {n} is a number."} for n in range(40)]
+    source = write_records(tmp_path / "pairs.jsonl", pairs)
+    tokenizer = str(TokenFiles.open(place / "tokens").tokenizer_folder)
+    made = {}
+    for loss_on in ("assistant", "all"):
+        data = {"source": str(source), "format": "instruction", "tokenizer": tokenizer}
+        section = config(place, data=data | {"loss_on": loss_on, "sequence_length": 64}).data
+        made[loss_on] = prepare(section, tmp_path / loss_on, 0)
+    run = config(place, sites={"lyon": {"data": str(tmp_path / "all")}})
+    text = refusal(data_check.check_data, run, made["assistant"], ["lyon"])
+    assert text == (
+        f"sites.lyon.data {tmp_path / 'all'}: made with loss_on 'all', the run's data with "
+        "'assistant'; prepare it with the run's [data] keys"
+    )
 
 
 def test_a_tokenizer_larger_than_the_models_vocabulary(place: Path) -> None:

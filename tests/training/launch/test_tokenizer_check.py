@@ -112,3 +112,9 @@ def test_a_plan_takes_the_vocabulary_of_a_tokenizer_that_is_given(
 
 
 # --- the data ---
+
+
+def test_a_chat_template_that_is_not_there_is_named_before_text_is_read(tmp_path: Path) -> None:
+    data = {"format": "chat", "chat_template": str(tmp_path / "chat.jinja")}
+    text = refusal(check_tokenizer, config(tmp_path, data=data))
+    assert text.startswith(f"data.chat_template {tmp_path / 'chat.jinja'}: cannot be read (No such")

@@ -263,6 +263,9 @@ def data_facts(files: RunFiles) -> list[tuple[str, str]]:
             (split, f"{part['tokens']:,} tokens in {_plural(part['documents'], 'document')} "
              f"({size(part['bytes'])} of text)")
         )  # fmt: skip
+    about = content.get("conversations")
+    if about is not None:
+        facts.append(("format", f"{about['format']}; learned: {about['loss_on']}"))
     kind = "trained on this text" if content["tokenizer"]["kind"] == "trained" else "loaded"
     facts.append(("tokenizer", f"{content['vocabulary_size']:,} tokens, {kind}"))
     facts.append(("digest", str(files.data["digest"])))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dilocox.config.run_config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles
+from dilocox.data.chat_encoding import TEMPLATE_FILE
 from dilocox.errors import ConfigError, DataError
 from dilocox.training.launch.tokenizer_check import read_vocabulary
 from dilocox.training.portable_checkpoint import Handover
@@ -27,6 +28,7 @@ def check_data(
         spaces[site] = TokenFiles.open(Path(folder).expanduser()) if folder else files
         if folder:
             _check_same_tokenizer(site, files, spaces[site])
+            _check_same_conversations(site, files, spaces[site])
     if own_dataset:
         return
     for site in sites:
@@ -67,6 +69,29 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
             f"sites.{site}.data {own.folder}: made with another tokenizer than the run's; prepare "
             f'it with data.tokenizer = "{files.tokenizer_folder}"'
         )
+
+
+def _check_same_conversations(site: str, files: TokenFiles, own: TokenFiles) -> None:
+    """Raise `DataError` if a site's conversations are rendered or learned in another way."""
+    ours, theirs = (each.content.get("conversations") or {} for each in (own, files))
+    for what in ("format", "loss_on", "chat_template", "end_of_turn"):
+        if ours.get(what) != theirs.get(what):
+            raise DataError(
+                f"sites.{site}.data {own.folder}: made with {what} {ours.get(what)!r}, the run's "
+                f"data with {theirs.get(what)!r}; prepare it with the run's [data] keys"
+            )
+    written = [_template(each) for each in (own, files)]
+    if written[0] != written[1]:
+        raise DataError(
+            f"sites.{site}.data {own.folder}: made with another chat template than the run's; "
+            f'prepare it with data.chat_template = "{files.tokenizer_folder / TEMPLATE_FILE}"'
+        )
+
+
+def _template(files: TokenFiles) -> str:
+    file = files.tokenizer_folder / TEMPLATE_FILE
+    used = "conversations" in files.content and file.is_file()
+    return file.read_text(encoding="utf-8") if used else ""
 
 
 def check_handed_data(config: RunConfig, files: TokenFiles) -> None:

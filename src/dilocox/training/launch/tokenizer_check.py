@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from dilocox.config.run_config import ModelSection, RunConfig
+from dilocox.data.chat_encoding import chosen_template
 from dilocox.data.tokenizer import load_tokenizer, names_missing_folder
 from dilocox.errors import ConfigError, DataError
 from dilocox.models import load_model_config
@@ -67,10 +68,13 @@ def check_tokenizer_keys(config: RunConfig) -> None:
     """Check what a new run's tokenizer must be by the run file, without loading a tokenizer.
 
     Does `check_trained_tokenizer` and `check_handed_tokenizer`. Also refuses a `model.path` that
-    names a folder that does not exist, if the tokenizer is looked for there.
+    names a folder that does not exist, if the tokenizer is looked for there, and a file of a chat
+    template that cannot be read.
 
-    Raises `ConfigError` if the tokenizer does not fit, and the errors of `check_handed_tokenizer`.
+    Raises `ConfigError` if the tokenizer does not fit, `DataError` for the template, and the errors
+    of `check_handed_tokenizer`.
     """
+    chosen_template(config.data)
     check_trained_tokenizer(config)
     check_handed_tokenizer(config)
     name = config.data.tokenizer

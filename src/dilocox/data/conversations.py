@@ -1,0 +1,261 @@
+"""Reads conversations: records with messages in OpenAI's form, or with a prompt and a completion.
+
+A conversation is kept as canonical JSON text, so that it is hashed, counted and held out like a
+document of text. `dilocox.data.chat_encoding` makes tokens of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dilocox.config.data import DataSection
+from dilocox.data.readers import clean, json_records, kind_of, parquet_records
+from dilocox.errors import DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that a message may have."""
+
+_MESSAGES = "set data.messages_field to the name of one that holds messages"
+_PAIRS = "set data.prompt_field and data.completion_field"
+
+
+class Conversation(str):
+    """Canonical JSON text of one conversation, with the place of its record for messages.
+
+    The JSON object has `messages` and perhaps `tools`, or `prompt` and `completion`.
+    """
+
+    where: str
+
+    def __new__(cls, content: Mapping[str, Any], where: str) -> Conversation:
+        """Write `content` as JSON text; `where` names the file and the line of the record."""
+        made = super().__new__(cls, clean(json.dumps(content, ensure_ascii=False)))
+        made.where = where
+        return made
+
+    def texts(self) -> str:
+        """Returns the texts of the messages, for the training of a tokenizer."""
+        content = json.loads(self)
+        if "prompt" in content:
+            return f"{content['prompt']}\n{content['completion']}"
+        return "\n".join(each["content"] for each in content["messages"] if each.get("content"))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The fields in which records keep their conversation."""
+
+    format: str
+    """`chat` or `instruction`."""
+    messages: str = "messages"
+    prompt: str = "prompt"
+    completion: str = "completion"
+
+    @classmethod
+    def of(cls, data: DataSection) -> Layout | None:
+        """Returns the layout that `data` names, or None if its format is text."""
+        if not data.has_conversations:
+            return None
+        return cls(data.format, data.messages_field, data.prompt_field, data.completion_field)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields that records must have."""
+        return (self.messages,) if self.format == "chat" else (self.prompt, self.completion)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Fields that records may have."""
+        return ("tools",) if self.format == "chat" else ()
+
+    @property
+    def mend(self) -> str:
+        """Remedy in messages about records without the fields."""
+        return _MESSAGES if self.format == "chat" else _PAIRS
+
+    def parse(self, record: Mapping[str, Any], where: str) -> Conversation | None:
+        """Returns the conversation of a record, or None if its fields are missing, null or empty.
+
+        Raises `DataError`, which begins with `where`, if the fields hold something else.
+        """
+        if self.format == "chat":
+            messages = _list_of(record.get(self.messages), where, self.messages)
+            if not messages:
+                return None
+            content: dict[str, Any] = {
+                "messages": [
+                    _message(each, f"{where}: message {number}")
+                    for number, each in enumerate(messages, start=1)
+                ]
+            }
+            tools = _list_of(record.get("tools"), where, "tools")
+            if tools:
+                content["tools"] = tools
+            return Conversation(content, where)
+        pair = {}
+        for name, field in (("prompt", self.prompt), ("completion", self.completion)):
+            text = record.get(field)
+            if text is None:
+                return None
+            if not isinstance(text, str):
+                raise DataError(
+                    f'{where}: field "{field}" is not text but {kind_of(text)}; {_PAIRS}, or set '
+                    'data.format = "chat" for lists of messages'
+                )
+            pair[name] = text
+        return Conversation(pair, where) if pair["completion"].strip() else None
+
+
+def read_conversations(
+    path: Path, kind: str, layout: Layout, without: Callable[[], None]
+) -> Iterator[Conversation]:
+    """Yield the conversations of a file in file order.
+
+    Args:
+        path: the file.
+        kind: `parquet` or `jsonl`; the latter also holds one JSON array, and may be compressed.
+        layout: fields of the records.
+        without: is called for every record without a conversation, which is left out.
+
+    Raises:
+        DataError: if the file cannot be read, or if a record is not as `layout` says. The message
+            names the file and the line or row.
+    """
+    records = (
+        parquet_records(path, layout.fields, layout.optional, layout.mend)
+        if kind == "parquet"
+        else json_records(path)
+    )
+    missing, found = "", False
+    for where, record in records:
+        if not isinstance(record, dict):
+            names = " and ".join(f'"{name}"' for name in layout.fields)
+            raise DataError(
+                f"{where}: not a JSON object; each record must be an object with {names}"
+            )
+        lacking = [name for name in layout.fields if name not in record]
+        if lacking:
+            names = ", ".join(sorted(record)[:8]) or "none"
+            missing = (
+                missing or f'{where}: no field "{lacking[0]}" (fields: {names}); {layout.mend}'
+            )
+        found = found or not lacking
+        conversation = layout.parse(record, where)
+        if conversation is None:
+            without()
+        else:
+            yield conversation
+    if missing and not found:
+        raise DataError(missing)
+
+
+def conversation_lines(content: dict[str, Any]) -> list[str]:
+    """Returns lines about conversations for `show`, or none if the documents are text.
+
+    `content` is that of the manifest.
+    """
+    about = content.get("conversations")
+    if about is None:
+        return []
+    ends = ", ".join(end["token"] for end in about["end_of_turn"])
+    template = "the tokenizer's chat template" if about["chat_template"] else "no chat template"
+    lines = [
+        f"format       {about['format']}, {template}, loss on {about['loss_on']}; messages of the "
+        f"assistant end with {ends}"
+    ]
+    left = about["without_labels"]
+    if left:
+        noun = "conversation" if left == 1 else "conversations"
+        lines.append(f"left out     {left:,} {noun} of which no token is learned")
+    return lines
+
+
+def _list_of(value: object, where: str, field: str) -> list[Any] | None:
+    """Returns a list, which may be written as JSON text. Raises `DataError` if it is no list."""
+    if isinstance(value, str):
+        # Parquet columns often hold lists of objects with different keys as JSON text.
+        try:
+            value = json.loads(value or "null")
+        except (ValueError, RecursionError):
+            pass  # refused below, as text
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise DataError(
+            f'{where}: field "{field}" is not a list but {kind_of(value)}; it must hold a '
+            "list of objects"
+        )
+    for number, each in enumerate(value, start=1):
+        if not isinstance(each, dict):
+            raise DataError(
+                f'{where}: entry {number} of "{field}" is {kind_of(each)}; it must be an object'
+            )
+    return value
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a message with its content as one text and without null values."""
+    role = message.get("role")
+    if role not in ROLES:
+        other = "; convert from and value to role and content" if "from" in message else ""
+        named = f'role "{role}"' if isinstance(role, str) else "no role"
+        raise DataError(f"{where}: {named}; a role is one of {', '.join(ROLES)}{other}")
+    made = {key: value for key, value in message.items() if value is not None}
+    content = made.get("content")
+    if content is not None:
+        made["content"] = _joined(content, where)
+    calls = _list_of(made.get("tool_calls"), where, "tool_calls")
+    made.pop("tool_calls", None)
+    if calls:
+        made["tool_calls"] = [_call(call, where) for call in calls]
+    if "content" not in made and not calls:
+        raise DataError(f'{where}: no "content"; give text, or tool_calls')
+    if made.get("weight", 1) not in (0, 1):
+        raise DataError(f"{where}: weight {made['weight']!r}; give 0 (no loss on it) or 1")
+    return made
+
+
+def _joined(content: object, where: str) -> str:
+    """Returns the text of a message, which is text or a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(
+            f"{where}: content is {kind_of(content)}; give text or a list of text parts"
+        )
+    texts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else kind_of(part)
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(text, str):
+            raise DataError(
+                f"{where}: a part of its content is {kind}; only text can be trained on"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns a tool call whose arguments are an object: OpenAI's form has them as JSON text."""
+    made = {key: value for key, value in call.items() if value is not None}
+    inner = made.get("function", made)
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise DataError(f"{where}: a tool call without a function's name")
+    inner = {key: value for key, value in inner.items() if value is not None}
+    arguments = inner.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise DataError(
+            f'{where}: the arguments of the call of "{inner["name"]}" are not a JSON object; '
+            "correct or remove the record"
+        )
+    inner["arguments"] = arguments
+    return made | {"function": inner} if "function" in made else inner

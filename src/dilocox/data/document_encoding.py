@@ -1,0 +1,97 @@
+"""Encodes documents as `[data]` says: text, or conversations with flags beside their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from dilocox.config.data import DataSection
+from dilocox.data.chat_encoding import ChatEncoder
+from dilocox.data.conversations import Conversation
+from dilocox.data.packing import SHARD_BYTES, Packer
+from dilocox.data.protected_tokens import Encoded
+from dilocox.data.special_text import SpecialText
+from dilocox.data.tokenizer import Encoder
+from dilocox.errors import DataError
+
+
+class DocumentEncoder:
+    """Encodes the documents of all splits, and counts what the manifest says of them."""
+
+    def __init__(self, folder: Path, data: DataSection, encoder: Encoder) -> None:
+        """Prepare to encode with the tokenizer in `folder`.
+
+        Args:
+            folder: the tokenizer's folder, with the chat template.
+            data: `[data]` of the run file.
+            encoder: the same tokenizer, for text.
+
+        Raises:
+            DataError: if conversations need a chat template and there is none, or if tokenizer and
+                template do not fit.
+        """
+        self._data, self._encoder = data, encoder
+        self._special = SpecialText(encoder.tokenizer)
+        self._chat: ChatEncoder | None = None
+        self.begin_of_text = encoder.begin_of_text if data.begin_of_text else ()
+        """Tokens before every document of text; conversations get theirs from the template."""
+        if data.has_conversations:
+            self._chat = ChatEncoder(folder, encoder, data.loss_on)
+            if self._chat.templates:
+                self.begin_of_text = ()
+            self._chat.check_template(given=data.chat_template, needed=data.format == "chat")
+
+    def packer(self, folder: Path, split: str) -> Packer:
+        """Returns the writer of a split into `folder`."""
+        size, end = self._encoder.vocabulary_size, self._encoder.end_of_text
+        if self._chat is not None:
+            return Packer(folder, split, size, None, SHARD_BYTES, flagged=True)
+        return Packer(folder, split, size, end, SHARD_BYTES, self.begin_of_text)
+
+    def encode(self, batch: Sequence[str]) -> list[Encoded | None]:
+        """Returns the tokens of each document, or None for a conversation to be left out.
+
+        Tokens that begin or end every document of text are not among them: `packer` adds these.
+        Raises `DataError`, which names the record, if the chat template refuses a conversation.
+        """
+        self._special.look(batch)
+        if self._chat is not None:
+            return self._chat.encode(cast(Sequence[Conversation], batch))
+        return [Encoded(ids, []) for ids in self._encoder.encode(list(batch))]
+
+    @property
+    def special_text(self) -> Mapping[str, int]:
+        """Documents that contain special tokens as text, by token."""
+        return self._special.found
+
+    def check_labels(self, counted: Mapping[str, int]) -> None:
+        """Raise `DataError` if a split of conversations has no token that is learned.
+
+        `counted` holds the number of learned tokens by split.
+        """
+        empty = [split for split, tokens in counted.items() if not tokens]
+        if self._chat is None or not empty:
+            return
+        left = self._chat.without_labels
+        because = f" ({left:,} conversations without a learned token were left out)" if left else ""
+        name = {"train": "training", "validation": "held-out"}[empty[0]]
+        raise DataError(
+            f"data.source: no token of the {name} conversations is learned{because}; give "
+            'conversations with messages of the role "assistant", a chat template whose '
+            '{% generation %} blocks hold them, or data.loss_on = "all"'
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the manifest's entry about conversations."""
+        assert self._chat is not None
+        ends = self._chat.ends_of_turn()
+        return {
+            "format": self._data.format,
+            "loss_on": self._data.loss_on,
+            "chat_template": bool(self._chat.templates),
+            "end_of_turn": [
+                {"token": self._encoder.tokenizer.id_to_token(end), "id": end} for end in ends
+            ],
+            "without_labels": self._chat.without_labels,
+        }
