@@ -22,7 +22,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dilocox.config import admission, data, outputs, privacy, run_config, site
+from dilocox.config import adapter, admission, data, outputs, privacy, run_config, site
+from dilocox.config import model as config_model
 from dilocox.config import outer as config_rounds
 from dilocox.config.methods import METHODS, method_defaults
 
@@ -170,16 +171,17 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
         if name == "sites":
             yield "sites.NAME", site.SiteOverride
         else:
-            model = field.annotation
-            assert isinstance(model, type)
-            assert issubclass(model, BaseModel)
-            yield name, model
+            kinds = [kind for kind in (field.annotation, *get_args(field.annotation))
+                     if isinstance(kind, type) and issubclass(kind, BaseModel)]  # fmt: skip
+            yield name, kinds[0]
 
 
 def source_texts() -> dict[tuple[str, str], str]:
     """Returns the text below each key in the source, on one line, by (class name, key)."""
     texts: dict[tuple[str, str], str] = {}
-    sources = (run_config, admission, data, outputs, privacy, config_rounds, site)
+    sources = (
+        run_config, config_model, adapter, admission, data, outputs, privacy, config_rounds, site,
+    )  # fmt: skip
     written = [inspect.getsource(module) for module in sources]
     for node in ast.parse("\n".join(written)).body:
         if not isinstance(node, ast.ClassDef):

@@ -206,7 +206,9 @@ def has_key(parts: list[str]) -> bool:
         if part not in model.model_fields:
             return False
         model = model.model_fields[part].annotation
-        options = [kind for kind in get_args(model) if get_origin(kind) is dict]
+        kinds = () if get_origin(model) is dict else get_args(model)
+        sections = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        options = sections + [kind for kind in kinds if get_origin(kind) is dict]
         if options and number < len(parts) - 1:
             model = options[0]
     return True
@@ -254,6 +256,8 @@ def test_keys_exist(path: Path) -> None:
         ("sites.NAME", True),
         ("model.architecture.hidden_size", True),
         ("model.architectures", False),
+        ("adapter.rank", True),
+        ("adapter.ranks", False),
     ],
 )
 def test_a_key_that_is_none_is_found(key: str, there: bool) -> None:

@@ -310,6 +310,10 @@ def _add_export(commands: Any, common: argparse.ArgumentParser) -> None:
         help="with --release: folder of the token files (default: as the run file says)",
     )
     export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
+    export.add_argument(
+        "--merge", action="store_true",
+        help="add adapters to their base model, and write a whole Hugging Face folder",
+    )  # fmt: skip
     export.set_defaults(call=_export)
 
 
@@ -433,12 +437,15 @@ def _data_seen(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     if options.release is not None:
+        if options.merge:
+            raise ConfigError("--merge is for --to: a release is what the record leads to")
         return _release(options)
     if options.licence or options.signing_key or options.data:
         raise ConfigError("--licence, --signing-key and --data are for --release")
     from dilocox.api import export
 
-    print(export(options.model or options.run_folder, options.to, options.dtype))
+    run = options.model or options.run_folder
+    print(export(run, options.to, options.dtype, merge=options.merge))
     return 0
 
 

@@ -13,11 +13,12 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
+from dilocox.config.adapter import AdapterSection, adapter_problem
 from dilocox.config.admission import AdmissionSection, admission_problem
 from dilocox.config.base import Section
 from dilocox.config.codec_spec import sent_with_moments
@@ -25,6 +26,7 @@ from dilocox.config.data import DataSection
 from dilocox.config.error_messages import first_problem
 from dilocox.config.handover import handed_tokenizer
 from dilocox.config.methods import BEFORE, find_method, method_defaults
+from dilocox.config.model import ModelSection as ModelSection
 from dilocox.config.outer import (
     PINS,
     CompressionSection,
@@ -65,40 +67,6 @@ class RunSection(Section):
     message shows the value to write here."""
 
 
-class ModelSection(Section):
-    """`[model]`: a Hugging Face causal language model, by folder, by hub name, or inline."""
-
-    path: str | None = None
-    """A local folder, or the name of a model on the Hugging Face hub."""
-    revision: str | None = None
-    pretrained: bool = True
-    """With `path`. `true`: start from the model's weights. `false`: use only its configuration."""
-    handover: bool = False
-    """`true`: `path` is a folder that `dilocox handover` wrote, and this run continues the run that
-    the folder comes from. It takes over that run's outer momentum, token ranges and inner steps;
-    these inner steps count towards this run's length. Sites, stages and shards may differ."""
-    architecture: dict[str, Any] | None = None
-    """Inline architecture: `model_type` and the keys of that type's configuration."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    activation_checkpointing: bool | Literal["selective"] = False
-    """Activations that the backward pass recomputes. `false`: none. `true`: all of a layer but its
-    input. `selective`: all of a layer but its attention and every second matrix product."""
-    compile: bool | Literal["auto"] = "auto"
-    """Compile every layer with `torch.compile`. `auto`: compile on GPUs, unless the schedule is a
-    zero-bubble one; a layer that cannot be compiled runs uncompiled, with a warning. `true`: such a
-    layer is an error; a zero-bubble schedule is refused."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelSection:
-        if (self.path is None) == (self.architecture is None):
-            raise ValueError("give exactly one of path and architecture")
-        if self.architecture is not None and "model_type" not in self.architecture:
-            raise ValueError('architecture needs model_type, for example "qwen3"')
-        if self.handover and (self.path is None or not self.pretrained):
-            raise ValueError("handover needs path, and pretrained = true")
-        return self
-
-
 class NetworkSection(Section):
     """`[network]`: the coordinator's address, the exchange's connections, and time-outs."""
 
@@ -135,6 +103,7 @@ class RunConfig(Section):
 
     run: RunSection = RunSection()
     model: ModelSection
+    adapter: AdapterSection | None = None
     data: DataSection = DataSection()
     site: SiteSection = SiteSection()
     inner: InnerSection = InnerSection()
@@ -166,6 +135,7 @@ class RunConfig(Section):
             or privacy_problem(
                 self.privacy, self.outer, self.admission, self.own_data, self.site.ranks
             )
+            or adapter_problem(self.adapter, self.model)
         )
         if problem is not None:
             raise ValueError(problem)
@@ -284,6 +254,11 @@ class RunConfig(Section):
         shared = self.model_dump(
             mode="json", exclude={"metrics": True}, exclude_defaults=without_defaults
         )
+        if self.adapter is None:
+            shared.pop("adapter", None)
+        else:
+            # Adapters count even if all their keys are at their defaults.
+            shared["adapter"] = {"kind": self.adapter.kind, **shared.get("adapter", {})}
         for section, keys in _OF_ONE_MACHINE.items():
             for key in keys:
                 shared.get(section, {}).pop(key, None)

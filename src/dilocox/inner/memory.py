@@ -197,7 +197,26 @@ def logits_bytes(config: RunConfig, hf_config: Any, width: int, device: str = "c
     return head_loss_bytes(tokens, vocabulary, int(hf_config.hidden_size), width, device)
 
 
-def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int = 4) -> int:
+def frozen_bytes(config: RunConfig, frozen: int, width: int) -> int:
+    """Return the bytes that the frozen weights of an adapter run take at a rank, on its device.
+
+    Shards divide them. A pipeline of shards gathers them for all of a step. A gate's second model
+    has its own in fp32.
+
+    Args:
+        config: the run file.
+        frozen: frozen parameters of the rank's stage, over all shards.
+        width: bytes of the compute dtype.
+    """
+    site = config.site
+    gathered = width * frozen if site.parts > 1 and site.stages > 1 else 0
+    gate = gate_model_bytes_per_parameter(config) * frozen
+    return -(-width * frozen // site.shards) + gathered + gate
+
+
+def gpu_bytes(
+    config: RunConfig, parameters: int, activations: int, width: int = 4, frozen: int = 0
+) -> int:
     """Return the least bytes that one rank needs on its GPU.
 
     The result is the larger of two needs: an inner step has gradients and activations; a landing in
@@ -205,9 +224,10 @@ def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int =
 
     Args:
         config: the run file.
-        parameters: parameters of the rank's stage, over all shards.
+        parameters: trained parameters of the rank's stage, over all shards.
         activations: bytes of activations, see `activation_bytes`.
         width: bytes of the compute dtype.
+        frozen: frozen parameters of the rank's stage, over all shards.
     """
     site, outer = config.site, config.outer
     own = parameters / site.shards
@@ -227,7 +247,8 @@ def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int =
     if site.parts > 1 and site.stages > 1:
         # Parameters are gathered, and gradients whole, for all of the step (see `site_model`).
         step = (width + 4) * parameters
-    return round(per_parameter * own + max(step + activations, landing))
+    lasting = per_parameter * own + frozen_bytes(config, frozen, width)
+    return round(lasting + max(step + activations, landing))
 
 
 SURE_SHARE = 0.85
@@ -270,12 +291,14 @@ def sums_whole_gradients(
         return site.gradient_sync == "step"
     if memory is None:
         return False
-    parameters = sum(chunk.parameters for chunk in chunks)
+    parameters = sum(chunk.trained for chunk in chunks)
+    frozen = sum(chunk.frozen for chunk in chunks)
     layers = int(hf_config.num_hidden_layers)
     head = activation_bytes(config, hf_config, 0, 0, True, width)
     kept = activation_bytes(config, hf_config, 0, layers, False, width)
-    sure = gpu_bytes(config, parameters, SURE_ACTIVATIONS * kept + head, width)
-    return sure + whole_gradient_bytes(parameters, width) <= SURE_SHARE * memory
+    sure = gpu_bytes(config, parameters, SURE_ACTIVATIONS * kept + head, width, frozen)
+    whole = whole_gradient_bytes(parameters, width) + width * frozen
+    return sure + whole <= SURE_SHARE * memory
 
 
 def gpu_problem(site: str, stage: int, needed: int, available: int, sharing: int = 1) -> str | None:
@@ -323,11 +346,12 @@ def check_gpu(
         head=any(chunk.head for chunk in chunks),
         width=width,
     )
-    parameters = sum(chunk.parameters for chunk in chunks)
-    needed = gpu_bytes(config, parameters, activations, width)
+    parameters = sum(chunk.trained for chunk in chunks)
+    frozen = sum(chunk.frozen for chunk in chunks)
+    needed = gpu_bytes(config, parameters, activations, width, frozen)
     # `auto` holds whole gradients only if they fit.
     if config.site.asks_for_whole_gradients:
-        needed += whole_gradient_bytes(parameters, width)
+        needed += whole_gradient_bytes(parameters, width) + width * frozen
     free, total = torch.cuda.mem_get_info(device)
     sharing = 1
     # A launcher may make one GPU alone visible to each rank, under the same number.
@@ -378,28 +402,40 @@ def host_problem(
     available: int,
     on_gpu: bool,
     windows: bool = False,
+    frozen: Sequence[int] = (),
 ) -> str | None:
     """Return why the sites do not fit into the machine's memory; None if they fit.
 
     Args:
         config: the run file.
-        parameters: parameters of each stage.
+        parameters: trained parameters of each stage.
         sites_here: number of sites on this machine.
         available: bytes of memory that are free.
         on_gpu: True if the ranks train on GPUs.
         windows: True if `record.keep` limits the record.
+        frozen: frozen parameters of each stage; empty if all parameters are trained.
     """
     per_parameter = host_bytes_per_parameter(config, on_gpu, windows)
-    needed = sites_here * sum(parameters) * per_parameter
+    beside = [0 if on_gpu else _frozen_on_host(config, each) for each in frozen]
+    needed = sites_here * (sum(parameters) * per_parameter + sum(beside))
     if needed <= available:
         return None
     sites = "1 site here needs" if sites_here == 1 else f"{sites_here} sites here need"
-    stage = max(range(len(parameters)), key=lambda index: parameters[index])
+    each = [own * per_parameter for own in parameters]
+    each = [own + more for own, more in zip(each, beside or [0] * len(each), strict=True)]
+    stage = max(range(len(each)), key=lambda index: each[index])
     return (
         f"{sites} {needed / GIB:.1f} GiB of memory (stage {stage} alone "
-        f"{parameters[stage] * per_parameter / GIB:.1f} GiB), {available / GIB:.1f} GiB are "
+        f"{each[stage] / GIB:.1f} GiB), {available / GIB:.1f} GiB are "
         "free; use a smaller model, or put the sites on machines of their own"
     )
+
+
+def _frozen_on_host(config: RunConfig, frozen: int) -> int:
+    """Return the least bytes of a stage's frozen weights at all ranks of a site without GPUs."""
+    site, width = config.site, 4 if config.site.precision == "fp32" else 2
+    held = site.shards * frozen_bytes(config, frozen, width)
+    return site.replicas * held
 
 
 def disk_bytes(config: RunConfig, parameters: int, sites_here: int) -> int:

@@ -49,6 +49,8 @@ class ChunkSettings:
     """Compute dtype. Parameters, gradients and optimizer state are fp32."""
     tied: tuple[str, str] | None = None
     """Full names (owner, copy) of a tensor that the first and the last chunk share."""
+    frozen_base: bool = False
+    """Only adapters are trained: tensors without gradients are not part of the model's state."""
     compile_layers: Compile = False
     """`model.compile` of the run file."""
     whole_gradients: bool = False
@@ -123,7 +125,8 @@ class SiteModel:
         self._tied: TiedPair | None = None
         self._owner, self._copy = self._find_tied(tied)
         # Made once: PyTorch's version counter belongs to a tensor object, not to its storage.
-        self._held = {n: local(p) for n, p in self._parameters.items() if n != self._copy}
+        state = self._trained if settings.frozen_base else self._parameters
+        self._held = {n: local(p) for n, p in state.items() if n != self._copy}
         # FSDP never replaces a shard's storage, so an optimizer may hold a plain view of it.
         self._locals = {
             name: nn.Parameter(local(parameter)) if mesh.sharded else parameter
@@ -200,8 +203,9 @@ class SiteModel:
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's fp32 storage by full name, in model order, to read and write in place.
 
-        Under FSDP a tensor is the rank's shard along the first dimension, possibly of 0 rows. The
-        copy of a tied tensor is left out: call `sync_tied` after a change of the owner.
+        Under FSDP a tensor is the rank's shard along the first dimension, possibly of 0 rows. With
+        adapters, frozen tensors are left out. The copy of a tied tensor is left out: call
+        `sync_tied` after a change of the owner.
         """
         return dict(self._held)
 

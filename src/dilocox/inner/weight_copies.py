@@ -25,8 +25,8 @@ class WeightCopies:
         made: dict[int, nn.Parameter] = {}
         for each in module.modules():
             for name, master in each._parameters.items():
-                if master is None:
-                    continue
+                if master is None or (master.dtype == dtype and not master.requires_grad):
+                    continue  # frozen weights that have the dtype already need no copy
                 if id(master) not in made:  # shared parameters stay one
                     made[id(master)] = self._copied(master, dtype)
                 each._parameters[name] = made[id(master)]
@@ -41,8 +41,8 @@ class WeightCopies:
         return copied
 
     def master(self, copied: nn.Parameter) -> nn.Parameter:
-        """Return the master of `copied`, a parameter of the module."""
-        return self._by_copy[id(copied)]
+        """Return the master of `copied`, a parameter of the module; itself if it is no copy."""
+        return self._by_copy.get(id(copied), copied)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dilocox.config.adapter import AdapterSection
 from dilocox.models.activation_checkpointing import Checkpointing, recompute
+from dilocox.models.adapter import inject, stored_name
 from dilocox.models.meta_model import Layout, build_skeleton, find_layout, tied_names
 from dilocox.models.packed_rows import packed_arguments, packed_rows, unpacked_rows
 from dilocox.models.partition import ChunkSpec
@@ -41,12 +43,18 @@ class ModelChunk(nn.Module):
     """Computes the loss from hidden states. None: the chunk always returns logits."""
 
     def __init__(
-        self, lm: nn.Module, spec: ChunkSpec, layout: Layout, tied: tuple[str, str] | None
+        self,
+        lm: nn.Module,
+        spec: ChunkSpec,
+        layout: Layout,
+        tied: tuple[str, str] | None,
+        adapted: bool = False,
     ):
         super().__init__()
         self.lm = lm
         self.spec = spec
         self._layout = layout
+        self._adapted = adapted
         self._names = self._translate(tied)
 
     @property
@@ -77,8 +85,10 @@ class ModelChunk(nn.Module):
     def full_names(self) -> dict[str, str]:
         """Returns the names of parameters and saved buffers in the whole model's state dict.
 
-        Keys are the names in this chunk. A tied head in the same chunk as its embedding is left
-        out, since it is the same parameter. A tied head in another chunk has the head's own name.
+        Keys are the names in this chunk. With adapters, frozen tensors have the names of the model
+        without adapters, and trained tensors have PEFT's names. A tied head in the same chunk as
+        its embedding is left out, since it is the same parameter. A tied head in another chunk has
+        the head's own name.
         """
         return dict(self._names)
 
@@ -146,7 +156,7 @@ class ModelChunk(nn.Module):
             if name.startswith(prefix):
                 number, dot, rest = name[len(prefix) :].partition(".")
                 full = f"{prefix}{int(number) + self.spec.first_layer}{dot}{rest}"
-            names[f"lm.{name}"] = full
+            names[f"lm.{name}"] = stored_name(full) if self._adapted else full
         if tied is not None and self.spec.embeds and self.spec.head:
             del names[f"lm.{tied[1]}"]
         return names
@@ -191,6 +201,7 @@ def build_chunk(
     attention: str,
     activation_checkpointing: Checkpointing,
     dtype: torch.dtype = torch.float32,
+    adapter: AdapterSection | None = None,
 ) -> ModelChunk:
     """Build one chunk on the meta device; `materialise` fills it with weights.
 
@@ -199,12 +210,16 @@ def build_chunk(
         spec: the layers of the chunk.
         attention: name of an attention implementation of transformers.
         activation_checkpointing: what the backward pass recomputes in each layer.
-        dtype: data type of the parameters.
+        dtype: data type of the parameters; with adapters, of the frozen ones. Adapters are fp32.
+        adapter: section `[adapter]` of the run file; None: all parameters are trained.
 
     Raises:
         ModelError: if the model cannot be built or cut.
+        ConfigError: if it cannot have these adapters.
     """
     lm = build_skeleton(hf_config, attention=attention, dtype=dtype)
+    if adapter is not None:
+        inject(lm, adapter)
     layout = find_layout(lm)
     tied = tied_names(lm)
     body = lm.get_submodule(layout.body)
@@ -226,7 +241,7 @@ def build_chunk(
         setattr(lm.get_submodule(parent), name, None)
     for layer in kept:
         recompute(layer, activation_checkpointing)
-    return ModelChunk(lm, spec, layout, tied)
+    return ModelChunk(lm, spec, layout, tied, adapter is not None)
 
 
 def sliced_config(config: Any, first_layer: int, end_layer: int) -> Any:

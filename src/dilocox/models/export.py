@@ -197,7 +197,7 @@ def finish_model_folder(
             special = _special_tokens(tokenizer_folder, ends_of_turn)
             _write_configs(work, model, hf_config, dtypes, special, revision)
             if tokenizer_folder is not None:
-                _copy_tokenizer(tokenizer_folder, work)
+                copy_tokenizer(tokenizer_folder, work)
             files = sorted(work.iterdir())
             index = {
                 "metadata": {"total_size": sum(sizes.values()), "total_parameters": _count(model)},
@@ -396,7 +396,8 @@ def _special_tokens(tokenizer_folder: Path | None, ends_of_turn: Sequence[int]) 
     return special | {ENDS: tuple(ends_of_turn)}
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer from one folder to another. Raises `OSError`."""
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

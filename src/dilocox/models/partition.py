@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dilocox.errors import ModelError
+from dilocox.config.adapter import AdapterSection
+from dilocox.errors import ConfigError, ModelError
+from dilocox.models.adapter import inject
 from dilocox.models.meta_model import build_skeleton, find_layout
 
 if TYPE_CHECKING:
@@ -37,7 +39,21 @@ class ChunkSpec:
     """Number of parameters in the chunk. A tied head in another chunk than the embedding counts
     again, so that all chunks together have `count_parameters` plus the size of the head."""
     compute: float = 0.0
-    """Multiply-adds per token of the forward pass: matrix products and causal attention."""
+    """Multiply-adds per token of the forward pass: matrix products and causal attention. Those of
+    adapters are not included."""
+    adapters: int | None = None
+    """Number of parameters of the chunk's adapters, which `parameters` does not include. None: the
+    run has no adapters, and all parameters are trained."""
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that the run trains."""
+        return self.parameters if self.adapters is None else self.adapters
+
+    @property
+    def frozen(self) -> int:
+        """Number of parameters that the run only reads."""
+        return 0 if self.adapters is None else self.parameters
 
 
 @dataclass(frozen=True)
@@ -52,7 +68,10 @@ class Weight:
 
 
 def plan_cut(
-    hf_config: PretrainedConfig, chunks: int, sequence_length: int
+    hf_config: PretrainedConfig,
+    chunks: int,
+    sequence_length: int,
+    adapter: AdapterSection | None = None,
 ) -> tuple[ChunkSpec, ...]:
     """Cut the model into `chunks` chunks of contiguous layers, balanced by parameters and compute.
 
@@ -60,10 +79,11 @@ def plan_cut(
     for memory and bytes to exchange, and its fraction of the multiply-adds at `sequence_length`
     tokens, which stands for time. The embedding belongs to the first chunk; final norm and head
     belong to the last. The cut has the smallest possible largest cost. Among such cuts, the most
-    even one is chosen.
+    even one is chosen. Adapters (`adapter`) do not change the cut.
 
     Raises `ModelError` if there are fewer layers than chunks, or if the model has fewer learned
-    positions than `sequence_length`.
+    positions than `sequence_length`. Raises `ConfigError` if the model cannot have the adapters, or
+    if a chunk would have none.
     """
     model = build_skeleton(hf_config)
     layout = find_layout(model)
@@ -99,6 +119,7 @@ def plan_cut(
     ]
     ends = balanced_ends(costs, chunks)
     starts = [0, *ends[:-1]]
+    sizes = None if adapter is None else _adapter_sizes(model, layers, starts, ends, adapter)
     return tuple(
         ChunkSpec(
             index=index,
@@ -109,9 +130,30 @@ def plan_cut(
             head=index == chunks - 1,
             parameters=sum(w.parameters for w in weights[first:end]),
             compute=sum(w.compute for w in weights[first:end]),
+            adapters=None if sizes is None else sizes[index],
         )
         for index, (first, end) in enumerate(zip(starts, ends, strict=True))
     )
+
+
+def _adapter_sizes(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    adapter: AdapterSection,
+) -> list[int]:
+    """Add adapters to the model, and return how many trained parameters each chunk has."""
+    inject(model, adapter)
+    own = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers]
+    sizes = [sum(own[start:end]) for start, end in zip(starts, ends, strict=True)]
+    if 0 in sizes:
+        at = sizes.index(0)
+        raise ConfigError(
+            f"adapter.targets: layers {starts[at]} to {ends[at] - 1} would have no adapter, so "
+            "their stage would train nothing; choose names that more layers have"
+        )
+    return sizes
 
 
 def balanced_ends(costs: Sequence[float], parts: int) -> list[int]:

@@ -14,6 +14,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.errors import ModelError
 from dilocox.models import load_model_config
 from dilocox.models.architecture import one_line
+from dilocox.models.base_weights import base_digest
 from dilocox.models.hf_weights import PretrainedWeights, locate_weights, stored_names
 from dilocox.utils import processes
 
@@ -33,6 +34,22 @@ def fetch_weights(config: RunConfig, progress: Progress = lambda _step, _share: 
     """
     if config.model.path is not None and config.model.pretrained:
         processes.call_in_child(_fetch, config, on_progress=progress)
+
+
+def digest_of_base(config: RunConfig) -> str | None:
+    """Return the digest of the run's frozen base model, or None if the run has no adapters.
+
+    Reads all weights, in a child process. Raises `ModelError` if they cannot be read.
+    """
+    if config.adapter is None:
+        return None
+    digest: str = processes.call_in_child(_digest, config, on_progress=lambda *_: None)
+    return digest
+
+
+def _digest(config: RunConfig, progress: Progress) -> str:
+    folder = locate_weights(str(config.model.path), config.model.revision)
+    return base_digest(folder, lambda share: progress("reading the weights", share))
 
 
 def _fetch(config: RunConfig, progress: Progress) -> None:

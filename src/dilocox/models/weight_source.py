@@ -128,7 +128,7 @@ class FreshWeights:
                     real.fill_(torch.nan)  # values that are still NaN later were not initialised
                 made[name] = real
                 kept[name] = nn.Parameter(real) if kept is module._parameters else real  # type: ignore[assignment]
-            with torch.no_grad(), _seeded(self._seed, path):
+            with torch.no_grad(), seeded(self._seed, path):
                 for ancestor in _up_to_root(path):
                     initialise_module(self._model, ancestor)
         except Exception as error:  # modelling code may raise anything
@@ -170,7 +170,7 @@ def _up_to_root(path: str) -> Iterator[str]:
 
 
 @contextmanager
-def _seeded(seed: int, name: str) -> Iterator[None]:
+def seeded(seed: int, name: str) -> Iterator[None]:
     """Within this context, seed the CPU's default generator from (seed, name)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     with preserved_generator():

@@ -37,15 +37,10 @@ from dilocox.inner.lr_schedule import learning_rate
 from dilocox.inner.memory import check_gpu, sums_whole_gradients
 from dilocox.inner.own_optimizer import OptimizerFactory
 from dilocox.models import (
-    ChunkSpec,
     WeightSource,
     build_chunk,
-    load_model_config,
     materialise,
-    open_weights,
-    plan_cut,
     read_rows,
-    tied_pair,
 )
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
@@ -55,6 +50,7 @@ from dilocox.training.batches import Batch
 from dilocox.training.batches import Batches as Batches
 from dilocox.training.batches import Dataset as Dataset
 from dilocox.training.batches import Sequences as Sequences
+from dilocox.training.model_plan import ModelPlan as ModelPlan
 from dilocox.training.own_code import check_code
 
 Loss = OwnLoss
@@ -162,47 +158,6 @@ class RankPlace:
         return f"{self.site} stage {self.stage} shard {self.shard}{replica}"
 
 
-@dataclass(frozen=True)
-class ModelPlan:
-    """The model's structure, known before any weight is loaded.
-
-    It is the same at every rank of a run.
-    """
-
-    hf_config: Any
-    cut: tuple[ChunkSpec, ...]
-    tied: tuple[str, str] | None
-
-    @classmethod
-    def of(cls, config: RunConfig, vocabulary_size: int | None) -> ModelPlan:
-        """Return the plan of the model that `config` names.
-
-        `vocabulary_size`: number of tokens of the tokenizer; may be None. Raises `ModelError` if
-        the model cannot be trained or divided into chunks, and `ConfigError` if sequences are too
-        long for the model.
-        """
-        hf_config = load_model_config(config.model, vocabulary_size)
-        positions = getattr(hf_config, "max_position_embeddings", None)
-        if positions is not None and config.data.sequence_length > positions:
-            raise ConfigError(
-                f"data.sequence_length {config.data.sequence_length} is above the model's "
-                f"max_position_embeddings {positions}: lower it to at most {positions}, or raise "
-                "max_position_embeddings in model.architecture"
-            )
-        chunks = config.site.stages * config.site.chunks
-        cut = plan_cut(hf_config, chunks, config.data.sequence_length)
-        return cls(hf_config, cut, tied_pair(hf_config))
-
-    @property
-    def flops_per_token(self) -> float:
-        """Floating-point operations of training per token, without recomputation.
-
-        A multiply-add counts as two operations. Forward and backward pass cost as much as three
-        forward passes.
-        """
-        return 6 * sum(chunk.compute for chunk in self.cut)
-
-
 @dataclass
 class RankParts:
     """The model of one rank, and the outer state of its pieces."""
@@ -269,12 +224,16 @@ def build_rank(
         resolve_precision(config.site, device),
         wiring.ranks_here,
     )
+    precision = resolve_precision(config.site, device)
     chunks = [
         build_chunk(
             blueprint.hf_config,
             blueprint.cut[number],
             attention=config.model.attention,
             activation_checkpointing=config.model.activation_checkpointing,
+            # Frozen weights need no fp32 form.
+            dtype=torch.float32 if blueprint.adapter is None else precision,
+            adapter=blueprint.adapter,
         )
         for number in numbers
     ]
@@ -283,7 +242,7 @@ def build_rank(
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
     }
-    source = _Watched(open_weights(config.model, blueprint.hf_config, config.run.seed), progress)
+    source = _Watched(blueprint.weights(config), progress)
     model = SiteModel(
         chunks,
         lambda chunk, where: materialise(chunk, source, where),  # type: ignore[arg-type]
@@ -292,8 +251,9 @@ def build_rank(
         config.inner,
         ChunkSettings(
             hidden_size=blueprint.hf_config.hidden_size,
-            precision=resolve_precision(config.site, device),
+            precision=precision,
             tied=blueprint.tied,
+            frozen_base=blueprint.adapter is not None,
             compile_layers=config.model.compile,
             whole_gradients=_sums_whole_gradients(config, blueprint, mesh),
         ),

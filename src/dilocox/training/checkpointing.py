@@ -26,6 +26,7 @@ from dilocox.models import (
     stage_file_name,
     write_stage_file,
 )
+from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
 from dilocox.outer.anchor_state import copy_anchor
 from dilocox.outer.staging import snapshot
 from dilocox.record.verify.model_files import other_files
@@ -223,18 +224,29 @@ class Checkpointer:
             record_state(self._record, "final", plan.round, rank, touch, files, form=form)
 
     def _export(self, rank: RankParts, folder: Path) -> str:
-        """Write the anchor as a Hugging Face folder. Collective over the site.
+        """Write the anchor as a Hugging Face folder, or as a PEFT folder if adapters are trained.
+
+        Collective over the site.
 
         Returns the reason why a rank of the site failed, or an empty text.
         """
-        tensors, config = whole_anchor(rank) | rank.model.saved_buffers(), rank.blueprint.hf_config
+        tensors, config = whole_anchor(rank), rank.blueprint.hf_config
+        adapter = rank.blueprint.adapter
+        if adapter is None:
+            tensors |= rank.model.saved_buffers()
 
         def stage() -> None:
+            if adapter is not None:
+                write_adapter_stage(folder, rank.place.stage, tensors, self._form)
+                return
             name = stage_file_name(rank.place.stage, rank.mesh.stages)
             write_stage_file(folder / name, tensors, config, self._form)
 
         def rest() -> None:
             tokenizer, revision = self._files.tokenizer_folder, self._config.model.revision
+            if adapter is not None:
+                finish_adapter_folder(folder, config, self._config.model, adapter, tokenizer)
+                return
             ends = self._files.ends_of_turn
             finish_model_folder(folder, config, tokenizer, revision, ends)
 

@@ -31,17 +31,22 @@ def bare_chunks(config: RunConfig, blueprint: ModelPlan, stage: int) -> Iterator
             blueprint.cut[index],
             attention="eager",  # any attention has the same parameters; this one needs no GPU
             activation_checkpointing=False,
+            adapter=blueprint.adapter,
         )
 
 
 def stage_shapes(config: RunConfig, blueprint: ModelPlan, stage: int) -> dict[str, Shape]:
-    """Return whole shapes of a stage's parameters by full name, in model order.
+    """Return whole shapes of a stage's trained parameters by full name, in model order.
 
     No weights are made.
     """
     shapes: dict[str, Shape] = {}
     for chunk in bare_chunks(config, blueprint, stage):
-        shapes |= {chunk.full_name(n): tuple(p.shape) for n, p in chunk.named_parameters()}
+        shapes |= {
+            chunk.full_name(name): tuple(parameter.shape)
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad
+        }
     return shapes
 
 

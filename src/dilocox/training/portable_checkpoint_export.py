@@ -62,6 +62,11 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
         raise CheckpointError(
             f"{folder}: method {config.outer.method} has no outer state; export its model"
         )
+    if config.adapter is not None:
+        raise CheckpointError(
+            f"{folder}: its checkpoints hold adapters alone, which no run can begin from; export "
+            "its model"
+        )
     files, (point, site, digests, state) = _parts(config, folder, tick)
     blueprint = ModelPlan.of(config, files.vocabulary_size)
     shapes = model_shapes(config, blueprint)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.candidates import INNER_STEPS, codecs
-from dilocox.models import count_parameters
 from dilocox.record.writer.windows import PARTS, Bound, bound_of, start_bytes_per_parameter
 from dilocox.training.builder import ModelPlan
 from dilocox.training.payload_sizes import model_shapes, sizes_by_codec
@@ -40,7 +39,7 @@ def record_bytes(config: RunConfig, blueprint: ModelPlan, parameters: int) -> in
     if config.record.states_keep:
         kept = min(kept, config.record.states_keep + 1)
     states = kept * STATE_BYTES * parameters
-    bound = bound_of(config, count_parameters(blueprint.hf_config))
+    bound = bound_of(config, blueprint.trained)
     if bound is not None:
         payloads = min(payloads, _bounded(config, bound, parameters, payloads // rounds))
     return 4 * parameters + len(config.sites) * (payloads + states)

@@ -19,7 +19,6 @@ from dilocox.inner import StepResult
 from dilocox.inner.device import ran_and_kept_waiting, resolve_precision
 from dilocox.inner.device_memory import MemoryUse, memory_meter
 from dilocox.inner.peaks import peak_of, utilisation
-from dilocox.models import count_parameters
 from dilocox.outer.in_flight import Counts
 from dilocox.outer.loop import OuterLoop
 from dilocox.training.builder import RankParts
@@ -38,7 +37,7 @@ class RoundMetrics:
 
     def __init__(self, config: RunConfig, rank: RankParts) -> None:
         self._config = config
-        self._parameters = count_parameters(rank.blueprint.hf_config)
+        self._parameters = rank.blueprint.trained
         self._results: list[StepResult] = []
         self._rate = 0.0
         self._earlier = dict(NOTHING)

@@ -7,45 +7,61 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.training.chat_prompt import chat_prompt
+from dilocox.utils.adapter_files import is_adapter_folder
 from dilocox.utils.storage import unsafe_reason
+
+if TYPE_CHECKING:
+    from dilocox.models.adapter_folder import AdapterFolder
 
 DTYPES = ("fp32", "bf16", "fp16")
 INDEX = "model.safetensors.index.json"
 
 
 def model_folder(place: str | Path) -> Path:
-    """Return the Hugging Face folder in the run folder `place`, or `place` itself if it is one.
+    """Return the model's folder in the run folder `place`, or `place` itself if it is one.
+
+    A model's folder holds a whole model in Hugging Face's form, or adapters in PEFT's form.
 
     Raises `CheckpointError` if there is neither.
     """
     place = Path(place)
     for folder in (place / "model", place):
-        if (folder / "config.json").exists():
+        if (folder / "config.json").exists() or is_adapter_folder(folder):
             return folder
     raise CheckpointError(f"{place}: no model is here; a run writes it to RUN_FOLDER/model")
 
 
-def export(run_folder: str | Path, to: str | Path, dtype: str = "fp32") -> Path:
-    """Copy a run's model to the Hugging Face folder `to`, in `dtype` (fp32, bf16 or fp16).
+def export(
+    run_folder: str | Path, to: str | Path, dtype: str = "fp32", *, merge: bool = False
+) -> Path:
+    """Copy a run's model to the folder `to`, in `dtype` (fp32, bf16 or fp16).
 
-    `to` appears completely or not at all. Returns the path of the new folder. Raises
-    `CheckpointError` if the run has no model yet, or if `to` is not empty or cannot be written.
-    Raises `ConfigError` for another dtype.
+    A whole model is copied as a Hugging Face folder, and adapters as a PEFT folder. With `merge`,
+    adapters are added to their base model, and `to` is a Hugging Face folder. `to` appears
+    completely or not at all. Returns the path of the new folder. Raises `CheckpointError` if the
+    run has no model yet, if its base model cannot be loaded, or if `to` is not empty or cannot be
+    written. Raises `ConfigError` for another dtype, or for `merge` of a whole model.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     source, target = model_folder(run_folder), Path(to)
+    if merge and not is_adapter_folder(source):
+        raise ConfigError(f"{source}: is a whole model, so there is nothing to merge; leave it out")
     partial = target.with_name(f".{target.name}.part")
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointError(f"{target}: is not empty; choose another folder")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _copy(source, partial, dtype)
+        if merge:
+            check_plain_folder(source)
+            _write_merged(source, partial, dtype)
+        else:
+            _copy(source, partial, dtype)
         partial.replace(target)
     except OSError as error:
         raise CheckpointError(
@@ -62,7 +78,7 @@ def _copy(source: Path, target: Path, dtype: str) -> None:
 
     from dilocox.utils.rounding import round_to_bf16
 
-    chosen = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    chosen = _torch_dtype(dtype)
     total = 0
     check_plain_folder(source)
     for file in sorted(source.iterdir()):
@@ -90,6 +106,29 @@ def _copy(source: Path, target: Path, dtype: str) -> None:
         content = _read(source / INDEX)
         content["metadata"]["total_size"] = total
         _write(target / INDEX, content)
+
+
+def _torch_dtype(dtype: str) -> Any:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+
+
+def _adapters(folder: Path) -> AdapterFolder | None:
+    """Return what `folder` says of its adapters; None if it holds a whole model."""
+    if not is_adapter_folder(folder):
+        return None
+    from dilocox.models.adapter_folder import AdapterFolder
+
+    return AdapterFolder.of(folder)
+
+
+def _write_merged(source: Path, target: Path, dtype: str) -> None:
+    """Write adapters and their base model as one; see `merged_model.write_merged`."""
+    from dilocox.models.adapter_folder import AdapterFolder
+    from dilocox.training import merged_model
+
+    merged_model.write_merged(AdapterFolder.of(source), target, _torch_dtype(dtype))
 
 
 def check_plain_folder(folder: Path) -> None:
@@ -129,7 +168,8 @@ def generate(
     With `chat`, return the assistant's next message alone. It ends where the model ends it.
 
     Args:
-        model: a run folder or a Hugging Face folder.
+        model: a run folder, a Hugging Face folder, or a PEFT folder, whose base model must be on
+            this machine or on the hub.
         prompt: text to continue. If empty, the completion starts from the end-of-text token. With
             `chat`, a user's message, or a list of messages with `role` and `content`.
         chat: write the prompt with the model's chat template.
@@ -183,6 +223,7 @@ def generate(
 
 def _loaded(folder: Path, device: str) -> tuple[Any, Any]:
     """Return tokenizer and model of a folder. Raises `CheckpointError` if one is unreadable."""
+    adapters = _adapters(folder)
     # Imported only now: the two imports take seconds, and there may be no model.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -191,17 +232,21 @@ def _loaded(folder: Path, device: str) -> tuple[Any, Any]:
         with _no_progress_bar():
             # The folder may come from a stranger, so no code in it is run.
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            base, revision = (str(folder), None) if adapters is None else adapters.base
+            named = {"revision": revision} if revision else {}
+            config = AutoConfig.from_pretrained(base, trust_remote_code=False, **named)
             options: dict[str, Any] = {} if device == "cpu" else {"dtype": torch.bfloat16}
             # The attention is named here, because a folder may name one whose code is on a hub.
             capped = getattr(config, "attn_logit_softcapping", None) is not None
             network = AutoModelForCausalLM.from_pretrained(
-                folder,
+                base,
                 trust_remote_code=False,
                 attn_implementation="eager" if capped else "sdpa",
                 use_safetensors=True,
+                **named,
                 **options,
-            ).eval()
+            )
+            network = (network if adapters is None else adapters.added_to(network)).eval()
     except Exception as error:  # missing or damaged files: many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{folder}: cannot be loaded ({reason}); was it changed?") from None

@@ -43,6 +43,7 @@ class Applicant:
     versions: m.Versions | None = None
     """Versions at the site; None: those of this process."""
     data_digest: str | None = None
+    base_digest: str | None = None
 
 
 def enrol(
@@ -84,6 +85,7 @@ def enrol(
             shards=applicant.shards,
             csr=csr,
             data_digest=applicant.data_digest,
+            base_digest=applicant.base_digest,
             record_key=own.public,
             record_proof=own.prove(site, parsed.fingerprint, csr),
         )

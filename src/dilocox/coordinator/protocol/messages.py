@@ -113,6 +113,8 @@ class EnrolRequest(Message, Call[EnrolReply]):
     """Certificate signing request for the site's key, PEM."""
     data_digest: Digest | None = None
     """Digest of the token files' manifest, if the site has token files already."""
+    base_digest: Digest | None = None
+    """Digest of the frozen base model; None if the run has no adapters."""
     record_key: Digest | None = None
     """Public Ed25519 key that verifies the site's statements in the run's record, hex."""
     record_proof: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None

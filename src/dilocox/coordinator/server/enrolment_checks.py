@@ -65,6 +65,7 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
                 f"site {site}: {name} {theirs[name]}, but this run has {version}; install the same "
                 "version at every site",
             )
+    _check_base(state, request)
     if request.data_digest is None or state.data_digest is None:
         return
     if request.data_digest != state.data_digest:
@@ -76,6 +77,24 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
             "join",
             f"site {site}: {which if private else 'its token files'} differ from the first site's; "
             "copy the data folder from there, or prepare it from the same source",
+        )
+
+
+def _check_base(state: CoordinatorState, request: EnrolRequest) -> None:
+    """Raise `Refused` unless the site has the frozen base model of the other sites."""
+    site, theirs, ours = request.site, request.base_digest, state.base_digest
+    if (theirs is None) != (state.config.adapter is None):
+        raise Refused(
+            "join",
+            f"site {site}: {'no' if theirs is None else 'a'} digest of a base model, but this run "
+            f"{'has' if theirs is None else 'has no'} adapters; use the same run file everywhere",
+        )
+    if theirs is not None and ours is not None and theirs != ours:
+        raise Refused(
+            "join",
+            f"site {site}: its base model {state.config.model.path} has digest {theirs[:12]}…, "
+            f"this run's has {ours[:12]}…; copy the folder from another site, or set "
+            "model.revision to the same commit",
         )
 
 

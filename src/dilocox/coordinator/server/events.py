@@ -64,6 +64,8 @@ class Enrolled(Event):
     data_digest: str | None
     key: str = ""
     """Public record key of the site, hex; empty if the site has none."""
+    base_digest: str | None = None
+    """Digest of the site's frozen base model; None if the run has no adapters."""
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,7 @@ class Coordinator:
         event = e.Enrolled(
             self.run.wall(), request.site, incarnation, digest, certificate,
             request.versions.model_dump(), request.data_digest, request.record_key or "",
+            request.base_digest,
         )  # fmt: skip
         self.witness.enrolled(request, incarnation)
         self.run.append(event)

@@ -53,6 +53,8 @@ class CoordinatorState(GivenState):
             self.versions = dict(event.versions)
         if self.data_digest is None:
             self.data_digest = event.data_digest
+        if self.base_digest is None:
+            self.base_digest = event.base_digest
         again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""
         if self.sites[event.site].standing.bind(event.key):
             again += ", with another key than before"

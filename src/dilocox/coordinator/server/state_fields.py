@@ -30,6 +30,8 @@ class Facts:
     """State by site, in run file order."""
     versions: dict[str, str] | None = None
     data_digest: str | None = None
+    base_digest: str | None = None
+    """Digest of the frozen base model; None if the run has no adapters."""
     epoch: int = 0
     members: list[Member] = field(default_factory=list)
     """Live sites of the epoch, entering and active ones, in run file order."""

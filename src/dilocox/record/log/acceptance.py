@@ -40,6 +40,8 @@ class OwnFacts:
     """SHA-256 over the site's dilocox source files (see `code_digest`)."""
     versions: Mapping[str, str]
     """Versions by package, as in the site's request to join."""
+    base: str | None = None
+    """Digest of the site's frozen base model, 64 hex digits; None: the run has no adapters."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Acceptance:
                     own_data=None if said["own_data"] is None else digest_text(said["own_data"]),
                     code=digest_text(said["code"]),
                     versions={str(name): str(one) for name, one in said["versions"].items()},
+                    base=digest_text(said["base"]) if "base" in said else None,
                 ),
                 number=number,
             )
@@ -89,6 +92,7 @@ class Acceptance:
                 "own_data": self.facts.own_data,
                 "code": self.facts.code,
                 "versions": dict(self.facts.versions),
+                **({} if self.facts.base is None else {"base": self.facts.base}),
             },
         )
 
@@ -194,7 +198,7 @@ class Acceptances:
             return "its acceptance names another manifest"
         for name, here in (
             ("incarnation", found.incarnation), ("key", found.key), ("data", found.facts.data),
-            ("versions", dict(found.facts.versions)),
+            ("versions", dict(found.facts.versions)), ("base", found.facts.base),
         ):  # fmt: skip
             if enrolment.get(name) != here:
                 return f"its acceptance names another {name} than its request to join"

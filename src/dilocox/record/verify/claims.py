@@ -70,6 +70,13 @@ START = Claim(
     "run.seed gives, or the weights of model.path",
     "where the weights of model.path come from; that a folder given with --start is model.path",
 )
+BASE = Claim(
+    "base",
+    False,
+    "the base model here, the frozen weights of model.path, is the one that each site had signed "
+    "before it trained adapters on it",
+    "where the base model comes from; that the sites computed with it, which an audit shows",
+)
 METRICS = Claim(
     "metrics",
     False,
@@ -153,11 +160,11 @@ ATTESTATIONS = Claim(
 )
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
-    DATA, CODE, START, METRICS, AUDITS, BEACON, ATTESTATIONS,
+    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS,
 )  # fmt: skip
 """All claims. Some are judged only for certain runs: `history` if `record.keep` removes old
-payloads; `audits` and `beacon` if the run stores states for audits; `release` if the model is
-signed; `attestations` if a site has signed one."""
+payloads; `base` if adapters are trained; `audits` and `beacon` if the run stores states for audits;
+`release` if the model is signed; `attestations` if a site has signed one."""
 
 
 @dataclass(frozen=True)

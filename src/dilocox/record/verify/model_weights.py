@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from dilocox.errors import RecordError
 from dilocox.models.hf_weights import INDEX_FILE, SINGLE_FILE
 from dilocox.record.verify.model_files import TENSORS
+from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 
 OTHERS = (
     ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".npz",
@@ -44,6 +45,17 @@ def check_weights(folder: Path, names: Mapping[str, str]) -> None:
     for file in sorted(files):
         _check_keys(folder / file, {name for name, where in names.items() if where == file})
     _check_pointer(folder, {SINGLE_FILE if files == {SINGLE_FILE} else INDEX_FILE})
+
+
+def check_adapter(folder: Path, names: set[str]) -> None:
+    """Raise `RecordError` unless loading the PEFT folder `folder` gives exactly adapters `names`.
+
+    The configuration of the adapters is one of the signed files (`check_other_files`).
+    """
+    for path in sorted(folder.iterdir()):
+        if path.name not in (ADAPTER_FILE, ADAPTER_CONFIG):
+            _check_other(path)
+    _check_keys(folder / ADAPTER_FILE, names)
 
 
 def _check_other(path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilocox.config.handover import MOMENTUM
-from dilocox.errors import DilocoxError, ModelError, RecordError
+from dilocox.errors import ConfigError, DilocoxError, ModelError, RecordError
 from dilocox.record.log.digests import TensorDigest, tensor_digest
 from dilocox.record.log.state_statements import State
 from dilocox.record.verify.claims import NotRunError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dilocox.models import WeightSource
+    from dilocox.models.adapter_weights import AdapterWeights
 
 ROUNDING = 1e-3
 """Largest relative difference between weights that two processors generate from one seed: norm of
@@ -82,38 +83,22 @@ class Start:
         from dilocox.models.weight_source import FreshWeights
 
         path, pretrained = said.get("path"), bool(said.get("pretrained", True))
-        folder, sure = (None, True) if path is None else self._folder(said)
+        folder, sure = (None, True) if path is None else folder_of_model(said, self.folder)
+        adapter = self.course.config.get("adapter")
+        seed = int(self.course.config["run"]["seed"])
         try:
             config = _config_of(said, folder, tensors)
+            if adapter is not None:
+                adapters = _adapters(config, adapter, seed, tensors)
+                return _Source(adapters, f"run.seed = {seed} gives", None, True)
             _check_names(config, tensors)
-            seed = int(self.course.config["run"]["seed"])
             if folder is None or not pretrained:
                 return _Source(FreshWeights(config, seed), f"run.seed = {seed} gives", None, True)
             weights = PretrainedWeights(folder, config)
-        except ModelError as error:
+        except (ModelError, ConfigError) as error:
             raise NotRunError(f"theta_0 cannot be made again here: {error}") from None
         dtype = self.course.momentum_dtype
         return _Source(weights, f"{folder} holds", folder, sure, dtype)
-
-    def _folder(self, said: Mapping[str, Any]) -> tuple[Path, bool]:
-        """Return the folder of `model.path`, and True if the run certainly began from it."""
-        if self.folder is not None:
-            if not self.folder.is_dir():
-                raise NotRunError(f"{self.folder}: no such folder; name another one with --start")
-            return self.folder, True
-        path, revision = str(said["path"]), said.get("revision")
-        local = Path(path).expanduser()
-        if local.is_dir():
-            _check_plain(local)
-            return local, False
-        named = path if revision is None else f"{path} at {revision}"
-        cached = _cached(path, revision)
-        if cached is None:
-            raise NotRunError(
-                f"the run began from {named}, which is not on this machine: name its folder with "
-                "--start"
-            )
-        return cached, len(str(revision)) == _COMMIT
 
     def _unlike(self, source: _Source, state: State, signed: TensorDigest, found: Tensor) -> None:
         """Raise the verdict for a tensor that differs: `RecordError` (FAIL) or `NotRunError`."""
@@ -194,6 +179,57 @@ class _Source:
             return self.weights.tensor(name)
         assert self.folder is not None
         return _momentum(self.folder, name.removeprefix(MOMENTUM_OF), self.momentum_dtype)
+
+
+def folder_of_model(said: Mapping[str, Any], folder: Path | None) -> tuple[Path, bool]:
+    """Return the folder of `model.path`, and True if the run certainly began from it.
+
+    `said`: section `[model]` of the run file. `folder`: folder that the reader knows to be
+    `model.path`; None: what this machine has of that name. Raises `NotRunError` without a folder.
+    """
+    if folder is not None:
+        if not folder.is_dir():
+            raise NotRunError(f"{folder}: no such folder; name another one with --start")
+        return folder, True
+    path, revision = str(said["path"]), said.get("revision")
+    local = Path(path).expanduser()
+    if local.is_dir():
+        _check_plain(local)
+        return local, False
+    named = path if revision is None else f"{path} at {revision}"
+    cached = _cached(path, revision)
+    if cached is None:
+        raise NotRunError(
+            f"the run began from {named}, which is not on this machine: name its folder with "
+            "--start"
+        )
+    return cached, len(str(revision)) == _COMMIT
+
+
+def _adapters(
+    config: Any, said: Mapping[str, Any], seed: int, tensors: Mapping[str, TensorDigest]
+) -> AdapterWeights:
+    """Return the source of the first adapters, after checking the names and shapes of `tensors`.
+
+    `said`: section `[adapter]` of the run file. Raises `RecordError` for other tensors, and the
+    errors of `AdapterWeights`.
+    """
+    from pydantic import ValidationError
+
+    from dilocox.config.adapter import AdapterSection
+    from dilocox.models.adapter_weights import AdapterWeights
+
+    try:
+        section = AdapterSection.model_validate(dict(said))
+    except ValidationError as error:
+        raise RecordError(f"the run file's [adapter] is not valid: {error}") from None
+    found = AdapterWeights(config, section, seed, None)
+    for name in sorted(found.shapes.keys() | tensors.keys()):
+        has = tuple(found.shapes[name]) if name in found.shapes else None
+        signed = tensors[name].shape if name in tensors else None
+        if has != signed:
+            raise RecordError(f"{name} of theta_0 has shape {signed}; the model's is {has}")
+    return found
 
 
 def _momentum(folder: Path, name: str, dtype: str) -> Tensor:

@@ -133,6 +133,8 @@ class _Verification:
         course = self.course
         if course is not None and course.keep != "all":
             findings.insert(7, self._judge(c.HISTORY, self.history))
+        if course is not None and course.config.get("adapter") is not None:
+            findings.append(self._judge(c.BASE, self.base))
         if course is not None and self._audited(course):
             places = self.places
             audits = Audits(
@@ -411,40 +413,24 @@ class _Verification:
         return check_release(self._model_folder(), self.places.release_key)
 
     def _tensors(self, folder: Path, states: Sequence[State]) -> tuple[int, list[str]]:
-        """Compare the tensors of `folder` with the signed `states`.
+        """Compare the tensors of `folder` with the signed `states`; see `published_model`."""
+        from dilocox.record.verify.published_model import compare_adapters, compare_model
 
-        Returns the number of signed tensors, and the names of unsigned buffers. Raises
-        `RecordError` if a tensor differs, or if a parameter is not signed.
-        """
-        from dilocox.config.run_config import ModelSection
-        from dilocox.models import load_model_config
-        from dilocox.models.hf_weights import PretrainedWeights, stored_names
-        from dilocox.record.log.digests import tensor_digest
-        from dilocox.record.verify.model_weights import check_weights
-        from dilocox.utils.rounding import is_bf16, round_to_bf16
-
+        course = self._need(c.LOG, c.SIGNATURES)
         try:
             signed = [each for state in states for each in self._listing(state, state.published)]
         except RecordError:
             self._need(c.PAYLOADS)
             raise
-        check_weights(folder, stored_names(folder))
-        weights = PretrainedWeights(folder, load_model_config(ModelSection(path=str(folder)), None))
-        if weights.strays:
-            raise RecordError(f"{folder}: holds {weights.strays[0]}, not a tensor of the model")
-        for number, each in enumerate(signed):
-            self.progress("comparing the model", number / len(signed))
-            found = weights.tensor(each.name)
-            if each.dtype == "bfloat16" and is_bf16(found):
-                found = round_to_bf16(found)
-            if tensor_digest(each.name, found) != each:
-                raise RecordError(f"{folder}: {each.name} is not the one that was signed")
-        known = {each.name for each in signed}
-        unsigned = [name for name in weights.names if name not in known]
-        trained = [name for name in unsigned if name in weights.parameters]
-        if trained:
-            raise RecordError(f"{folder}: nobody has signed {trained[0]}{_more(len(trained) - 1)}")
-        return len(signed), unsigned
+        if course.config.get("adapter") is not None:
+            return compare_adapters(folder, signed, self.progress), []
+        return compare_model(folder, signed, self.progress)
+
+    def base(self) -> str:
+        """Judge: the base model here is the one on which the sites trained adapters."""
+        from dilocox.record.verify.base_model import judge_base
+
+        return judge_base(self._need(c.LOG, c.SIGNATURES), self.places.start, self.progress)
 
     def data(self) -> str:
         """Judge: the token files here are those that the sites named."""

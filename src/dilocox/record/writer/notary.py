@@ -128,6 +128,7 @@ class TransparencyLogSink:
             "key": request.record_key,
             "data": request.data_digest,
             "versions": request.versions.model_dump(),
+            **({} if request.base_digest is None else {"base": request.base_digest}),
         }
         if self.memory.acceptances.enrolments.get(request.site) != said:
             key = hashlib.sha256(request.record_key.encode()).hexdigest()

@@ -25,6 +25,7 @@ from dilocox.record.verify.audit_sampling import decided, exchanges_of, sites_of
 from dilocox.record.verify.origins import Has
 from dilocox.record.verify.replay import Get
 from dilocox.record.verify.run_history import RunHistory
+from dilocox.tools.audit.base_check import base_problem
 from dilocox.tools.audit.round_replay import Progress, RankJob, RankReplay
 from dilocox.tools.audit.start_state import under_way, wrong_start
 from dilocox.tools.audit.state_document import UNFIT, DocumentError, absent, replaced, unfit
@@ -142,9 +143,8 @@ def _places(config: RunConfig, site: str) -> list[RankPlace]:
 
 
 def _check_possible(case: Case, site: str, round_: int) -> None:
-    course = case.course
+    course, every = case.course, case.course.states_every
     method = course.config["outer"]["method"]
-    every = course.states_every
     if exchanges_gradients(method):
         raise JudgedError("NOT_RUN", f"method {method} exchanges gradients, which are not kept")
     if every == 0:
@@ -164,6 +164,8 @@ def _check_possible(case: Case, site: str, round_: int) -> None:
         raise JudgedError("NOT_RUN", f"{error}; say with --data where they are") from None
     if digest not in named:
         raise JudgedError("NOT_RUN", f"{case.data}: other token files than the site's")
+    if why := base_problem(case.config, course.enrolments, site):
+        raise JudgedError("NOT_RUN", why)
 
 
 def _began(case: Case, site: str, place: RankPlace, round_: int) -> _Began:

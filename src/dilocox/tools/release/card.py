@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.tools.report.folder import RunFiles
-from dilocox.tools.report.page import Page, is_hub_name
+from dilocox.tools.report.page import Page, is_hub_name, model_name
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ def card(page: Page, files: RunFiles, terms: Terms) -> str:
             (tile.label, tile.value, tile.note) for tile in page.tiles
         ]),
         "## Training\n\n" + _table(("setting", "value"), _setup(files)),
+        _adapters(files),
         "## Sites\n\n" + _table(("site", "share of the tokens", "tokens", "waited"), [
             (row.name, f"{row.share:.1%}", dict(row.cells)["tokens"], dict(row.cells)["waited"])
             for row in page.sites
@@ -54,7 +55,8 @@ def card(page: Page, files: RunFiles, terms: Terms) -> str:
 
 def _front(files: RunFiles, terms: Terms) -> str:
     """Return the YAML metadata block. JSON strings are valid YAML."""
-    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- dilocox"]
+    library = "peft" if files.config.get("adapter") else "transformers"
+    lines = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- dilocox"]
     if terms.licence:
         lines.append(f"license: {json.dumps(terms.licence)}")
     names = [
@@ -68,6 +70,20 @@ def _front(files: RunFiles, terms: Terms) -> str:
     if base:
         lines.append(f"base_model: {json.dumps(base)}")
     return "\n".join(["---", *lines, "---"])
+
+
+def _adapters(files: RunFiles) -> str:
+    """Return the section about the base model of adapters; empty for a whole model."""
+    adapter = files.config.get("adapter")
+    if not isinstance(adapter, Mapping):
+        return ""
+    course = files.record.course if files.record else None
+    digests = {str(each["base"]) for each in course.enrolments if "base" in each} if course else ()
+    rows = [(key, str(value)) for key, value in adapter.items()]
+    rows.append(("base model", model_name(files.config)))
+    rows += [("digest that all sites signed", digest) for digest in sorted(digests)]
+    text = "These weights are adapters (PEFT). They are of use with their base model alone."
+    return f"## Adapters\n\n{text}\n\n" + _table(("setting", "value"), rows)
 
 
 def base_model(config: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dilocox.data.folder import folder_of_run
 from dilocox.data.manifest import MANIFEST, read_manifest
-from dilocox.errors import ConfigError, DataError, RecordError
+from dilocox.errors import ConfigError, DataError, ModelError, RecordError
 from dilocox.record.log.audit_verdicts import Signed, paths_of, read
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import (
@@ -29,6 +29,7 @@ from dilocox.record.log.transparency_log import (
 )
 from dilocox.record.verify.run_history import RunHistory, read_history
 from dilocox.tools.report.history import Record
+from dilocox.utils.adapter_files import ADAPTER_FILE, is_adapter_folder
 
 WATCHED = (
     "metrics.jsonl", "summary.json", "run.toml", f"record/{CHECKPOINT}", "record/audits",
@@ -215,6 +216,14 @@ def _read_model(files: RunFiles, named: Path | None) -> None:
         for path in folder.iterdir()
         if path.is_file() and not path.name.startswith(".")
     )
+    if is_adapter_folder(folder):
+        from dilocox.models.base_weights import parameters_of  # imports torch
+
+        try:
+            files.parameters = parameters_of(folder / ADAPTER_FILE)
+        except ModelError as error:
+            files.missing.append(f"model: {error}")
+        return
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
         files.parameters = int(index["metadata"]["total_parameters"])

@@ -175,6 +175,8 @@ def _lead(files: RunFiles) -> str:
     sites, stages = config.get("sites"), _at(config, "site", "stages")
     shards = _at(config, "site", "shards")
     parts = [str(model or "a model")]
+    if isinstance(config.get("adapter"), dict):
+        parts = [f"LoRA adapters for {model or 'a model'},"]
     if files.parameters:
         parts.append(f"of {number(files.parameters)} parameters")
     if isinstance(sites, dict):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError
-from dilocox.inner import memory
+from dilocox.inner import chunks_of_stage, memory
 from dilocox.inner.cgroup import available_memory
-from dilocox.models import count_parameters
 from dilocox.record.log.blob_store import Store
 from dilocox.record.writer.windows import has_windows, small_budget
 from dilocox.training.builder import ModelPlan
@@ -32,7 +31,7 @@ def check_capacity(
     Args:
         config: the run.
         blueprint: the run's model.
-        parameters: number of parameters of each stage.
+        parameters: number of trained parameters of each stage.
         sites_here: number of sites on this machine.
         ranks_here: number of the site's ranks on this machine, which are the first ones. None
             means all.
@@ -41,18 +40,34 @@ def check_capacity(
         ConfigError: memory or disk is too small, or `record.keep` is.
         RecordError: the record's store cannot be used.
     """
+    frozen = _frozen(config, blueprint)
     if ranks_here is not None:
         parameters = _held_by_first(config, parameters, ranks_here)
+        frozen = _held_by_first(config, frozen, ranks_here)
     available = available_memory()
     if available is not None:
         on_gpu = ranks_use_gpu(config)
-        windows = has_windows(config, count_parameters(blueprint.hf_config))
-        problem = memory.host_problem(config, parameters, sites_here, available, on_gpu, windows)
+        windows = has_windows(config, blueprint.trained)
+        problem = memory.host_problem(
+            config, parameters, sites_here, available, on_gpu, windows, frozen
+        )
         if problem is not None:
             raise ConfigError(problem)
     _check_disk(config, sum(parameters), sites_here)
     if config.record.enabled:
         _check_store(config, blueprint, sum(parameters))
+
+
+def _frozen(config: RunConfig, blueprint: ModelPlan) -> list[int]:
+    """Return the number of frozen parameters of each stage."""
+    site = config.site
+    return [
+        sum(
+            blueprint.cut[number].frozen
+            for number in chunks_of_stage(site.schedule, site.stages, site.chunks, stage)
+        )
+        for stage in range(site.stages)
+    ]
 
 
 def _held_by_first(config: RunConfig, parameters: Sequence[int], ranks: int) -> list[int]:
@@ -89,7 +104,7 @@ def _check_store(config: RunConfig, blueprint: ModelPlan, parameters: int) -> No
 
     Raises `RecordError` if the store cannot be used, and `ConfigError` if `record.keep` or the
     free disk space is too small."""
-    whole = count_parameters(blueprint.hf_config)
+    whole = blueprint.trained
     least = small_budget(config, whole)
     if least is not None:
         raise ConfigError(

@@ -7,7 +7,6 @@ from typing import Any
 from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.data.rows import describe_rows, rows_line
-from dilocox.models import count_parameters
 from dilocox.training.builder import ModelPlan
 from dilocox.training.portable_checkpoint import Handover
 from dilocox.training.record_volume import record_line
@@ -24,8 +23,7 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
         counts.insert(1, ("replica", site.replicas))
     shape = " x ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts)
     lines = [
-        f"run {config.run.name}: {hf.model_type}, {number(count_parameters(hf))} parameters, "
-        f"{shape}",
+        f"run {config.run.name}: {hf.model_type}, {_size(blueprint)}, {shape}",
         f"data: {number(files.token_count('train'))} tokens, "
         f"{number(files.token_count('validation'))} held out, vocabulary {files.vocabulary_size}"
         + (f"; {files.left_out} files left out (dilocox data show)" if files.left_out else ""),
@@ -35,10 +33,18 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
     if rows is not None:
         lines.insert(2, f"rows: {rows_line(rows, 'train')}")
     if config.record.enabled and not config.exchanges_gradients:
-        lines.append(record_line(config, blueprint, count_parameters(hf)))
+        lines.append(record_line(config, blueprint, blueprint.trained))
     if config.model.handover:
         lines.append(Handover.read(config.model.path).line)
     return "\n".join(lines)
+
+
+def _size(blueprint: ModelPlan) -> str:
+    """Describe the number of parameters of the model, and of those that are trained."""
+    if blueprint.adapter is None:
+        return f"{number(blueprint.parameters)} parameters"
+    frozen = blueprint.parameters - blueprint.trained
+    return f"{number(blueprint.trained)} parameters of adapters on {number(frozen)} frozen ones"
 
 
 def _course(config: RunConfig) -> str:

@@ -15,6 +15,7 @@ from dilocox.models import (
     probe_packing,
     probe_weights,
 )
+from dilocox.models.adapter import check_peft
 from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
 from dilocox.training.builder import ModelPlan
@@ -30,6 +31,8 @@ def check_model(config: RunConfig) -> None:
     `data.vocabulary_size` tokens. A tokenizer that will be loaded is loaded now.
     """
     check_transformers()
+    if config.adapter is not None:
+        check_peft()
     _check_attention(config)
     known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
     blueprint = ModelPlan.of(config, known)
@@ -41,7 +44,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_blueprint(config: RunConfig, blueprint: ModelPlan) -> list[int]:
-    """Return the parameters of each stage, after checking that the model fits the layout."""
+    """Return each stage's trained parameters, after checking that the model fits the layout."""
     chunks = config.site.stages * config.site.chunks
     if chunks > 1:
         probe_cut(blueprint.hf_config, chunks, config.model.attention)
@@ -53,7 +56,7 @@ def check_blueprint(config: RunConfig, blueprint: ModelPlan) -> list[int]:
 
 
 def _stage_parameters(config: RunConfig, blueprint: ModelPlan, stage: int) -> int:
-    """Return the parameters of a stage, after checking that it can be divided into pieces."""
+    """Return a stage's trained parameters, after checking that it can be divided into pieces."""
     shapes = stage_shapes(config, blueprint, stage)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     split_pieces(sizes, config.outer.pieces)

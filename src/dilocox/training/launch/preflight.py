@@ -19,6 +19,7 @@ from dilocox.data.folder import check_place
 from dilocox.errors import JoinError
 from dilocox.models.prefetch import fetch_weights
 from dilocox.training.builder import Hooks, ModelPlan
+from dilocox.training.launch.base_check import check_base
 from dilocox.training.launch.capacity_check import check_capacity
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_check import check_coordinator, port_before, with_port
@@ -126,6 +127,8 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
         fetch_weights(config)
     else:
         fetch_weights(config, display.step)
+    if prepared.begun:
+        check_base(config)
     # A joining site keeps its files: the coordinator compares their digest with that of the start.
     files = prepare_data(config, display, begun=role.site is not None or prepared.begun)
     return _check_files(config, role, prepared, files)

@@ -36,7 +36,6 @@ from dilocox.errors import (
 from dilocox.inner import resolve_device
 from dilocox.inner.flight_recorder import record_collectives
 from dilocox.inner.garbage import Collector
-from dilocox.models import count_parameters
 from dilocox.outer.first_state import FirstState
 from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.record.log.blob_store import Store
@@ -343,7 +342,7 @@ def _open_windows(
 ) -> Windows | None:
     """Return the windows that remove old payloads of this rank. None if all payloads stay."""
     place = job.place
-    bound = bound_of(job.config, count_parameters(rank.blueprint.hf_config))
+    bound = bound_of(job.config, rank.blueprint.trained)
     if bound is None:
         return None
     name = f"{place.site}/{place.stage}.{place.shard}"
@@ -434,7 +433,8 @@ def _enter(
             client.ready()
             return None
         if found is None:
-            stored = trainer.config.model.path is not None and trainer.config.model.pretrained
+            model = trainer.config.model
+            stored = model.path is not None and model.pretrained and trainer.config.adapter is None
             first = FirstState(trainer.me, news.donor, stored)
     entry = next(
         (e for e in news.entering if e.site == trainer.me),

@@ -153,8 +153,9 @@ def _check_same_run(config: RunConfig, written: Path) -> None:
     before, now = earlier.shared(), config.shared()
     for section, values in now.items():
         for key, value in values.items():
-            if before[section].get(key) != value and section != "sites":
-                began, said = (json.dumps(each) for each in (before[section].get(key), value))
+            earlier_value = before.get(section, {}).get(key)
+            if earlier_value != value and section != "sites":
+                began, said = (json.dumps(each) for each in (earlier_value, value))
                 mend = "without it" if began == "null" else f"with --set {section}.{key}={began}"
                 raise TrainingError(
                     f"{written.parent}: was started with {section}.{key} = {began}, but the run "

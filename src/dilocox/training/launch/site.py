@@ -32,6 +32,7 @@ from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.record_keys import RecordKey, key_file
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError, JoinError, RecordError, RetryLaterError
+from dilocox.models.prefetch import digest_of_base
 from dilocox.record.log.acceptance import OwnFacts, accept
 from dilocox.record.log.manifest import code_digest
 from dilocox.training.builder import Hooks, RankPlace
@@ -156,21 +157,22 @@ def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
     """Enrol `site` with the coordinator, and return its identity.
 
     The site's ranks must send heartbeats soon after that. The site names the digest of the token
-    files that all sites share, even if it has text of its own. Raises `JoinError` if the
-    coordinator refuses the site.
+    files that all sites share, even if it has text of its own, and of the frozen base model if the
+    run has adapters. Raises `JoinError` if the coordinator refuses the site.
     """
     versions, data = installed_versions(), TokenFiles.open(config.data_folder).digest
+    base, layout = digest_of_base(config), (config.site.stages, config.site.shards)
     identity, reply = enrol(
         endpoint.url,
         endpoint.tokens[site],
-        Applicant(site, config.digest(), config.site.stages, config.site.shards, versions, data),
+        Applicant(site, config.digest(), *layout, versions, data, base),
         timeouts=Timeouts.derive(config.network),
         record_key=RecordKey.kept(endpoint.key_file or key_file(config.folder, site)),
     )
     if reply.record_run:
         own = config.sites[site].data
         own_data = TokenFiles.open(Path(own).expanduser()).digest if own else None
-        facts = OwnFacts(data, own_data, code_digest(), versions.model_dump())
+        facts = OwnFacts(data, own_data, code_digest(), versions.model_dump(), base)
         _accept(config, endpoint, identity, reply.record_manifest, facts)
     return identity
 

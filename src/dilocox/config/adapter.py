@@ -1,0 +1,67 @@
+"""Section `[adapter]` of the run file: small trained matrices beside a frozen model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from dilocox.config.base import Positive, Section
+
+if TYPE_CHECKING:
+    from dilocox.config.model import ModelSection
+
+
+class AdapterSection(Section):
+    """`[adapter]`: train adapters (LoRA) and leave the weights of `model.path` as they are.
+
+    Without this section all parameters of the model are trained.
+    """
+
+    kind: Literal["lora"] = "lora"
+    """Type of adapter. `lora`: two matrices A and B beside a linear layer, whose product is added
+    to the layer's weight (arXiv 2106.09685)."""
+    rank: Positive = 16
+    """Rank of the matrices' product."""
+    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    """The product is multiplied by `alpha` / `rank`."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the adapters' inputs that each step sets to zero."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers that get an adapter: `all-linear` for all of them but the head, or a list of
+    the last parts of their names, such as `["q_proj", "v_proj"]`."""
+    use_rslora: bool = False
+    """Multiply by `alpha` / sqrt(`rank`) instead (arXiv 2312.03732)."""
+
+    @field_validator("targets")
+    @classmethod
+    def _named(cls, targets: str | list[str]) -> str | list[str]:
+        if isinstance(targets, list):
+            if not targets:
+                raise ValueError('names no layer: give names, or "all-linear"')
+            twice = sorted({name for name in targets if targets.count(name) > 1})
+            if twice:
+                raise ValueError(f"names {twice[0]} twice: remove one")
+        return targets
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the product of the two matrices."""
+        return float(self.alpha / (self.rank**0.5 if self.use_rslora else self.rank))
+
+
+def adapter_problem(adapter: AdapterSection | None, model: ModelSection) -> str | None:
+    """Returns why `[adapter]` does not fit `[model]`; None if it does, or if there is none."""
+    if adapter is None:
+        return None
+    if model.path is None or not model.pretrained:
+        return (
+            "[adapter] leaves the model's weights as they are, so these cannot be fresh: set "
+            "model.path to a trained model, with model.pretrained = true, or remove [adapter]"
+        )
+    if model.handover:
+        return (
+            "[adapter]: cannot be used with model.handover, whose outer momentum is of all "
+            "parameters: set model.handover = false, or remove [adapter]"
+        )
+    return None

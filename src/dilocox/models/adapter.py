@@ -1,0 +1,166 @@
+"""Adapters of the package peft in a model on the meta device, and the names of their tensors.
+
+Adapters are added to the whole model before it is cut into chunks, so that chunks, FSDP and
+activation checkpointing treat them like any other part of a layer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dilocox.config.adapter import AdapterSection
+from dilocox.errors import ConfigError, ModelError
+from dilocox.models.architecture import one_line
+from dilocox.models.meta_model import build_skeleton, find_layout
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PretrainedConfig
+
+PREFIX = "base_model.model."
+"""Prefix of the names of adapters' tensors in PEFT's files."""
+_NAME = "default"
+"""PEFT's name of a model's only adapter. Files leave the name out."""
+_TENSORS = re.compile(rf"(lora_[AB])\.{_NAME}\.")
+
+
+def check_peft() -> None:
+    """Raise `ConfigError` if the package peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "[adapter]: needs the package peft, which is not installed here; run: "
+            "pip install peft, or remove [adapter]"
+        )
+
+
+def is_adapter(full_name: str) -> bool:
+    """Return True if `full_name` is the name of an adapter's tensor, as PEFT's files have it."""
+    return full_name.startswith(PREFIX)
+
+
+def stored_name(name: str) -> str:
+    """Return the name in files of a tensor of a model with adapters.
+
+    A tensor of the frozen model has the name in the model without adapters. A tensor of an adapter
+    has the name in PEFT's `adapter_model.safetensors`.
+    """
+    found, count = _TENSORS.subn(r"\1.", name)
+    return PREFIX + found if count else name.replace(".base_layer.", ".")
+
+
+def inject(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
+    """Add adapters to a whole model on the meta device, in place, and freeze everything else.
+
+    Adapters are fp32, whatever the dtype of the model. Returns the last parts of the names of the
+    layers that have one, sorted.
+
+    Raises `ConfigError` if peft is not installed, or if the model has no such layers. Raises
+    `ModelError` if peft cannot add adapters to the model.
+    """
+    check_peft()
+    names = _targets(model, adapter)
+    from peft import inject_adapter_in_model
+
+    try:
+        inject_adapter_in_model(lora_config(adapter, names), model, _NAME)
+    except Exception as error:  # the package raises many kinds
+        raise ModelError(
+            f"[adapter]: peft cannot add adapters to {type(model).__name__} ({one_line(error)}); "
+            "choose other adapter.targets, or remove [adapter]"
+        ) from None
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return names
+
+
+def lora_config(adapter: AdapterSection, names: Iterable[str], **more: Any) -> LoraConfig:
+    """Return PEFT's configuration of the adapters of the layers `names`.
+
+    `more`: further keys, such as `base_model_name_or_path`.
+    """
+    from peft import LoraConfig
+
+    # Whole numbers are written as such, as in most folders of adapters.
+    alpha: Any = int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.rank,
+        lora_alpha=alpha,
+        lora_dropout=adapter.dropout,
+        use_rslora=adapter.use_rslora,
+        target_modules=sorted(names),
+        bias="none",
+        **more,
+    )
+
+
+def target_names(hf_config: PretrainedConfig, adapter: AdapterSection) -> tuple[str, ...]:
+    """Return the last parts of the names of the layers that get an adapter, sorted.
+
+    Raises `ConfigError` if the model has no such layers.
+    """
+    return _targets(build_skeleton(hf_config), adapter)
+
+
+def adapter_shapes(hf_config: PretrainedConfig, adapter: AdapterSection) -> dict[str, torch.Size]:
+    """Return the whole shapes of all trained tensors by PEFT's name, in model order.
+
+    Raises the errors of `inject`.
+    """
+    model = build_skeleton(hf_config)
+    inject(model, adapter)
+    return {
+        stored_name(name): parameter.shape
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _targets(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
+    """Return the last parts of the names of the layers to adapt, after checking that they exist."""
+    # GPT-2 has linear layers of a class of transformers' own.
+    from transformers.pytorch_utils import Conv1D
+
+    inside = find_layout(model).layer_prefix
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name.startswith(inside)
+    }
+    kind = f'model type "{model.config.model_type}"'  # type: ignore[union-attr]
+    if not linear:
+        raise ConfigError(
+            f"[adapter]: {kind} has no linear layers that could get an adapter; use another model, "
+            "or remove [adapter]"
+        )
+    if adapter.targets == "all-linear":
+        return tuple(sorted(linear))
+    for name in adapter.targets:
+        if name not in linear:
+            near = difflib.get_close_matches(name, linear, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"adapter.targets: {kind} has no linear layer {name!r} in its layers; {hint}it has "
+                f"{', '.join(sorted(linear))}"
+            )
+    outside = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and not name.startswith(inside)
+        and name.rpartition(".")[2] in adapter.targets
+    ]
+    if outside:
+        raise ConfigError(
+            f"adapter.targets: {outside[0]} is outside the model's layers, where adapters are not "
+            "trained; choose other names"
+        )
+    return tuple(sorted(adapter.targets))

@@ -1,0 +1,61 @@
+"""Section `[adapter]`: what it refuses, and that runs without it are as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.errors import ConfigError
+
+PATH = {"path": "org/base", "pretrained": True}
+
+
+def resolved(adapter: dict[str, Any] | None, model: dict[str, Any] = PATH) -> RunConfig:
+    raw: dict[str, Any] = {"model": dict(model), "sites": {"a": {}, "b": {}}}
+    if adapter is not None:
+        raw["adapter"] = adapter
+    return resolve_run(raw)
+
+
+def test_a_run_without_adapters_keeps_its_digest() -> None:
+    config = resolved(None)
+    assert "adapter" not in config.shared()
+    assert "adapter" not in config.shared(without_defaults=True)
+    assert "adapter" not in config.to_toml()
+
+
+def test_an_adapter_is_part_of_what_sites_agree_on() -> None:
+    plain, one, two = (resolved(each) for each in (None, {"rank": 8}, {"rank": 16}))
+    assert len({each.digest() for each in (plain, one, two)}) == 3
+    # The section counts even with every key at its default.
+    assert resolved({}).digest() != plain.digest()
+
+
+def test_scaling() -> None:
+    for rslora, scaling in ((False, 2.0), (True, 8.0)):
+        config = resolved({"rank": 16, "alpha": 32.0, "use_rslora": rslora})
+        assert config.adapter is not None
+        assert config.adapter.scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("adapter", "model", "message"),
+    [
+        ({"rank": 0}, PATH, "adapter.rank: got 0"),
+        ({"alpha": 0.0}, PATH, "adapter.alpha: got 0"),
+        ({"dropout": 1.0}, PATH, "adapter.dropout: got 1"),
+        ({"kind": "dora"}, PATH, "adapter.kind: got"),
+        ({"targets": []}, PATH, "adapter.targets: names no layer"),
+        ({"targets": ["q", "q"]}, PATH, "names q twice"),
+        ({"targets": "all"}, PATH, "adapter.targets"),
+        ({"ranks": 8}, PATH, "adapter.ranks: no such key"),
+        ({}, {"path": "org/base", "pretrained": False}, "cannot be fresh"),
+        ({}, {"architecture": {"model_type": "qwen3"}}, "cannot be fresh"),
+    ],
+)
+def test_what_is_refused(adapter: dict[str, Any], model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(adapter, model)
+    assert message in str(caught.value)

@@ -1,0 +1,123 @@
+"""Runs that train adapters: verified, audited, tampered with, stopped and resumed, joined late."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dilocox.utils.adapter_files import ADAPTER_FILE
+from tests.support.base_model import write_base
+from tests.support.forge import Forge
+from tests.support.harness import PATIENT, Run, Workshop, verdicts
+
+MODEL = """\
+[model]
+path = "{base}"
+[adapter]
+rank = 4
+dropout = 0.1
+"""
+DATA = ('data.folder="{run}/data"',)
+
+
+@pytest.fixture(scope="module")
+def base(shared_workshop: Workshop) -> Path:
+    return write_base(shared_workshop.root / "base")
+
+
+def words(workshop: Workshop, base: Path, name: str, *sets: str) -> list[str]:
+    """The command line of a run with adapters. All such runs share one run file."""
+    model = MODEL.format(base=base)
+    found = workshop.run_file("adapters", *DATA, *sets, model=model)
+    return [f"run.name={name}" if word == "run.name=adapters" else word for word in found]
+
+
+@pytest.mark.runs
+def test_a_run_is_verified_audited_and_loaded_by_peft(
+    workshop: Workshop, forge: Forge, base: Path, tmp_path: Path
+) -> None:
+    """Also: a changed adapter and a swapped base model are found."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    sets = ("outer.rounds=2", "record.states_every=1", PATIENT)
+    run = forge.command(workshop, "lora", "train", *words(workshop, base, "lora", *sets))
+    assert run.wait() == 0, run.output()
+    assert "parameters of adapters on" in run.printed()
+    assert verdicts(run.folder) == {"audits": "NOT_RUN", "beacon": "NOT_RUN"}
+    audit = forge.command(
+        workshop, "lora", "audit", str(run.folder), "--round", "1", "--site", "lyon", "--json"
+    )
+    assert audit.wait() == 0, audit.output()
+    (verdict,) = json.loads(audit.printed())["verdicts"]
+    assert verdict["verdict"] == "EXACT"
+
+    # Checkpoints and model hold the adapters, and nothing of the base.
+    folder = run.folder / "model"
+    adapters = load_file(folder / ADAPTER_FILE)
+    kept: set[str] = set()
+    for file in (run.folder / "checkpoints").rglob("tensors.json"):
+        kept |= json.loads(file.read_text())["tensors"].keys()
+    live = {name.removeprefix("live/") for name in kept if name.startswith("live/")}
+    assert live == adapters.keys()
+    assert all(".lora_" in name for name in kept if name.startswith("inner/exp_avg"))
+    loaded = AutoPeftModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        logits = loaded(ids).logits
+        plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
+    assert not torch.allclose(logits, plain, atol=1e-3)
+
+    # A changed adapter.
+    copied = tmp_path / "model"
+    shutil.copytree(folder, copied)
+    name = sorted(adapters)[0]
+    save_file({**adapters, name: adapters[name] + 1e-6}, copied / ADAPTER_FILE)
+    assert verdicts(run.folder, model=copied)["model"] == "FAIL"
+    save_file(adapters, copied / ADAPTER_FILE)
+    assert "model" not in verdicts(run.folder, model=copied)
+    shutil.copy(base / "model.safetensors", copied / "model.safetensors")
+    assert verdicts(run.folder, model=copied)["model"] == "FAIL"
+    # Another base model.
+    other = write_base(tmp_path / "other", seed=1)
+    assert verdicts(run.folder, start=other)["base"] == "FAIL"
+    assert "base" not in verdicts(run.folder, start=base)
+
+
+@pytest.mark.stops
+def test_a_stop_changes_nothing_and_another_base_is_refused(
+    workshop: Workshop, forge: Forge, base: Path
+) -> None:
+    """Two stages whole; stopped after the first round and resumed, bit for bit."""
+    sets = ("outer.rounds=24", "outer.inner_steps=4", "checkpoint.every_rounds=0")
+    whole = forge.command(workshop, "uncut", "train", *words(workshop, base, "uncut", *sets))
+    assert whole.wait() == 0, whole.output()
+    arguments = words(workshop, base, "cut", *sets)
+    cut = forge.command(workshop, "cut", "train", *arguments)
+    cut.until_round(1)
+    cut.interrupt()
+    assert cut.wait() == 130, cut.output()
+
+    kept = base.with_name("kept")
+    base.rename(kept)
+    write_base(base, seed=1)
+    refused = forge.command(workshop, "cut", "train", *arguments, "--resume")
+    assert refused.wait() == 1
+    assert "was begun with" in refused.printed()
+    shutil.rmtree(base)
+    kept.rename(base)
+
+    last = forge.command(workshop, "cut", "train", *arguments, "--resume")
+    assert last.wait() == 0, last.output()
+    assert adapters_of(last) == adapters_of(whole)
+    assert last.summary()["anchor_digest"] == whole.summary()["anchor_digest"]
+    assert verdicts(last.folder) == {}
+
+
+def adapters_of(run: Run) -> bytes:
+    return (run.folder / "model" / ADAPTER_FILE).read_bytes()

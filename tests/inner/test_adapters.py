@@ -1,0 +1,67 @@
+"""A site that trains adapters: only these have state, whatever the layout of the site."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.worker_pool import Pool
+
+pytestmark = pytest.mark.waits
+
+CASE = ("tests.support.adapter_cases", "train")
+LAYOUTS = [
+    {"stages": 1, "shards": 2},
+    {"stages": 1, "shards": 2, "whole_gradients": True},
+    {"stages": 2, "shards": 1, "checkpointing": "selective"},
+    {"stages": 2, "shards": 2, "checkpointing": True},
+    {"stages": 2, "shards": 1, "schedule": "interleaved-1f1b"},
+    {"stages": 2, "shards": 1, "schedule": "zbv"},
+    {"stages": 2, "shards": 2, "schedule": "interleaved-zero-bubble"},
+]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[str, object]:
+    """One rank that holds all."""
+    (found,) = pool.run(1, *CASE, stages=1, shards=1)
+    return found
+
+
+def test_only_adapters_are_trained(alone: dict[str, object]) -> None:
+    assert alone["kept"]
+    assert not alone["graded"]
+    assert alone["optimized"] == alone["names"]
+    values = alone["values"]
+    assert isinstance(values, list)
+    losses = values[::3]
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda each: "-".join(str(value) for value in each.values())
+)
+def test_every_layout_trains_the_same(
+    pool: Pool, alone: dict[str, object], layout: dict[str, object]
+) -> None:
+    ranks = int(str(layout["stages"])) * int(str(layout["shards"]))
+    found = pool.run(ranks, *CASE, **layout)
+    for each in found:
+        assert each["kept"]
+        assert not each["graded"]
+        np.testing.assert_allclose(each["values"], alone["values"], rtol=2e-5)
+    assert sorted({name for each in found for name in each["names"]}) == alone["names"]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_in_bf16_the_base_has_no_fp32_form(pool: Pool, shards: int) -> None:
+    for each in pool.run(shards, *CASE, stages=1, shards=shards, precision="bfloat16"):
+        assert each["dtypes"] == {"torch.bfloat16"}
+        assert each["live"] == {"torch.float32"}
+        assert each["kept"]
+
+
+def test_dropout_hangs_on_the_seed(pool: Pool, alone: dict[str, object]) -> None:
+    one, two = (pool.run(1, *CASE, stages=1, shards=1, dropout=0.3)[0] for _ in range(2))
+    assert one["values"] == two["values"]
+    assert one["values"] != alone["values"]
