@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,31 @@ def test_a_stop_changes_nothing_and_another_base_is_refused(
 
 def adapters_of(run: Run) -> bytes:
     return (run.folder / "model" / ADAPTER_FILE).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.stops
+def test_a_site_that_comes_later_fetches_adapters_alone(
+    workshop: Workshop, forge: Forge, base: Path
+) -> None:
+    arguments = words(
+        workshop, base, "late", "outer.rounds=160", "checkpoint.every_rounds=0", "site.stages=1"
+    )
+    run = forge.command(workshop, "late", "train", *arguments)
+    run.until(lambda: len(run.records("round")) >= 3)
+    victims = [pid for name, pid in run.rank_processes().items() if name.startswith("lyon")]
+    for process in victims:
+        os.kill(process, signal.SIGKILL)
+    run.until(lambda: "lyon is gone" in run.printed())
+    endpoint = json.loads((run.folder / "coordinator" / "endpoint.json").read_text())
+    token = run.folder / "coordinator" / "tokens" / "lyon"
+    file, *overrides = arguments
+    joined = forge.command(
+        workshop, "late", "join", endpoint["url"].removeprefix("https://"), "--site", "lyon",
+        "--run-file", file, *overrides, "--token-file", str(token),
+    )  # fmt: skip
+    assert joined.wait() == 0, joined.output()
+    assert run.wait() == 0, run.output()
+    assert run.printed().count("lyon contributes from round") == 2
+    assert run.records("round")[-1]["sites"] == 2
+    assert verdicts(run.folder) == {}

@@ -158,3 +158,31 @@ def test_the_command_shows_models_side_by_side(
     bits = rows[PROSE, "bits_per_byte"]
     assert bits[0] == "3"
     assert bits[1] != bits[2]
+
+
+def test_adapters_are_evaluated_on_their_base(tmp_path: Path, model: Path, tasks: Path) -> None:
+    """With the figures of the merged model, which are not those of the base."""
+    from dilocox.config.adapter import AdapterSection
+    from dilocox.config.run_config import ModelSection
+    from dilocox.models import Published, load_model_config
+    from dilocox.models.adapter import adapter_shapes
+    from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
+    from dilocox.training.run_model import export
+
+    section, lora = ModelSection(path=str(model)), AdapterSection(rank=2)
+    config, folder = load_model_config(section, None), tmp_path / "adapters"
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in adapter_shapes(config, lora).items()
+    }
+    write_adapter_stage(folder, 0, tensors, Published())
+    finish_adapter_folder(folder, config, section, lora, model)
+    merged = export(folder, tmp_path / "merged", merge=True)
+    options = TaskOptions((str(tasks),))
+    own, whole, base = (
+        {each.name: each.value for each in figures_of(evaluate_folder(place, options))}
+        for place in (folder, merged, model)
+    )
+    assert own == pytest.approx(whole, rel=1e-3)
+    assert own != pytest.approx(base, rel=1e-3)

@@ -93,9 +93,14 @@ def _saved(
     # A run in bf16 computes with bf16 parameters: FSDP's gathered ones, or casts.
     dtype = torch.bfloat16 if config.site.precision != "fp32" else torch.float32
     chunk = build_chunk(
-        outline.hf_config, spec, attention=attention, activation_checkpointing=False, dtype=dtype
+        outline.hf_config,
+        spec,
+        attention=attention,
+        activation_checkpointing=False,
+        dtype=dtype,
+        adapter=outline.blueprint.adapter,
     )
-    chunk.train()
+    chunk.to(dtype).train()
     chunk.head_loss = loss
     with tensors_without_memory():
         chunk.to_empty(device="cpu")

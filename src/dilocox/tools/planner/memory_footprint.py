@@ -49,7 +49,9 @@ class Footprint:
     layers: tuple[int, int]
     """Number of layers, and index of the first one."""
     parameters: int
-    """Parameters of the stage, over all shards."""
+    """Trained parameters of the stage, over all shards."""
+    frozen: int
+    """Frozen parameters of the stage, over all shards; 0 without adapters."""
     weights: int
     gradients: int
     optimizer: int
@@ -166,7 +168,7 @@ def footprints(
     windows = has_windows(config, outline.parameters)
     found = []
     for stage, chunks in enumerate(outline.stages):
-        parameters = outline.stage_parameters[stage]
+        parameters, frozen = outline.stage_parameters[stage], outline.stage_frozen[stage]
         own = -(-parameters // site.shards)
         layers = sum(chunk.end_layer - chunk.first_layer for chunk in chunks)
         gradients, copies, lasting = _stepped(config, outline, stage, once)
@@ -180,7 +182,8 @@ def footprints(
                 stage=stage,
                 layers=(layers, chunks[0].first_layer),
                 parameters=parameters,
-                weights=4 * own,
+                frozen=frozen,
+                weights=4 * own + -(-_width(config) * frozen // site.shards),
                 gradients=gradients,
                 optimizer=optimizer,
                 copies=copies,
@@ -219,21 +222,20 @@ def _stepped(
     `once`: shards reduce gradients once per step.
     """
     site = config.site
-    parameters = outline.stage_parameters[stage]
+    parameters, frozen = outline.stage_parameters[stage], outline.stage_frozen[stage]
     own = -(-parameters // site.shards)
-    bf16 = site.precision != "fp32"
-    width = 2 if bf16 else 4
+    width = _width(config)
     gradients, copies, lasting = 4 * own, 0, 0
     if site.parts > 1 and once:
         # Parameters are gathered once per step. Gradients are summed up unsharded, in fp32, and
         # reduced at the end of the step (torch.distributed.pipelining, `site.gradient_sync`).
-        copies = width * parameters
+        copies = width * (parameters + frozen)
         gradients = 4 * parameters + 4 * own
     elif site.parts > 1:
         copies = _gathered_at_a_time(outline, parameters, width)
-    elif bf16:
+    elif width == 2:
         copies = lasting = CAST * parameters
-    gate = gate_model_bytes_per_parameter(config) * parameters
+    gate = gate_model_bytes_per_parameter(config) * (parameters + frozen)
     if config.admission.gate and site.ranks > 1:
         # The gate measures slopes with gradients. It needs a copy of the trained parameters and
         # the points at which slopes are measured (Evaluator.gradient_probe).
@@ -250,6 +252,11 @@ def _gathered_at_a_time(outline: ModelOutline, parameters: int, width: int) -> i
     """
     embedding, closing = outline.outer_units
     layer = outline.layer_parameters
+    if outline.frozen:
+        # Frozen weights have no gradients: two layers at a time, or the last layer with the head.
+        trained, rest = outline.adapter_layer, outline.frozen - outline.inside_layers
+        outside = rest - embedding - closing
+        return width * (layer + max(layer, closing) + 3 * trained + outside) + 4 * trained
     # A tied embedding and head have no unit of their own: they stay gathered throughout, and their
     # gradients are reduced after the backward pass.
     rest = parameters - outline.inside_layers - embedding - closing
@@ -259,6 +266,11 @@ def _gathered_at_a_time(outline: ModelOutline, parameters: int, width: int) -> i
     first = width * (2 * closing + layer) + 4 * closing
     middle = width * 3 * layer + 4 * max(layer, closing)
     return max(first, middle) + 2 * width * rest
+
+
+def _width(config: RunConfig) -> int:
+    """Return the bytes of a value in the compute dtype."""
+    return 4 if config.site.precision == "fp32" else 2
 
 
 def _waiting(rounds: Choice) -> float:

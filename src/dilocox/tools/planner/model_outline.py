@@ -13,6 +13,7 @@ from dilocox.errors import DataError, ModelError
 from dilocox.inner import chunks_of_stage
 from dilocox.inner.fsdp import Units
 from dilocox.models import ChunkSpec, build_chunk
+from dilocox.models.adapter import adapter_shapes
 from dilocox.models.meta_model import build_skeleton
 from dilocox.outer.layout import layer_number
 from dilocox.training.builder import ModelPlan
@@ -56,7 +57,15 @@ class ModelOutline:
 
     @cached_property
     def whole(self) -> dict[str, Shape]:
-        """Shapes of the whole model's parameters by full name. Tied parameters occur once."""
+        """Shapes of all trained parameters by full name. Tied parameters occur once."""
+        if self.blueprint.adapter is not None:
+            found = adapter_shapes(self.hf_config, self.blueprint.adapter)
+            return {name: tuple(shape) for name, shape in found.items()}
+        return self._base
+
+    @cached_property
+    def _base(self) -> dict[str, Shape]:
+        """Shapes of the parameters of the model without adapters, by full name."""
         model = build_skeleton(self.hf_config)
         return {name: tuple(each.shape) for name, each in model.named_parameters()}
 
@@ -72,17 +81,30 @@ class ModelOutline:
 
     @property
     def parameters(self) -> int:
-        """Number of the model's parameters. Tied parameters count once."""
+        """Number of trained parameters. Tied parameters count once."""
         return sum(map(math.prod, self.whole.values()))
 
     @property
+    def frozen(self) -> int:
+        """Number of frozen parameters, on which adapters are trained; 0 without adapters."""
+        return 0 if self.blueprint.adapter is None else sum(map(math.prod, self._base.values()))
+
+    @property
+    def adapter_layer(self) -> int:
+        """Number of adapters' parameters of the largest layer; 0 without adapters."""
+        return 0 if self.blueprint.adapter is None else max(_by_layer(self.whole).values())
+
+    @property
     def layer_parameters(self) -> int:
-        """Number of parameters of the largest layer."""
+        """Number of parameters of the largest layer, without adapters."""
         return max(self._layers.values(), default=0)
 
     @property
     def inside_layers(self) -> int:
-        """Number of parameters inside layers. Embedding and head, for example, are outside."""
+        """Number of parameters inside layers, without adapters.
+
+        Embedding and head, for example, are outside.
+        """
         return sum(self._layers.values())
 
     @cached_property
@@ -103,13 +125,8 @@ class ModelOutline:
 
     @cached_property
     def _layers(self) -> dict[int, int]:
-        """Number of parameters by layer number."""
-        sizes: dict[int, int] = {}
-        for name, shape in self.whole.items():
-            number = layer_number(name)
-            if number is not None:
-                sizes[number] = sizes.get(number, 0) + math.prod(shape)
-        return sizes
+        """Number of parameters by layer number, without adapters."""
+        return _by_layer(self._base)
 
     @property
     def hf_config(self) -> Any:
@@ -118,8 +135,16 @@ class ModelOutline:
 
     @property
     def stage_parameters(self) -> list[int]:
-        """Number of parameters of each stage. A tied tensor counts at every stage with a copy."""
-        return [sum(chunk.parameters for chunk in chunks) for chunks in self.stages]
+        """Number of trained parameters of each stage.
+
+        A tied tensor counts at every stage with a copy.
+        """
+        return [sum(chunk.trained for chunk in chunks) for chunks in self.stages]
+
+    @property
+    def stage_frozen(self) -> list[int]:
+        """Number of frozen parameters of each stage; 0 without adapters."""
+        return [sum(chunk.frozen for chunk in chunks) for chunks in self.stages]
 
     @property
     def compute(self) -> float:
@@ -137,6 +162,16 @@ class ModelOutline:
     def head_compute(self, chunk: ChunkSpec) -> float:
         """Return the multiply-adds per token of the head in `chunk`; 0 if it has no head."""
         return float(self.hf_config.hidden_size * self.hf_config.vocab_size) if chunk.head else 0.0
+
+
+def _by_layer(shapes: Mapping[str, Shape]) -> dict[int, int]:
+    """Return the number of values by layer number."""
+    sizes: dict[int, int] = {}
+    for name, shape in shapes.items():
+        number = layer_number(name)
+        if number is not None:
+            sizes[number] = sizes.get(number, 0) + math.prod(shape)
+    return sizes
 
 
 def _vocabulary(config: RunConfig) -> int | None:

@@ -31,9 +31,10 @@ def as_text(plan: RunPlan) -> str:
 def _headline(plan: RunPlan) -> str:
     site, hf = plan.config.site, plan.outline.hf_config
     tokens = plan.prediction.tokens_per_step
+    outline, sites = plan.outline, _plural(len(plan.places), "site")
     lines = [
-        f"{plan.config.run.name}: {hf.model_type}, {_count(plan.outline.parameters)} parameters, "
-        f"{_plural(len(plan.places), 'site')} x {_layout(site)}"
+        f"{plan.config.run.name}: {hf.model_type}, {_count(outline.parameters)} parameters"
+        f"{_of_adapters(outline.frozen)}, {sites} x {_layout(site)}"
     ]
     names = list(plan.config.sites)
     told: dict[str, list[str]] = {}
@@ -248,6 +249,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         "model": {
             "type": plan.outline.hf_config.model_type,
             "parameters": plan.outline.parameters,
+            **({"frozen": plan.outline.frozen} if plan.outline.frozen else {}),
             "flops_per_token": plan.outline.flops_per_token,
         },
         "layout": {
@@ -393,6 +395,11 @@ def _some(names: Sequence[str]) -> str:
     if len(names) <= 4:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)})"
+
+
+def _of_adapters(frozen: int) -> str:
+    """Return a phrase about the base model of adapters; empty without adapters."""
+    return f" of adapters on {_count(frozen)} frozen ones" if frozen else ""
 
 
 def _count(parameters: int) -> str:

@@ -91,8 +91,11 @@ def chunk_seconds(
     forward, backward = [], []
     for chunk in outline.blueprint.cut:
         layers = chunk.compute - outline.head_compute(chunk)
-        forward.append(2 * chunk.compute * tokens / rate)
-        backward.append((4 * chunk.compute + again * layers) * tokens / rate)
+        # Frozen weights get no gradients. Adapters are computed beside them.
+        adapters = chunk.adapters or 0
+        gradients = 4 * chunk.compute if chunk.adapters is None else 2 * chunk.compute
+        forward.append(2 * (chunk.compute + adapters) * tokens / rate)
+        backward.append((gradients + 4 * adapters + again * layers) * tokens / rate)
     return forward, backward
 
 
@@ -184,8 +187,10 @@ def fsdp_seconds(
     width = 4 if site.precision == "fp32" else 2
     once = reduces_once(config, outline, place.device)
     gathers, times = (1, 1) if once else (2, site.micro_batches)
-    part = max(outline.stage_parameters) * (site.shards - 1) / site.shards
-    size = times * part * (gathers * width + 4)
+    sizes = zip(outline.stage_parameters, outline.stage_frozen, strict=True)
+    # Frozen weights are gathered, but have no gradients.
+    part = max(own * (gathers * width + 4) + frozen * gathers * width for own, frozen in sizes)
+    size = times * part * (site.shards - 1) / site.shards
     if stays_on_nodes(config, place, site.shards):
         return size / place.device.peer_rate
     # A ring over several nodes crosses each node's network once.

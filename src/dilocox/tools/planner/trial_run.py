@@ -63,6 +63,8 @@ def alone(config: RunConfig, rows: int, length: int) -> dict[str, Any]:
         "batch_size": rows,
     }
     raw["data"]["sequence_length"] = length
+    # Speeds are measured with the whole model in training, as tables of hardware are.
+    raw.pop("adapter", None)
     raw["outer"] = {"steps": 1, "inner_steps": 1, "method": "diloco"}
     raw["compression"], raw["control"], raw["sites"] = {}, {}, {"here": {}}
     return raw

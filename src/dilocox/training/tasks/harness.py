@@ -17,6 +17,7 @@ from typing import Any
 
 from dilocox.errors import CheckpointError, ConfigError, EvaluationError
 from dilocox.training.run_model import model_folder
+from dilocox.utils.adapter_files import is_adapter_folder
 
 BATCH = 8
 """Sequences per batch on a CPU. On a GPU lm-eval finds the largest batch that fits."""
@@ -143,16 +144,18 @@ def _load(folder: Path, options: TaskOptions, asked: str) -> Any:
             "everywhere"
         ) from None
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        network, options_of_adapters = _base(folder)
+        config = AutoConfig.from_pretrained(network, trust_remote_code=False)
         # The attention is named here, because a folder may name one whose code is on a hub.
         capped = getattr(config, "attn_logit_softcapping", None) is not None
         model = HFLM(
-            pretrained=str(folder),
+            pretrained=network,
             device=options.device,
             batch_size=BATCH if device.type == "cpu" else "auto",
             trust_remote_code=False,
             use_safetensors=True,
             attn_implementation="eager" if capped else "sdpa",
+            **options_of_adapters,
         )
         if options.chat and not getattr(model.tokenizer, "chat_template", None):
             raise ConfigError(f"{asked}: {folder} has no chat template; evaluate it without one")
@@ -161,6 +164,20 @@ def _load(folder: Path, options: TaskOptions, asked: str) -> Any:
     except Exception as error:  # missing or damaged files: many kinds
         raise CheckpointError(f"{folder}: cannot be loaded ({_reason(error)})") from None
     return model
+
+
+def _base(folder: Path) -> tuple[str, dict[str, str]]:
+    """Return the folder or hub name of the network, and lm-eval's options for its adapters."""
+    from dilocox.models.adapter_folder import AdapterFolder
+
+    if not is_adapter_folder(folder):
+        return str(folder), {}
+    base, revision = AdapterFolder.of(folder).base
+    return base, {
+        "peft": str(folder),
+        "tokenizer": str(folder),
+        **({"revision": revision} if revision else {}),
+    }
 
 
 def _find(tasks: Sequence[str], asked: str) -> tuple[Any, list[tuple[str, str]]]:
