@@ -165,7 +165,8 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Evaluate models on tasks of lm-eval, and return lm-eval's results by model.
 
-    Needs the extra `[eval]`. Nothing is written.
+    Needs the extra `[eval]`. Nothing is written. The run file's `evaluation.tasks` evaluates while
+    a run trains.
 
     Args:
         models: one or several run folders or Hugging Face folders.

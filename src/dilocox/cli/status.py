@@ -14,6 +14,8 @@ from typing import Any
 
 from dilocox.config.run_config import load_written
 from dilocox.coordinator.metrics.privacy import words as privacy_words
+from dilocox.coordinator.protocol.task_figures import line as task_line
+from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.tools.report.status import GOES_ON, SiteNow, Status, real, status_of, whole
 from dilocox.training.launch.console import plan_line
@@ -97,6 +99,8 @@ def of_address(address: str, token: str) -> Status:
             if loss is not None:
                 found.held_out_loss, found.held_out_after = loss, whole(told, "after_round")
                 found.held_out_first = loss if kind == "first_evaluation" else found.held_out_first
+        for kind in ("first_tasks", "tasks"):
+            found.tasks = each.metrics.get(kind, found.tasks)
     rounds = [site for site in found.sites if site.round is not None]
     if rounds:
         last = max(rounds, key=lambda site: site.round or 0)
@@ -165,6 +169,9 @@ def lines(found: Status, now: float) -> Iterator[str]:
         first = found.held_out_first
         began = f" ({first:.4f} before training)" if first is not None and after != -1 else ""
         yield f"held-out loss  {found.held_out_loss:.4f} {when}{began}"
+    if found.tasks is not None:
+        after = whole(found.tasks, "after_round")
+        yield task_line(reported(found.tasks), after).replace("tasks ", f"{'tasks':15}", 1)
     if found.plan is not None:
         with contextlib.suppress(KeyError, ValueError, TypeError):
             plan = " ".join(plan_line(found.plan).split()).replace(" plan:", ":", 1)

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dilocox.config.base import Fraction, Section, parse_bytes
 from dilocox.config.methods import exchanges_gradients
+from dilocox.config.site import SiteName
 
 
 class CheckpointSection(Section):
@@ -45,7 +46,7 @@ class CheckpointSection(Section):
 
 
 class EvaluationSection(Section):
-    """`[evaluation]`: evaluations of the anchor's held-out loss."""
+    """`[evaluation]`: evaluations of the anchor: its held-out loss, and tasks of lm-eval."""
 
     every_rounds: Annotated[int, Field(ge=0)] = 0
     """Interval between evaluations, in rounds of `outer.inner_steps` inner steps. With 0, the run
@@ -57,9 +58,35 @@ class EvaluationSection(Section):
     """Number of evaluations without a lower held-out loss after which the run ends early, as if its
     steps were done. All sites evaluate then, and the run ends when more than half of them see no
     lower loss. 0: the run never ends early."""
+    tasks: list[str] = []  # noqa: RUF012 - pydantic copies defaults
+    """Tasks of lm-eval: names, task files in YAML, or folders with task files. One site evaluates
+    the model on the tasks in a process of lowest priority, beside training. The finished model is
+    always evaluated, and also the given weights that a run starts from. Sites need not agree on the
+    keys `tasks*`, and a resumed run may change the keys. Needs the extra `[eval]`."""
+    tasks_every: Annotated[int, Field(ge=0)] = 0
+    """Interval between evaluations on `tasks`, in rounds. An evaluation is skipped while an earlier
+    one still runs. 0: none while the run trains."""
+    tasks_limit: Annotated[int, Field(ge=0)] = 0
+    """Largest number of examples per task. 0: all."""
+    tasks_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Examples in each prompt. If not set, as each task says."""
+    tasks_chat: bool = False
+    """Write prompts with the tokenizer's chat template."""
+    tasks_site: SiteName | None = None
+    """Site that evaluates the tasks. If not set, it is the first site of the run file."""
+    tasks_device: str = "cpu"
+    """Device that evaluates the tasks, as PyTorch names it, such as `cuda:0`. On a GPU that also
+    trains, the memory must hold the whole model a second time."""
+    tasks_timeout: Annotated[float, Field(gt=0.0)] = 3600.0
+    """Seconds after which one evaluation on all tasks is given up, with a warning."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSection:
+        if self.tasks_every and not self.tasks:
+            raise ValueError(
+                f"tasks_every = {self.tasks_every} asks for evaluations on tasks, but tasks names "
+                "none: name tasks, or leave tasks_every out"
+            )
         if self.patience and not self.every_rounds:
             raise ValueError(
                 f"patience = {self.patience} counts evaluations, but with every_rounds = 0 there "

@@ -139,6 +139,11 @@ class RunConfig(Section):
         )
         if problem is not None:
             raise ValueError(problem)
+        if self.evaluation.tasks_site not in (None, *self.sites):
+            raise ValueError(
+                f"evaluation.tasks_site {self.evaluation.tasks_site!r} is not one of the sites: "
+                f"{', '.join(self.sites)}"
+            )
         if self.model.compile is True and self.site.schedule in ZERO_BUBBLE:
             raise ValueError(
                 f'model.compile: cannot be used with site.schedule "{self.site.schedule}", which '
@@ -182,6 +187,13 @@ class RunConfig(Section):
     def checkpoint_store(self) -> str:
         """Folder or URL of the checkpoints."""
         return self.checkpoint.store.replace("{run}", str(self.folder))
+
+    @property
+    def tasks_site(self) -> str | None:
+        """The site that evaluates `evaluation.tasks`; None without tasks."""
+        if not self.evaluation.tasks:
+            return None
+        return self.evaluation.tasks_site or next(iter(self.sites))
 
     @property
     def total_steps(self) -> int:
@@ -311,6 +323,7 @@ _OF_ONE_MACHINE = {
     "site": ("device", "threads"),
     "network": ("host", "port", "advertise", "interface", "congestion"),
     "checkpoint": ("store",),
+    "evaluation": tuple(key for key in EvaluationSection.model_fields if key.startswith("tasks")),
     "record": ("store", "anchor"),
 }
 """Keys, by section, that may differ between sites."""

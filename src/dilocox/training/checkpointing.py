@@ -136,7 +136,7 @@ class Checkpointer:
         if plan is not None and self._config.checkpoint.hugging_face and plan.kind == "train":
             folder = self._config.folder / f"model-tick-{at.tick:08d}"
             first = next(iter(plan.members)) == own.site
-            problem = self._export(own.rank, folder) if first or not self._shared else ""
+            problem = self.export(own.rank, folder) if first or not self._shared else ""
             if problem and own.rank.place.leads:
                 warn(problem)
 
@@ -161,7 +161,7 @@ class Checkpointer:
             target = best_model.partial(run, site)
             problem = (
                 self._written(rank, target, clear)
-                or self._export(rank, target)
+                or self.export(rank, target)
                 or self._written(rank, target, put)
             )
         if problem and leads:
@@ -215,7 +215,7 @@ class Checkpointer:
         mine = ends_run or not self._shared
         folder = self._config.folder / "model"
         with tracing.span("publish"):
-            problem = self._export(rank, folder) if mine else ""
+            problem = self.export(rank, folder) if mine else ""
         if problem:
             raise CheckpointError(problem)
         if mine:
@@ -223,7 +223,7 @@ class Checkpointer:
             touch, form = self._touch, self._form
             record_state(self._record, "final", plan.round, rank, touch, files, form=form)
 
-    def _export(self, rank: RankParts, folder: Path) -> str:
+    def export(self, rank: RankParts, folder: Path) -> str:
         """Write the anchor as a Hugging Face folder, or as a PEFT folder if adapters are trained.
 
         Collective over the site.

@@ -27,6 +27,7 @@ from dilocox.training.non_finite import NonFinitePolicy
 from dilocox.training.own_code import evaluated
 from dilocox.training.rank_state import RankState, capture_round
 from dilocox.training.round_exchange import round_exchange
+from dilocox.training.tasks.beside import TaskEvaluations, say_not_evaluated
 from dilocox.utils import tracing
 from dilocox.utils.background import BackgroundQueue
 
@@ -63,6 +64,8 @@ class Trainer:
     watch: RoundWatch | None = None
     """Signs states and fingerprints of inner steps, so that audits can repeat rounds. May be
     None: then no states are recorded."""
+    tasks: TaskEvaluations | None = None
+    """Evaluates anchors on tasks. None at a site that evaluates no tasks."""
     rounds_ended: int = 0
     """Number of rounds that this process has trained to their ends."""
     collector: PythonCollects = field(default_factory=PythonCollects)
@@ -88,6 +91,8 @@ class Trainer:
         if joining_site is not None:
             self.enter(joining_site)
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
+        if self.tasks is not None:
+            self.tasks.begin(self.rank, self.at.round)
         while True:
             with tracing.span("wait for plan", round=self.at.round):
                 plan = self.next_plan()
@@ -101,6 +106,7 @@ class Trainer:
                 continue
             if plan.round == 0 and self.at.slot == 0:
                 self.evaluate(plan, -1)
+                self.evaluate_tasks(-1)
             self.train_round(plan)
         self.finish(plan)
 
@@ -256,6 +262,7 @@ class Trainer:
             self.background.wait()
         if plan.evaluate:
             self.evaluate(plan, plan.round)
+        self.evaluate_tasks(plan.round)
         if plan.checkpoint:
             self.checkpointer.save(self.state, plan)
         self.donors.serve()
@@ -355,6 +362,11 @@ class Trainer:
                 self.client.report(round_, found, kind="peer_evaluation")
             self.checkpointer.keep_best(self.rank, round_, loss, first=False)
 
+    def evaluate_tasks(self, round_: int) -> None:
+        """Begin to evaluate the anchor after `round_` on tasks, if this site has to."""
+        if self.tasks is not None:
+            self.tasks.after_round(self.rank, round_)
+
     def report_eval_loss(self, round_: int) -> None:
         """Evaluate the anchor after `round_`, and report the held-out loss."""
         loss = self.evaluator.held_out_loss(round_)
@@ -390,6 +402,8 @@ class Trainer:
         self._go(self.client.depart if leaves else lambda: self.client.finish(complete=False))
 
     def _go(self, say: Callable[[], object]) -> NoReturn:
+        if self.tasks is not None:
+            self.tasks.close()
         self.wait_for_record()
         say()
         raise Stopped
@@ -419,5 +433,9 @@ class Trainer:
         if ends_run:
             self.report_eval_loss(plan.round)
         self.checkpointer.publish(self.rank, plan, ends_run)
+        if self.tasks is not None:
+            self.tasks.finish(self.rank, plan.round, self.control)
+        elif ends_run and self.rank.place.leads:
+            say_not_evaluated(self.client, self.config, plan)
         self.wait_for_record()
         self.client.finish(complete=True)

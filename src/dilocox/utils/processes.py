@@ -92,13 +92,22 @@ def _child(target: Callable[..., None], parent: int, arguments: tuple[Any, ...])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _name_process(multiprocessing.current_process().name)
+    die_with(parent)
+    target(*arguments)
+
+
+def die_with(parent: int) -> None:
+    """Have this process killed when the thread that started this process ends.
+
+    `parent`: process id of the parent. Without Linux, the end of the parent process counts.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
     else:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    target(*arguments)
 
 
 def _name_process(name: str) -> None:

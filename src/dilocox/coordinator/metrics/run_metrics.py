@@ -13,7 +13,13 @@ from typing import Any
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.metrics.privacy import PrivacyAccount
 from dilocox.coordinator.metrics.sinks import Metrics
-from dilocox.coordinator.protocol.site_reports import RESERVED, checked, settled_anchor
+from dilocox.coordinator.protocol.site_reports import (
+    FIRST,
+    RESERVED,
+    checked,
+    kind_of_report,
+    settled_anchor,
+)
 from dilocox.errors import DifferentAnchorsError, TrainingError
 from dilocox.utils.plain_text import plain
 from dilocox.utils.storage import when_there_is_room
@@ -140,6 +146,8 @@ class RunMetrics:
         self._closed: dict[int, dict[str, Record]] = {}
         self._rounds: dict[int, Record] = {}
         self._evaluations: dict[int, float] = {}
+        self._tasks: dict[int, Record] = {}
+        """Figures of tasks, by the round after which they were evaluated."""
         self._flush: dict[str, Record] = {}
         self._plan: Record = {}
         self._reason = ""
@@ -164,9 +172,7 @@ class RunMetrics:
         if site and kind in ("round", "flush"):
             checked(kind, record)
         if site and isinstance(round_, int):
-            first = record.get("after_round", 0) < 0
-            said = "first_evaluation" if first else str(kind)
-            self._written.setdefault(round_, set()).add((said, site))
+            self._written.setdefault(round_, set()).add((kind_of_report(record), site))
         if kind == "round" and site:
             self._open.setdefault(round_, self._closed.pop(round_, {}))[site] = record
         elif kind == "round":
@@ -176,6 +182,8 @@ class RunMetrics:
             self._flush[str(site)] = record
         elif kind == "evaluation":
             self._evaluations[int(record["after_round"])] = float(record["val_loss"])
+        elif kind == "tasks":
+            self._tasks[int(record["after_round"])] = _figures(record)
         elif kind == "plan":
             self._plan = {key: record[key] for key in CHOSEN if key in record}
             self._reason = str(record.get("reason", ""))
@@ -198,6 +206,7 @@ class RunMetrics:
         self._rounds = {r: row for r, row in self._rounds.items() if r < round_}
         self._closed = {r: rows for r, rows in self._closed.items() if r < round_}
         self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
+        self._tasks = {r: v for r, v in self._tasks.items() if r < round_}
         self._verdicts = {r: v for r, v in self._verdicts.items() if r < round_}
         self._open, self._flush, self._plan, self._written = {}, {}, {}, {}
         self._reason = ""
@@ -226,10 +235,14 @@ class RunMetrics:
         self._written.setdefault(round_, set()).add((kind, site))
         said = {key: value for key, value in metrics.items() if key not in RESERVED}
         record = {"kind": kind, "round": round_, "site": site, **said}
-        if kind in ("evaluation", "first_evaluation"):
-            record["kind"] = "evaluation"
-            record["step"] = self._step_after(metrics["after_round"])
-            self._evaluations[metrics["after_round"]] = metrics["val_loss"]
+        of_anchor = next((own for own, first in FIRST.items() if kind in (own, first)), None)
+        if of_anchor is not None:
+            after = metrics["after_round"]
+            record |= {"kind": of_anchor, "step": self._step_after(after)}
+            if of_anchor == "tasks":
+                self._tasks[after] = _figures(record)
+            else:
+                self._evaluations[after] = metrics["val_loss"]
             self._write(record)
             return
         self._write(record)
@@ -368,6 +381,7 @@ class RunMetrics:
             "allreduce_bytes": dense,
             "ratio_per_token": dense / payload if payload else 0.0,
             "anchor_digest": everything[-1]["anchor_digest"] if everything else None,
+            **self._task_figures(),
             "admission": self._totals(),
             **_over_time(rounds),
             **self._sequences,
@@ -384,6 +398,13 @@ class RunMetrics:
         part = self._folder / ".summary.json.part"
         part.write_text(text, encoding="utf-8")
         part.replace(self._folder / "summary.json")
+
+    def _task_figures(self) -> Record:
+        """Return the first and the last figures of tasks; empty without any."""
+        if not self._tasks:
+            return {}
+        first, last = min(self._tasks), max(self._tasks)
+        return {"tasks_first": self._tasks[first], "tasks_last": self._tasks[last]}
 
     def _totals(self) -> dict[str, dict[str, int]]:
         """Return counts of rejection codes and flags in the whole run, by site."""
@@ -441,6 +462,11 @@ def _over_time(rounds: Sequence[Record]) -> Record:
 def _summed(record: Record) -> Record:
     """Return only the fields of a combined round that the summary needs, to save memory."""
     return {key: record[key] for key in SUMMED if key in record}
+
+
+def _figures(record: Record) -> Record:
+    """Return the fields of an evaluation on tasks that the summary needs."""
+    return {key: record[key] for key in ("after_round", "results", "stderr", "samples")}
 
 
 def _read_lines(path: Path) -> Iterator[Record]:

@@ -62,22 +62,25 @@ class Metrics:
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record to the file, and records of rounds and evaluations to the sinks.
 
-        `record` has `kind` and, for "round" and "evaluation", site, step and numbers. A sink that
-        fails is not used any more, and a message in the file says so.
+        `record` has `kind` and, for "round", "evaluation" and "tasks", site, step and numbers. A
+        sink that fails is not used any more, and a message in the file says so.
         """
         self._line(record)
-        if record.get("kind") not in ("round", "evaluation"):
+        if record.get("kind") not in ("round", "evaluation", "tasks"):
             return
+        named = record
+        if record["kind"] == "tasks":
+            named = {f"tasks/{name}": value for name, value in record["results"].items()}
         values = {
             key: float(value)
-            for key, value in record.items()
+            for key, value in named.items()
             if isinstance(value, int | float)
             and not isinstance(value, bool)
             and key not in _NOT_NUMBERS
         }
         site, step = str(record.get("site", "")), int(record.get("step", 0))
-        # The held-out loss belongs to the run, because another site may measure it later.
-        places = [site, ""] if site and record["kind"] == "evaluation" else [site]
+        # Evaluations of the anchor belong to the run, because another site may make them later.
+        places = [site, ""] if site and record["kind"] != "round" else [site]
         for name, sink in list(self._sinks.items()):
             try:
                 for place in places:

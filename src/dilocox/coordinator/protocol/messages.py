@@ -348,8 +348,9 @@ class CheckpointsQuery(Query[Checkpoints]):
 
 
 ReportKind = Literal[
-    "round", "flush", "evaluation", "first_evaluation", "peer_evaluation", "warning"
-]
+    "round", "flush", "evaluation", "first_evaluation", "peer_evaluation", "tasks", "first_tasks",
+    "warning",
+]  # fmt: skip
 
 
 class ReportRequest(Message, Call[Done]):

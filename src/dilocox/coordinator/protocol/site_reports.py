@@ -12,11 +12,18 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from dilocox.coordinator.protocol.task_figures import checked_figures
 from dilocox.utils.plain_text import plain
 
 JOURNALS = "site-*.jsonl"
 """Name pattern of a site's progress files in its run folder; `dilocox status` reads them."""
-KINDS = ("round", "flush", "evaluation", "first_evaluation", "peer_evaluation", "warning")
+KINDS = (
+    "round", "flush", "evaluation", "first_evaluation", "peer_evaluation", "tasks", "first_tasks",
+    "warning",
+)  # fmt: skip
+FIRST = {"evaluation": "first_evaluation", "tasks": "first_tasks"}
+"""Kind of the report before training, by kind of the reports after a round. In `metrics.jsonl` both
+have the second kind, and `after_round` is -1 before training."""
 RESERVED = ("kind", "round", "site", "time", "about")
 """Fields that the writer of `metrics.jsonl` sets in every line; a report cannot set them."""
 _ROUND = (
@@ -56,12 +63,19 @@ def checked(kind: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     elif kind == "warning":
         _need(isinstance(found.get("text"), str), "text")
     else:
-        _need(_is_number(found.get("val_loss")), "val_loss")
+        if kind in ("tasks", "first_tasks"):
+            found |= checked_figures(metrics)
+        else:
+            _need(_is_number(found.get("val_loss")), "val_loss")
         after = found.get("after_round")
-        _need(
-            isinstance(after, int) and (after == -1) == (kind == "first_evaluation"), "after_round"
-        )
+        _need(isinstance(after, int) and (after == -1) == (kind in FIRST.values()), "after_round")
     return found
+
+
+def kind_of_report(record: Mapping[str, Any]) -> str:
+    """Return the kind of the report from which a line of `metrics.jsonl` was written."""
+    kind, after = str(record.get("kind")), record.get("after_round")
+    return FIRST.get(kind, kind) if isinstance(after, int) and after < 0 else kind
 
 
 def settled_anchor(

@@ -22,7 +22,9 @@ Report = Callable[[str, int, str, dict[str, Any]], None]
 MAX_REPORT = 16 << 10
 """Largest report in bytes, beside an allowance for each site of the run."""
 LATEST = 8
-"""A report may be about a round at most this far before the next round to be planned."""
+"""A report may be about a round at most this far before the next round to be planned. Warnings and
+evaluations on tasks, which may take many rounds, may be about any earlier round."""
+ANY_TIME = ("warning", "tasks", "first_tasks")
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +74,7 @@ class Reports:
                 f"may have {limit}",
             )
         site = run.state.sites[request.rank.site]
-        if request.kind != "warning" and request.round < run.state.next_round - LATEST:
+        if request.kind not in ANY_TIME and request.round < run.state.next_round - LATEST:
             return m.Done()  # The site was left behind, so nothing waits for its report.
         latest = site.metrics.get(request.kind)
         # A round may have several warnings with different texts.

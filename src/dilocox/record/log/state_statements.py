@@ -186,7 +186,7 @@ def readable(told: Callable[P, str]) -> Callable[P, str]:
     return line
 
 
-SIGNED_REPORTS = ("round", "flush", "evaluation", "first_evaluation")
+SIGNED_REPORTS = ("round", "flush", "evaluation", "first_evaluation", "tasks", "first_tasks")
 """Kinds of reports that sites sign, as `Report.kind`."""
 
 
@@ -196,7 +196,7 @@ class Report:
 
     kind: str
     round: int
-    """-1 for the evaluation before the first round."""
+    """-1 for an evaluation before the first round."""
     site: str
     digest: str
     """SHA-256, hex, of the report."""
@@ -210,7 +210,7 @@ class Report:
             if kind not in SIGNED_REPORTS or round_ < 0:
                 raise ValueError(kind)
             digest = digest_text(statement.subjects["report"])
-            round_ = -1 if kind == "first_evaluation" else round_
+            round_ = -1 if kind in ("first_evaluation", "first_tasks") else round_
             return cls(kind, round_, str(said["site"]), digest)
 
 

@@ -82,7 +82,8 @@ METRICS = Claim(
     False,
     "the losses and figures of sites in metrics.jsonl, which a run's page shows, are what the "
     "sites have signed, and the losses and tokens of the whole run are computed from these",
-    "that a site reported its own loss truthfully; times and bytes of the whole run",
+    "that a site reported its own loss, or its figures of tasks, truthfully; times and bytes of "
+    "the whole run",
 )
 PAYLOADS = Claim(
     "payloads",

@@ -15,7 +15,8 @@ from typing import Any
 
 import rfc8785
 
-from dilocox.coordinator.protocol.site_reports import RESERVED, checked
+from dilocox.coordinator.protocol.site_reports import FIRST, RESERVED, checked, kind_of_report
+from dilocox.coordinator.protocol.task_figures import moment
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.log.digests import sha256
@@ -30,18 +31,16 @@ _EXACT = 2**53
 """Bound on integers in canonical JSON, which must be smaller."""
 Line = Mapping[str, Any]
 Key = tuple[str, int, str]
-"""(kind, round, site); the evaluation before training has round -1."""
+"""(kind, round, site); an evaluation before training has round -1."""
+_OF_ANCHOR = (*FIRST, *FIRST.values())
+"""Kinds of reports about the anchor after a round, or before training."""
 
 
 def report_digest(kind: str, metrics: Mapping[str, Any]) -> str:
     """Return the SHA-256, hex, of a report in `metrics.jsonl`, without fields its writer adds."""
-    added = (*RESERVED, "step") if _is_evaluation(kind) else RESERVED
+    added = (*RESERVED, "step") if kind in _OF_ANCHOR else RESERVED
     said = {key: _plain(value) for key, value in metrics.items() if key not in added}
     return sha256(rfc8785.dumps(said))
-
-
-def _is_evaluation(kind: str) -> bool:
-    return kind in ("evaluation", "first_evaluation")
 
 
 def _plain(value: Any) -> Any:
@@ -107,11 +106,12 @@ def judge_reports(course: RunHistory, folder: Path) -> str:
     if not lines:
         raise NotRunError("no site has reported anything")
     sites = sorted({site for _, _, site in lines})
-    count = sum(_is_evaluation(kind) for kind, _, _ in lines)
-    return (
-        f"{len(lines) - count} reports of rounds and {count} of the held-out loss, signed by "
-        f"{', '.join(sites)}"
+    losses, tasks = (
+        sum(kind in (own, first) for kind, _, _ in lines) for own, first in FIRST.items()
     )
+    told = f"{len(lines) - losses - tasks} reports of rounds and {losses} of the held-out loss"
+    more = f", and {tasks} of tasks, which are reported and not recomputed" if tasks else ""
+    return f"{told}{more}, signed by {', '.join(sites)}"
 
 
 def _named(key: Key) -> str:
@@ -120,6 +120,8 @@ def _named(key: Key) -> str:
         return "the held-out loss before training"
     if kind == "evaluation":
         return f"the held-out loss after round {round_}"
+    if kind in ("tasks", "first_tasks"):
+        return f"the report on tasks {moment(round_)}"
     return f"the report of round {round_}"
 
 
@@ -161,15 +163,14 @@ def _lines(rows: Iterable[str]) -> tuple[dict[Key, _Told], dict[int, _Told]]:
         if not isinstance(line, dict):
             continue
         kind, site = str(line.get("kind")), line.get("site")
-        number = line.get("after_round" if kind == "evaluation" else "round", 0)
+        number = line.get("after_round" if kind in FIRST else "round", 0)
         if not isinstance(number, int):
             continue
         if kind == "resumed":
             lines = {key: each for key, each in lines.items() if key[1] < number}
             rounds = {r: each for r, each in rounds.items() if r < number}
         elif site and kind in SIGNED_REPORTS:
-            first = kind == "evaluation" and number < 0
-            said = "first_evaluation" if first else kind
+            said = kind_of_report(line)
             lines[said, number, str(site)] = _Told.of(line, said)
         elif kind == "round":
             rounds[number] = _Told.of(line, None)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dilocox.coordinator.protocol.task_figures import Figure, reported
+
 Record = Mapping[str, Any]
 
 
@@ -74,6 +76,16 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class TaskEvaluation:
+    """Figures of tasks of the anchor after a round, as a site reported them."""
+
+    after_round: int
+    """-1: before training."""
+    step: int
+    figures: tuple[Figure, ...]
+
+
+@dataclass(frozen=True)
 class Event:
     """An event of the run, as text. `about` is `members`, `plan` or empty."""
 
@@ -106,6 +118,7 @@ class History:
 
     rounds: list[Round] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    tasks: list[TaskEvaluation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     flush_bytes: float = 0.0
@@ -134,6 +147,7 @@ def read_history(records: Iterable[Record]) -> History:
     rounds: dict[int, Record] = {}
     by_site: dict[int, dict[str, SiteRound]] = {}
     evaluations: dict[int, Evaluation] = {}
+    tasks: dict[int, TaskEvaluation] = {}
     flush: dict[str, float] = {}
     for record in records:
         kind, number, site = record.get("kind"), _integer(record, "round"), _text(record, "site")
@@ -151,6 +165,9 @@ def read_history(records: Iterable[Record]) -> History:
             loss, after = _number(record, "val_loss"), _integer(record, "after_round")
             if loss is not None:
                 evaluations[after] = Evaluation(after, _integer(record, "step"), loss)
+        elif kind == "tasks":
+            after, figures = _integer(record, "after_round"), tuple(reported(record))
+            tasks[after] = TaskEvaluation(after, _integer(record, "step"), figures)
         elif kind == "admission":
             found.admissions.append(admission(number, site, record))
         elif kind == "message":
@@ -162,6 +179,7 @@ def read_history(records: Iterable[Record]) -> History:
             rounds = {n: row for n, row in rounds.items() if n < number}
             by_site = {n: row for n, row in by_site.items() if n < number}
             evaluations = {n: row for n, row in evaluations.items() if n < number}
+            tasks = {n: row for n, row in tasks.items() if n < number}
             flush = {}
             found.admissions = [each for each in found.admissions if each.round < number]
             found.resumes.append(number)
@@ -169,6 +187,7 @@ def read_history(records: Iterable[Record]) -> History:
         _round(number, rounds[number], by_site.get(number, {})) for number in sorted(rounds)
     ]
     found.evaluations = [evaluations[number] for number in sorted(evaluations)]
+    found.tasks = [tasks[number] for number in sorted(tasks)]
     found.flush_bytes = sum(flush.values())
     return found
 

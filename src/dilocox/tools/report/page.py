@@ -46,6 +46,7 @@ class Page:
     ended, or the run file does not give the number of steps."""
     tiles: list[Tile]
     learning: list[Chart]
+    tasks: tables.Table
     traffic: list[Chart]
     times: list[Chart]
     totals: list[tuple[str, str]]
@@ -109,6 +110,7 @@ def build(
         done=done,
         tiles=_tiles(files, history),
         learning=curves.learning(history, names),
+        tasks=tables.tasks(history),
         traffic=curves.traffic(history),
         times=curves.times(history),
         totals=_totals(files, history),

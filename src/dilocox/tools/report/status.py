@@ -17,6 +17,7 @@ from typing import Any
 
 from dilocox.config.run_config import load_written
 from dilocox.coordinator.protocol.site_reports import JOURNALS
+from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.errors import ConfigError
 from dilocox.utils.processes import is_alive
 
@@ -28,6 +29,8 @@ ROUNDING = 1.0
 """Seconds by which the time stamps of files and of lines may differ."""
 MESSAGES = 5
 """Most messages of the run that are shown as warnings; the latest ones are shown."""
+TOLD = ("round", "flush", "evaluation", "tasks")
+"""Kinds of a site's reports in `metrics.jsonl`."""
 GOES_ON = ("waits for sites", "training", "joining", "stopping")
 STOPPED = ("stopped", "left")
 
@@ -77,6 +80,8 @@ class Status:
     """Round after which `held_out_loss` was measured; -1: before the first round."""
     held_out_first: float | None = None
     """Held-out loss before the first round."""
+    tasks: Record | None = None
+    """The latest evaluation on tasks, as in `metrics.jsonl`."""
     plan: Record | None = None
     """The latest plan, as in `metrics.jsonl`."""
     privacy: Record = field(default_factory=dict)
@@ -191,7 +196,7 @@ def _take_up(found: Status, records: Iterable[Record]) -> None:
         if time is not None:
             found.began = time if found.began is None else found.began
             found.last = time
-        if isinstance(site, str) and site and kind in ("round", "flush", "evaluation"):
+        if isinstance(site, str) and site and kind in TOLD:
             each = sites.setdefault(site, SiteNow(site))
             each.last_word = each.last_word if time is None else time
             if kind == "round":
@@ -206,6 +211,8 @@ def _take_up(found: Status, records: Iterable[Record]) -> None:
             found.held_out_after = whole(record, "after_round")
             if found.held_out_after == -1:
                 found.held_out_first = found.held_out_loss
+        elif kind == "tasks" and reported(record):
+            found.tasks = record
         elif kind == "plan":
             found.plan = record
         elif kind == "privacy" and isinstance(record.get("sites"), dict):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dilocox.coordinator.protocol.task_figures import comparison, moment
 from dilocox.data.manifest import source_names
 from dilocox.tools.report.curves import seconds
 from dilocox.tools.report.folder import RunFiles
@@ -16,6 +17,8 @@ from dilocox.utils.formatting import number, size
 
 SHOWN = 40
 """Most rows of one table. A longer table shows its last rows."""
+MOMENTS = 6
+"""Most evaluations on tasks in the table of tasks."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Table:
     """Columns of digests and names, where a line may break anywhere."""
     left_out: int = 0
     """Number of earlier rows that are not shown."""
+    note: str = ""
+    """Addition to the caption, about what is not shown otherwise."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,22 @@ def _decided(files: RunFiles) -> list[Admission]:
             if isinstance(said, dict):
                 found.append(admission(step.key.round, str(site), said))
     return found
+
+
+def tasks(history: History) -> Table:
+    """Return the figures of tasks: a row for each task and metric, a column for each evaluation.
+
+    The first evaluation and the latest ones are shown.
+    """
+    rows = history.tasks
+    shown = rows[:1] + rows[1:][-(MOMENTS - 1) :]
+    columns = {moment(each.after_round): each.figures for each in shown}
+    table = comparison(columns)
+    head = (table[0][0], table[0][1], table[0][2], *columns)
+    left = len(rows) - len(shown)
+    return Table("tasks", "Figures of tasks, as a site reports them; a record does not prove them",
+                 head, tuple(map(tuple, table[1:])), numeric=tuple(range(2, len(head))),
+                 note=f"{left} evaluations in between are not shown" if left else "")  # fmt: skip
 
 
 def scores(history: History) -> Table:

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.metrics.privacy import words
+from dilocox.coordinator.protocol.task_figures import line as task_line
+from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.utils.formatting import number, size
 from dilocox.utils.plain_text import plain, plain_lines
 
@@ -128,6 +130,8 @@ class Display:
         elif kind == "evaluation":
             when = "before training" if record["after_round"] < 0 else "of the anchor"
             self.line(f"held-out loss {when}: {record['val_loss']:.4f}")
+        elif kind == "tasks":
+            self.line(task_line(reported(record), record["after_round"]))
         elif kind == "message":
             self.line(plain(record["text"]))
 
@@ -136,6 +140,11 @@ class Display:
         first, last = record.get("val_loss_first"), record.get("val_loss_last")
         if record.get("phase") == "finished" and record.get("reason"):
             self.line(f"ended early       {plain(record['reason'])}")
+        if "tasks_last" in record:
+            both = [record["tasks_first"], record["tasks_last"]]
+            for own in both if both[0] != both[1] else both[1:]:
+                said = task_line(reported(own), own["after_round"]).removeprefix("tasks ")
+                self.line(f"tasks             {said}")
         if first is not None and last is not None:
             self.line(f"held-out loss     {first:.4f} before, {last:.4f} after")
         elif first is not None:

@@ -35,6 +35,7 @@ from dilocox.training.launch.run_folder import (
     check_writable,
     refuse_finished,
 )
+from dilocox.training.launch.tasks_check import check_run_tasks
 from dilocox.training.launch.tokenizer_check import (
     check_handed_tokenizer,
     check_tokenizer,
@@ -123,6 +124,7 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
     if role.site is None and fresh:
         check_tokenizer(config)
     check_handed_momentum(config)
+    check_run_tasks(config, role.site, display)
     if display is None:
         fetch_weights(config)
     else:

@@ -33,7 +33,7 @@ from dilocox.errors import (
     RunEndedError,
     RunStoppedError,
 )
-from dilocox.inner import resolve_device
+from dilocox.inner import available_cores, resolve_device
 from dilocox.inner.flight_recorder import record_collectives
 from dilocox.inner.garbage import Collector
 from dilocox.outer.first_state import FirstState
@@ -61,6 +61,7 @@ from dilocox.training.launch import site_log
 from dilocox.training.launch.exchange_backend import LinkBackend
 from dilocox.training.rank_errors import explained
 from dilocox.training.rank_state import RankState
+from dilocox.training.tasks.beside import TaskEvaluations
 from dilocox.training.trainer import Stopped, Trainer
 from dilocox.transport.exchange_worker import ExchangeWorker
 from dilocox.transport.link.endpoint import LinkEndpoint, open_endpoint
@@ -301,6 +302,7 @@ def _take_part(
         donor_pause=timeouts.entry,
         donor_patience=2 * timeouts.heartbeat,
         watch=rounds,
+        tasks=_tasks(config, place, client, checkpointer),
         collector=Collector(),
     )
     control.wait_while_role("enrolled")
@@ -313,6 +315,14 @@ def _take_part(
             site_log.note(config, place.site, "begins", round=trainer.at.round)
         trainer.run(joining_site)
     worker.close()
+
+
+def _tasks(
+    config: RunConfig, place: RankPlace, client: CoordinatorClient, checkpointer: Checkpointer
+) -> TaskEvaluations | None:
+    if place.site != config.tasks_site:
+        return None
+    return TaskEvaluations(config, place.site, client, checkpointer.export, available_cores())
 
 
 def _say_not_deterministic(rank: RankParts, client: CoordinatorClient) -> None:

@@ -23,6 +23,7 @@ WRITTEN = (
     "report.html",
     "checkpoints",
     "coordinator",
+    "evaluations",
     "logs",
     "model",
     "model-best*",

@@ -19,7 +19,9 @@ from typing import Any
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.protocol.messages import ReportKind
-from dilocox.coordinator.protocol.site_reports import JOURNALS, RESERVED
+from dilocox.coordinator.protocol.site_reports import FIRST, JOURNALS, RESERVED
+from dilocox.coordinator.protocol.task_figures import line as line_of_tasks
+from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.errors import DilocoxError
 from dilocox.record.verify.metric_reports import signed_report
 from dilocox.record.writer.rank_recorder import SigningIdentity
@@ -75,7 +77,7 @@ class TellingClient(CoordinatorClient):
         if self.tell is not None and line is not None:
             self.tell(line)
         if self.journal is not None and line is not None:
-            known = "evaluation" if kind == "first_evaluation" else kind
+            known = next((own for own, first in FIRST.items() if kind == first), kind)
             said = {key: value for key, value in metrics.items() if key not in RESERVED}
             self.journal(known, round=round_, **said)
 
@@ -98,6 +100,8 @@ def line_of(kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:
     if kind in ("evaluation", "first_evaluation"):
         when = "before training" if metrics["after_round"] < 0 else "of the anchor"
         return f"held-out loss {when}: {metrics['val_loss']:.4f}"
+    if kind in ("tasks", "first_tasks"):
+        return line_of_tasks(reported(metrics), metrics["after_round"])
     if kind == "flush":
         return f"round {round_:>3}  flush: the last exchanges of the run have landed"
     if kind != "round":

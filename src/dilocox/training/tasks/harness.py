@@ -82,6 +82,18 @@ def check_tasks(options: TaskOptions, asked: str = "evaluation.tasks") -> list[s
     return list(found)
 
 
+def check_device(device: str, asked: str) -> None:
+    """Raise `ConfigError` if nothing can be computed on `device`, PyTorch's name of a device."""
+    import torch
+
+    try:
+        torch.empty(1, device=torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"{asked}: device {device!r} cannot be used ({_reason(error)}); cpu works everywhere"
+        ) from None
+
+
 def evaluate_folder(
     folder: Path, options: TaskOptions, asked: str = "evaluation.tasks"
 ) -> dict[str, Any]:
@@ -131,18 +143,10 @@ def evaluate_models(
 
 def _load(folder: Path, options: TaskOptions, asked: str) -> Any:
     """Return the model in `folder` as lm-eval's `HFLM`."""
-    import torch
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoConfig
 
-    try:
-        device = torch.device(options.device)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"{asked}: device {options.device!r} cannot be used ({_reason(error)}); cpu works "
-            "everywhere"
-        ) from None
+    check_device(options.device, asked)
     try:
         network, options_of_adapters = _base(folder)
         config = AutoConfig.from_pretrained(network, trust_remote_code=False)
@@ -151,7 +155,7 @@ def _load(folder: Path, options: TaskOptions, asked: str) -> Any:
         model = HFLM(
             pretrained=network,
             device=options.device,
-            batch_size=BATCH if device.type == "cpu" else "auto",
+            batch_size=BATCH if options.device == "cpu" else "auto",
             trust_remote_code=False,
             use_safetensors=True,
             attn_implementation="eager" if capped else "sdpa",
