@@ -253,8 +253,7 @@ class SiteModel:
 
         Collective over the site. The gradient is the mean over the site's batch, with `counted`
         over the labels that count. If loss or norm is not finite, no step is taken, and the result
-        says so. After `exchange_gradients` the norm
-        alone decides, so that all sites do the same.
+        says so. After `exchange_gradients` the norm alone decides, so that all sites do the same.
 
         Args:
             input_ids: int64 [b, L], the same shape on all ranks; only the first stage reads it.
