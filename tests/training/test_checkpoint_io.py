@@ -403,7 +403,7 @@ def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
         Any, SimpleNamespace(checkpoint=SimpleNamespace(hugging_face=slow == "export"),
                              folder=tmp_path, model=SimpleNamespace(revision=None))
     )  # fmt: skip
-    checkpointer._files = cast(Any, SimpleNamespace(tokenizer_folder=None))
+    checkpointer._files = cast(Any, SimpleNamespace(tokenizer_folder=None, ends_of_turn=()))
     rank = SimpleNamespace(
         place=SimpleNamespace(site="paris", stage=0, shard=0, leads=True),
         mesh=SimpleNamespace(stages=1, gather_names=lambda names: [names]),
