@@ -22,7 +22,16 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dilocox.config import adapter, admission, data, outputs, privacy, run_config, site
+from dilocox.config import (
+    adapter,
+    admission,
+    data,
+    data_sources,
+    outputs,
+    privacy,
+    run_config,
+    site,
+)
 from dilocox.config import model as config_model
 from dilocox.config import outer as config_rounds
 from dilocox.config.methods import METHODS, method_defaults
@@ -174,13 +183,16 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
             kinds = [kind for kind in (field.annotation, *get_args(field.annotation))
                      if isinstance(kind, type) and issubclass(kind, BaseModel)]  # fmt: skip
             yield name, kinds[0]
+            if kinds[0] is data.DataSection:
+                yield "[data.sources]", data_sources.SourceSection
 
 
 def source_texts() -> dict[tuple[str, str], str]:
     """Returns the text below each key in the source, on one line, by (class name, key)."""
     texts: dict[tuple[str, str], str] = {}
     sources = (
-        run_config, config_model, adapter, admission, data, outputs, privacy, config_rounds, site,
+        run_config, config_model, adapter, admission, data, data_sources, outputs, privacy,
+        config_rounds, site,
     )  # fmt: skip
     written = [inspect.getsource(module) for module in sources]
     for node in ast.parse("\n".join(written)).body:
@@ -215,6 +227,8 @@ def type_text(hint: Any) -> str:
     if origin is tuple:
         return f"list of {len(get_args(hint))}: {type_text(get_args(hint)[0])}"
     if origin is dict:
+        return "table"
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
         return "table"
     return {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}[hint]
 

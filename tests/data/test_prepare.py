@@ -23,6 +23,7 @@ from dilocox.data import (
     packing,
     prepare,
     show,
+    source_groups,
     tokenizer,
 )
 from dilocox.data.sources import read_source
@@ -435,7 +436,7 @@ def test_held_out_text_of_a_hub_data_set_is_of_its_split(
         local = data.model_copy(update={"format": "text"})
         return read_source(str(corpus), local, lambda step, share: None)
 
-    monkeypatch.setattr(prepare_module, "HubSource", hub)
+    monkeypatch.setattr(source_groups, "HubSource", hub)
     own = section("someone/poems", format="hub", validation_source="someone/poems")
     prepare(own, tmp_path / "data", seed=0)
     assert asked == [("someone/poems", "train"), ("someone/poems", "validation")]

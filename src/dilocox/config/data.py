@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dilocox.config.base import Positive, Section
+from dilocox.config.data_sources import SourceSection, sources_problem
 
 Packing = Literal["stream", "documents", "none"]
 LongDocuments = Literal["cut", "split", "refuse"]
@@ -93,6 +94,26 @@ class DataSection(Section):
     """Hub datasets: the split of `validation_source`."""
     validation_sequences: Positive = 64
     """Largest number of held-out sequences that an evaluation reads."""
+    sources: list[SourceSection] | None = None
+    """Several sources with weights, instead of `source`: see [`[[data.sources]]`](#datasources)."""
+
+    @model_validator(mode="after")
+    def _sources_consistent(self) -> DataSection:
+        if self.sources is not None:
+            if self.source is not None:
+                raise ValueError("source and sources are both set: leave one of them out")
+            apart = self.validation_source is not None
+            problem = sources_problem(self.sources, self.format, apart)
+            if problem is not None:
+                raise ValueError(problem)
+        return self
+
+    def of_source(self, source: SourceSection) -> DataSection:
+        """Returns this section for one of `sources` alone, with the keys that the source sets."""
+        own = source.overrides() | {"source": source.source, "sources": None}
+        if self.validation_source is not None:
+            own |= {"validation_source": None, "validation_fraction": 0.0}
+        return self.model_copy(update=own)
 
     @property
     def rows(self) -> RowRules:

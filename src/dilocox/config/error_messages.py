@@ -63,7 +63,8 @@ def _locate(
 ) -> tuple[list[str], type[BaseModel], FieldInfo | None]:
     """Returns the path of the key at `loc`, the section that holds it, and its field.
 
-    Parts of `loc` that are not keys are left out. The field is None if the section has no such key.
+    A table of a list of tables is named by its number, from 1. Parts of `loc` that are not keys are
+    left out. The field is None if the section has no such key.
     """
     path: list[str] = []
     section, field = root, None
@@ -71,16 +72,23 @@ def _locate(
     for part in loc:
         if part == "[key]":
             break
-        if isinstance(inside, type) and issubclass(inside, BaseModel):
+        if _is_section(inside):
             section, field = inside, inside.model_fields.get(str(part))
             path.append(str(part))
             inside = None if field is None else _plain(field.annotation)
         elif typing.get_origin(inside) is dict:
             path.append(str(part))
             inside = typing.get_args(inside)[1]
+        elif typing.get_origin(inside) is list and _is_section(typing.get_args(inside)[0]):
+            path[-1] += f" (table {int(part) + 1})"
+            inside = typing.get_args(inside)[0]
         else:
             break
     return path, section, field
+
+
+def _is_section(kind: Any) -> typing.TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _plain(annotation: Any) -> Any:

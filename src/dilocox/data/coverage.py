@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dilocox.data.rows import covered
+from dilocox.data.rows import Numbers, covered
 from dilocox.data.sequences import SequenceSpace
 from dilocox.data.token_files import TokenFiles
 
@@ -37,6 +37,30 @@ def seen_documents(
     `sequence_length` input tokens count as read, not the last label. In rows of whole documents the
     last token of a document counts, too.
     """
+    numbers, lengths, read = _read(files, space, list(ranges))
+    places = _Places(files)
+    return [
+        Seen(*places.of(number), number, length, seen)
+        for number, length, seen in zip(
+            numbers.tolist(), lengths.tolist(), read.tolist(), strict=True
+        )
+    ]
+
+
+def _read(
+    files: TokenFiles, space: SequenceSpace, ranges: Sequence[tuple[int, int]]
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Returns numbers, tokens, and tokens read of the documents that `ranges` touch: int64 [n]."""
+    if space.mixed is not None:
+        own = [space.mixed.ranges(*each) for each in ranges]
+        found, first = [], 0
+        for source, part in enumerate(space.parts):
+            wanted = [each[source] for each in own if each[source][1]]
+            numbers, lengths, read = _read(part.files, part, wanted)
+            found.append((numbers + first, lengths, read))
+            first += part.files.document_count("train")
+        numbers, lengths, read = (np.concatenate(column) for column in zip(*found, strict=True))
+        return numbers, lengths, read
     parts = [space.positions(start, count) for start, count in ranges]
     sequences = np.unique(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
     ends = files.document_ends("train")
@@ -47,11 +71,8 @@ def seen_documents(
         read = covered(sequences, space.sequence_length, ends) - covered(
             sequences, space.sequence_length, starts
         )
-    places = _Places(files)
-    return [
-        Seen(*places.of(int(n)), int(n), int(ends[n] - starts[n]), int(read[n]))
-        for n in np.flatnonzero(read)
-    ]
+    touched = np.flatnonzero(read)
+    return touched, (ends - starts)[touched], read[touched]
 
 
 class _Places:

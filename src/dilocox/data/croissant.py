@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.data.flags import COUNTED, STARTS
+from dilocox.data.manifest import held_out_whole
 from dilocox.errors import DataError
 
 CROISSANT = "croissant.json"
@@ -113,12 +114,12 @@ def _name(source: dict[str, Any]) -> str:
 
 def _description(content: dict[str, Any]) -> str:
     parts = ["Text, and the token files that were made of it."]
-    own_from = content.get("validation_from", len(content["sources"]))
+    whole = held_out_whole(content)
     for number, each in enumerate(content["sources"]):
         parts.append(
             f"Source {number} ({_name(each)}): licence {each['licence'] or 'not stated'}, revision "
             f"{each['revision'] or 'not stated'}."
-            + (" All of it is held out." if number >= own_from else "")
+            + (" All of it is held out." if whole[number] else "")
         )
     about = content.get("conversations")
     if about is not None:
@@ -127,6 +128,12 @@ def _description(content: dict[str, Any]) -> str:
             f"The documents are conversations (format {about['format']}), rendered {template}. "
             f"Tokens that count as labels: {about['loss_on']}."
         )
+    first = 0
+    for each in content.get("mixture", ()):
+        last = first + each["sources"] - 1
+        numbers = f"source {first}" if first == last else f"sources {first} to {last}"
+        parts.append(f"{each['name']}: {numbers}{_terms(each)}.")
+        first = last + 1
     begin = [str(each["id"]) for each in content.get("begin_of_text", [])]
     begun = f"begun by token {' and '.join(begin)} and " if begin else ""
     for split, part in sorted(content["splits"].items()):
@@ -141,6 +148,11 @@ def _description(content: dict[str, Any]) -> str:
             f"{part['documents']} documents, {bounds}."
         )
     return " ".join(parts)
+
+
+def _terms(part: dict[str, Any]) -> str:
+    weight = "" if part["weight"] is None else f", weight {part['weight']}"
+    return weight + ("" if part["epochs"] is None else f", {part['epochs']} epochs at most")
 
 
 def _files(number: int, source: dict[str, Any]) -> list[dict[str, Any]]:

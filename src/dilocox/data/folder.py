@@ -13,6 +13,7 @@ from typing import Any
 from dilocox.config.data import DataSection
 from dilocox.config.run_config import load_written
 from dilocox.data.manifest import MANIFEST
+from dilocox.data.source_groups import Named
 from dilocox.data.sources import list_files
 from dilocox.data.token_files import TokenFiles
 from dilocox.errors import DataError
@@ -114,8 +115,7 @@ def publish(partial: Path, folder: Path) -> bool:
 
 def reuse(
     folder: Path,
-    data: DataSection,
-    names: list[str],
+    named: list[Named],
     options: dict[str, Any],
     changed: Callable[[str], None] | None = None,
 ) -> TokenFiles:
@@ -123,8 +123,7 @@ def reuse(
 
     Args:
         folder: folder with token files.
-        data: `[data]` of the run file.
-        names: names of the sources, in the manifest's order.
+        named: names of the sources and their keys, in the manifest's order.
         options: options that decide the content of the token files.
         changed: is called with a message for each source that has changed. A resumed run passes it,
             since such a run needs the token files but not their sources. If None, a change raises.
@@ -145,7 +144,8 @@ def reuse(
             f"{made_with.get(key)!r} instead of {options[key]!r}); set data.folder to another "
             "folder or delete this one, or give the same options"
         )
-    for name, source in zip(names, files.content["sources"], strict=True):
+    names = [(name, group.data) for group in named for name in group.names]
+    for (name, data), source in zip(names, files.content["sources"], strict=True):
         if source["kind"] == "files" and Path(name).expanduser().exists():
             # Versions that did not record "left_out" ignored formats and links that are read now,
             # so added files do not mean that the source has changed.

@@ -28,6 +28,10 @@ FORMAT = 1
 FORMAT_WITH_FLAGS = 2
 """Version of the layout of token files with flags: shards have a second file (`data.flags`)."""
 
+FORMAT_WITH_PARTS = 3
+"""Version of the layout of token files of several sources, with or without flags: each split is in
+parts, one per source (`data.parts`)."""
+
 
 def canonical(content: Any) -> bytes:
     """Returns `content` as canonical JSON: sorted keys, no spaces, ASCII."""
@@ -41,9 +45,27 @@ def digest_of(content: Any) -> str:
 
 def format_of(content: dict[str, Any]) -> int:
     """Returns the version of the layout of token files whose manifest has `content`."""
+    if "mixture" in content:
+        return FORMAT_WITH_PARTS
+    return FORMAT_WITH_FLAGS if has_flags(content) else FORMAT
+
+
+def has_flags(content: dict[str, Any]) -> bool:
+    """Returns whether token files whose manifest has `content` have flags."""
     splits = content.get("splits", {}).values()
-    flagged = any("flags" in shard for split in splits for shard in split.get("shards", ()))
-    return FORMAT_WITH_FLAGS if flagged else FORMAT
+    return any("flags" in shard for split in splits for shard in split.get("shards", ()))
+
+
+def held_out_whole(content: dict[str, Any]) -> list[bool]:
+    """Returns, for each source of the manifest, whether all of the source's text is held out."""
+    count = len(content["sources"])
+    found = [number >= content.get("validation_from", count) for number in range(count)]
+    first = 0
+    for each in content.get("mixture", ()):
+        for number in range(each["sources"]):
+            found[first + number] = number >= each["trained"]
+        first += each["sources"]
+    return found
 
 
 def render(content: dict[str, Any], made_with: dict[str, Any]) -> str:
@@ -86,10 +108,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from None
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise DataError(f"{path}: not a manifest of token files; name another folder")
-    if manifest["format"] not in (FORMAT, FORMAT_WITH_FLAGS):
+    if manifest["format"] not in (FORMAT, FORMAT_WITH_FLAGS, FORMAT_WITH_PARTS):
         raise DataError(
-            f"{path}: format {manifest['format']!r}, this version of dilocox reads {FORMAT} and "
-            f"{FORMAT_WITH_FLAGS}; prepare the data again in another folder"
+            f"{path}: format {manifest['format']!r}, this version of dilocox reads {FORMAT} to "
+            f"{FORMAT_WITH_PARTS}; prepare the data again in another folder"
         )
     content, made_with = manifest.get("content"), manifest.get("made_with")
     if (
@@ -112,10 +134,12 @@ def hash_file(path: Path) -> str:
 def source_names(options: Mapping[str, Any]) -> list[str]:
     """Returns the names of all sources in the manifest's order.
 
-    Those of `source` come first, then those of `validation_source`. `options` holds keys of
-    `[data]`.
+    Those of `source` come first, then those of `validation_source`. With several sources, each one
+    has both kinds together. `options` holds keys of `[data]`.
     """
     names: list[str] = []
+    for each in options.get("sources") or ():
+        names += source_names(each)
     for key in ("source", "validation_source"):
         given = options.get(key)
         names += given if isinstance(given, list) else [given] if given else []

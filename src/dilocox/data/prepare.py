@@ -24,20 +24,13 @@ from dilocox.data.conversations import Conversation
 from dilocox.data.croissant import write_croissant
 from dilocox.data.document_encoding import DocumentEncoder
 from dilocox.data.folder import check_place, partial_folder, publish, reuse
-from dilocox.data.hub import HubSource, on_hub
-from dilocox.data.manifest import (
-    MANIFEST,
-    digest_of,
-    format_of,
-    hash_file,
-    source_names,
-    write_manifest,
-)
+from dilocox.data.manifest import MANIFEST, digest_of, format_of, hash_file, write_manifest
 from dilocox.data.packing import Packer, Place
 from dilocox.data.protected_tokens import Encoded
 from dilocox.data.rows import describe_rows
 from dilocox.data.sequences import check_lengths
-from dilocox.data.sources import Source, read_source
+from dilocox.data.source_groups import Group, Progress, named_groups, open_groups
+from dilocox.data.sources import Source
 from dilocox.data.token_files import SPLITS, TOKENIZER, TokenFiles
 from dilocox.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from dilocox.errors import DataError
@@ -54,8 +47,6 @@ RANGE = 1 << 64
 
 # Keys of `[data]` that do not change the token files, only how they are read.
 _READING = {"folder", "sequence_length", "validation_sequences", "packing", "long_documents"}
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -88,11 +79,12 @@ class HoldoutSplit:
         digest = hashlib.sha256(f"dilocox/held-out/1|{self.seed}|".encode() + raw).digest()
         return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
 
-    def settled(self, documents: Iterator[str]) -> HoldoutSplit:
+    def settled(self, documents: Iterator[str], key: str = "data.source") -> HoldoutSplit:
         """Returns this rule with `below` changed so that both splits have a document.
 
         The change is as small as possible. Reading stops as soon as both splits have a document.
-        Raises `DataError` if there are fewer than two different documents.
+        `key` is the run file's key, for messages. Raises `DataError` if there are fewer than two
+        different documents.
         """
         least, most = RANGE, -1
         for text in documents:
@@ -101,10 +93,10 @@ class HoldoutSplit:
             if least < self.below <= most:
                 return self
         if most < 0:
-            raise DataError("data.source: no text in the sources; name files that contain text")
+            raise DataError(f"{key}: no text in the sources; name files that contain text")
         if least == most:
             raise DataError(
-                "data.source: one document is not enough, since some documents must be held out; "
+                f"{key}: one document is not enough, since some documents must be held out; "
                 "give more text"
             )
         return HoldoutSplit(self.seed, min(max(self.below, least + 1), most))
@@ -133,31 +125,27 @@ def prepare(
             files or is a mount point.
     """
     check_place(folder)
-    unused = frozenset() if data.has_conversations else CONVERSATION_KEYS.keys()
+    unused = set[str]() if data.has_conversations else set(CONVERSATION_KEYS)
+    unused |= {"sources"} if data.sources is None else set()
     options = data.model_dump(mode="json", exclude=_READING | unused) | {"seed": seed}
-    names, own_from = _names(data)
+    named = named_groups(data)
     if (folder / MANIFEST).is_file():
-        files = reuse(folder, data, names, options, changed)
+        files = reuse(folder, named, options, changed)
         check_same_template(data, files.tokenizer_folder, changed)
         check_lengths(files, data.rows)
         return files
     report = progress or _silent
     # If `folder` is a link, the files go to the disk of its target.
     place = Path(os.path.realpath(folder))
-    held_data = data.model_copy(update={"split": data.validation_split})
-    sources: list[Source] = []
-    for number, name in enumerate(names):
-        as_said = data if own_from is None or number < own_from else held_data
-        hub = on_hub(name, data)
-        sources.append(HubSource(name, as_said) if hub else read_source(name, data, report))
+    groups = open_groups(named, report)
     try:
         with partial_folder(place) as partial:
-            total = _total(sources, data, report, own_from)
+            total = _total(groups, report)
             _check_disk(total, partial)
-            held = _held(data, seed, sources, own_from)
-            content, spelled = _fill(partial, data, held, sources, total, report)
+            text = _Text(groups, [_held(group, seed) for group in groups], total)
+            content, spelled = _fill(partial, data, seed, text, report)
             write_croissant(partial, content)
-            made_with = _made_with(options, sources) | {"special_text": dict(spelled)}
+            made_with = _made_with(options, text.sources) | {"special_text": dict(spelled)}
             made_with |= _rows(partial, content, data)
             write_manifest(partial, content, made_with)
             check_lengths(TokenFiles.open(partial), data.rows)
@@ -168,68 +156,70 @@ def prepare(
             f"{folder}: token files cannot be written ({error.strerror}); name another folder or "
             "make room"
         ) from None
-    return reuse(folder, data, names, options, changed)
+    return reuse(folder, named, options, changed)
 
 
 def _silent(step: str, share: float) -> None:
     """Progress callback that does nothing."""
 
 
-def _names(data: DataSection) -> tuple[list[str], int | None]:
-    """Returns the names of all sources, and the number of the first source that is held out.
+@dataclass(frozen=True)
+class _Text:
+    """The documents that a folder of token files is made of."""
 
-    The number is None if there is no `data.validation_source`.
-    """
-    names = source_names({"source": data.source})
-    if not names:
-        raise DataError(
-            'data.source: missing; name files or folders of text, or "python-stdlib" for a corpus '
-            "that every machine has"
-        )
-    own = source_names({"validation_source": data.validation_source})
-    return names + own, len(names) if own else None
+    groups: list[Group]
+    held: list[HoldoutSplit]
+    """Which documents of each group are held out."""
+    total: int | None
+    """Bytes of all documents; None: unknown."""
+
+    @property
+    def sources(self) -> list[Source]:
+        """The sources of all groups."""
+        return [source for group in self.groups for source in group.sources]
 
 
-def _held(
-    data: DataSection, seed: int, sources: list[Source], own_from: int | None
-) -> HoldoutSplit:
-    if own_from is not None:
-        return HoldoutSplit(seed, 0, own_from)
-    below = int(data.validation_fraction * RANGE)
-    return HoldoutSplit(seed, below).settled(_documents(sources, data))
+def _held(group: Group, seed: int) -> HoldoutSplit:
+    named = group.named
+    if named.own_from is not None or not named.data.validation_fraction:
+        return HoldoutSplit(seed, 0, named.own_from)
+    below = int(named.data.validation_fraction * RANGE)
+    documents = _documents(group.sources, named.data)
+    return HoldoutSplit(seed, below).settled(documents, named.key)
 
 
 def _fill(
-    partial: Path,
-    data: DataSection,
-    held: HoldoutSplit,
-    sources: list[Source],
-    total: int | None,
-    report: Progress,
+    partial: Path, data: DataSection, seed: int, text: _Text, report: Progress
 ) -> tuple[dict[str, Any], Mapping[str, int]]:
     """Write the tokenizer and the shards into `partial`.
 
     Returns the manifest's content, and the number of documents that contain special tokens as text,
     by token.
     """
-    encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, total, report)
+    encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, text, report)
     documents = DocumentEncoder(partial / TOKENIZER, data, encoder)
-    splits = _encode(partial, data, _Text(sources, held, total), documents, report)
+    splits, parts = _encode(partial, text, documents, report)
     documents.check_labels({split: packer.counted for split, packer in splits.items()})
-    content = {
+    content: dict[str, Any] = {
         "dtype": splits["train"].dtype.name,
         "vocabulary_size": encoder.vocabulary_size,
         "end_of_text": _named(encoder, encoder.end_of_text),
         "tokenizer": tokenizer,
-        "seed": held.seed,
-        "validation_fraction": data.validation_fraction if held.own_from is None else 0.0,
-        "held_out_below": f"{held.below:016x}",
-        "max_documents": data.max_documents,
+        "seed": seed,
         "splits": {split: splits[split].describe() for split in SPLITS},
-        "sources": [source.describe() for source in sources],
+        "sources": [source.describe() for source in text.sources],
     }
-    if held.own_from is not None:
-        content["validation_from"] = held.own_from
+    if data.sources is None:
+        content |= _rules(text.groups[0], text.held[0])
+        if text.held[0].own_from is not None:
+            content["validation_from"] = text.held[0].own_from
+    else:
+        content["mixture"] = [
+            group.named.describe() | _rules(group, held)
+            for group, held in zip(text.groups, text.held, strict=True)
+        ]
+        for split in SPLITS:
+            content["splits"][split]["parts"] = parts[split]
     if documents.begin_of_text:
         content["begin_of_text"] = [_named(encoder, token) for token in documents.begin_of_text]
     if data.has_conversations:
@@ -237,27 +227,32 @@ def _fill(
     return content, documents.special_text
 
 
+def _rules(group: Group, held: HoldoutSplit) -> dict[str, Any]:
+    """Returns what the manifest says of the choice of a group's documents."""
+    data = group.named.data
+    return {
+        "validation_fraction": data.validation_fraction if held.own_from is None else 0.0,
+        "held_out_below": f"{held.below:016x}",
+        "max_documents": data.max_documents,
+    }
+
+
 def _named(encoder: Encoder, token: int) -> dict[str, Any]:
     return {"token": encoder.tokenizer.id_to_token(token), "id": token}
 
 
 def _make_tokenizer(
-    folder: Path,
-    data: DataSection,
-    sources: list[Source],
-    held: HoldoutSplit,
-    total: int | None,
-    report: Progress,
+    folder: Path, data: DataSection, text: _Text, report: Progress
 ) -> tuple[Encoder, dict[str, Any]]:
     template = chosen_template(data)
     if data.tokenizer == "train":
-        sample = Sample(held.training(sources), data, held, total, report)
+        samples = Samples(text, report)
         marks = marks_of(template or "")
-        encoder = train_tokenizer(sample.batches(), data.vocabulary_size, folder, marks)
+        encoder = train_tokenizer(samples.batches(), data.vocabulary_size, folder, marks)
         report("training the tokenizer", 1.0)
         entry: dict[str, Any] = {
             "kind": "trained",
-            "sample": {"bytes": sample.bytes, "documents": sample.documents},
+            "sample": {"bytes": samples.bytes, "documents": samples.documents},
         }
     else:
         encoder = load_tokenizer(data.tokenizer, folder)
@@ -275,36 +270,38 @@ def _make_tokenizer(
     return encoder, entry
 
 
-class Sample:
+class Samples:
     """The text that a tokenizer is trained on: about `SAMPLE_BYTES` of the training documents.
 
     If local files hold more, documents are chosen by their second score, so that they are spread
-    over the whole corpus. The size of hub datasets is unknown, so their first documents are taken.
+    over the whole corpus. The size of hub datasets is unknown, so their first documents are taken,
+    of each group the same number of bytes.
     """
 
-    def __init__(
-        self,
-        sources: list[Source],
-        data: DataSection,
-        held: HoldoutSplit,
-        total: int | None,
-        report: Progress,
-    ) -> None:
+    def __init__(self, text: _Text, report: Progress) -> None:
         self.bytes = self.documents = 0
-        self._sources, self._data, self._held, self._report = sources, data, held, report
-        self._total = total
-        share = min(1.0, SAMPLE_BYTES / self._total) if self._total else 1.0
+        self._text, self._report = text, report
+        share = min(1.0, SAMPLE_BYTES / text.total) if text.total else 1.0
         self._below = int(share * RANGE)
 
     def batches(self) -> Iterator[list[str]]:
         """Yield documents in batches of about `BATCH_CHARACTERS`."""
-        expected = min(self._total or SAMPLE_BYTES, SAMPLE_BYTES)
-        for batch in _batches(_documents(self._sources, self._data)):
+        trained = sum(1 for group in self._text.groups if group.named.trained)
+        most = SAMPLE_BYTES
+        for group, held in zip(self._text.groups, self._text.held, strict=True):
+            if group.named.trained:
+                if self._text.total is None:
+                    most = self.bytes + SAMPLE_BYTES // trained
+                yield from self._batches(group, held, most)
+
+    def _batches(self, group: Group, held: HoldoutSplit, most: int) -> Iterator[list[str]]:
+        expected = min(self._text.total or SAMPLE_BYTES, SAMPLE_BYTES)
+        for batch in _batches(_documents(held.training(group.sources), group.named.data)):
             taken = []
             for text in batch:
                 raw = text.encode()
-                score, second = self._held.scores(raw)
-                if score < self._held.below or second >= self._below:
+                score, second = held.scores(raw)
+                if score < held.below or second >= self._below:
                     continue
                 taken.append(text.texts() if isinstance(text, Conversation) else text)
                 self.bytes += len(raw)
@@ -312,56 +309,82 @@ class Sample:
             self._report("training the tokenizer", min(0.99, self.bytes / expected))
             if taken:
                 yield taken
-            if self.bytes >= SAMPLE_BYTES:
+            if self.bytes >= most:
                 return
-
-
-@dataclass(frozen=True)
-class _Text:
-    """The documents that a folder of token files is made of."""
-
-    sources: list[Source]
-    held: HoldoutSplit
-    """Which documents are held out."""
-    total: int | None
-    """Bytes of all documents; None: unknown."""
 
 
 def _encode(
     partial: Path,
-    data: DataSection,
     text: _Text,
     documents: DocumentEncoder,
     report: Progress,
-) -> dict[str, Packer]:
+) -> tuple[dict[str, Packer], dict[str, list[dict[str, Any]]]]:
+    """Write the shards, one group after another.
+
+    Returns the packer of each split, and what each group has in it.
+    """
     packers = {split: documents.packer(partial, split) for split in SPLITS}
+    found: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     done = 0
     try:
-        places: list[Place] = []
-        for batch in _batches(_noting(places, _placed(text.sources, data, text.held.own_from))):
-            parts: dict[str, list[Encoded]] = {split: [] for split in SPLITS}
-            origins: dict[str, list[Place]] = {split: [] for split in SPLITS}
-            sizes = dict.fromkeys(SPLITS, 0)
-            for document, made, place in zip(batch, documents.encode(batch), places, strict=True):
-                raw = document.encode()
-                done += len(raw)
-                if made is None:
-                    continue
-                split = "validation" if text.held.holds_out(place, raw) else "train"
-                parts[split].append(made)
-                origins[split].append(place)
-                sizes[split] += len(raw)
-            places.clear()
-            for split in SPLITS:
-                ids, counted = zip(*parts[split], strict=True) if parts[split] else ((), ())
-                said = counted if packers[split].flagged else None
-                packers[split].add(ids, sizes[split], origins[split], said)
-            report("encoding", min(0.99, done / text.total) if text.total else 0.0)
+        for group, held in zip(text.groups, text.held, strict=True):
+            before = {split: (each.tokens, each.documents) for split, each in packers.items()}
+            for batch, places in _placed_batches(group):
+                encoded = documents.encode(batch)
+                done += _pack(packers, batch, encoded, places, held, group.first)
+                report("encoding", min(0.99, done / text.total) if text.total else 0.0)
+            for split, packer in packers.items():
+                tokens, number = before[split]
+                if packer.documents > number or (split == "train" and group.named.trained):
+                    found[split].append(
+                        {
+                            "name": group.named.name,
+                            "tokens": packer.tokens - tokens,
+                            "documents": packer.documents - number,
+                        }
+                    )
     finally:
         for packer in packers.values():
             packer.close()
     report("encoding", 1.0)
-    return packers
+    return packers, found
+
+
+def _pack(
+    packers: Mapping[str, Packer],
+    batch: list[str],
+    encoded: list[Encoded | None],
+    places: list[Place],
+    held: HoldoutSplit,
+    first: int,
+) -> int:
+    """Add a batch of a group's documents to their splits. Returns the bytes that were read."""
+    parts: dict[str, list[Encoded]] = {split: [] for split in SPLITS}
+    origins: dict[str, list[Place]] = {split: [] for split in SPLITS}
+    sizes = dict.fromkeys(SPLITS, 0)
+    done = 0
+    for document, made, place in zip(batch, encoded, places, strict=True):
+        raw = document.encode()
+        done += len(raw)
+        if made is None:
+            continue
+        split = "validation" if held.holds_out(place, raw) else "train"
+        parts[split].append(made)
+        origins[split].append((first + place[0], place[1]))
+        sizes[split] += len(raw)
+    for split in SPLITS:
+        ids, counted = zip(*parts[split], strict=True) if parts[split] else ((), ())
+        said = counted if packers[split].flagged else None
+        packers[split].add(ids, sizes[split], origins[split], said)
+    return done
+
+
+def _placed_batches(group: Group) -> Iterator[tuple[list[str], list[Place]]]:
+    """Yield batches of a group's documents, with their origins in the group."""
+    named, places = group.named, list[Place]()
+    for batch in _batches(_noting(places, _placed(group.sources, named.data, named.own_from))):
+        yield batch, places[:]
+        places.clear()
 
 
 def _documents(sources: list[Source], data: DataSection) -> Iterator[str]:
@@ -407,14 +430,19 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _total(
-    sources: list[Source], data: DataSection, report: Progress, own_from: int | None
-) -> int | None:
-    """Returns the bytes that will be read of all sources, or None if a source's size is unknown.
+def _total(groups: list[Group], report: Progress) -> int | None:
+    """Returns the bytes that will be read of all groups, or None if a source's size is unknown."""
+    totals = [_total_of(group, report) for group in groups]
+    return None if None in totals else sum(total or 0 for total in totals)
+
+
+def _total_of(group: Group, report: Progress) -> int | None:
+    """Returns the bytes that will be read of a group, or None if a source's size is unknown.
 
     If `data.max_documents` may end the reading early and there are more than `SAMPLE_BYTES`, the
     text is read once more to count its bytes.
     """
+    sources, data, own_from = group.sources, group.named.data, group.named.own_from
     total = 0
     for source in sources:
         if source.size is None:

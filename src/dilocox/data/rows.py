@@ -11,6 +11,7 @@ Rows without any counted label are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from dilocox.config.data import RowRules
 from dilocox.data.best_fit import best_fit
 from dilocox.data.flags import COUNTED
+from dilocox.data.parts import parts_of
 from dilocox.data.token_files import SPLITS, TokenFiles
 from dilocox.errors import DataError
 
@@ -124,11 +126,30 @@ def describe_rows(files: TokenFiles, rules: RowRules) -> dict[str, Any] | None:
     """
     found: dict[str, Any] = {"packing": rules.packing, "sequence_length": rules.length}
     for split in SPLITS:
-        rows = plan_rows(files, split, rules)
-        if rows is None:
+        wholes: Sequence[TokenFiles] = parts_of(files, split) or [files]
+        plans = [plan_rows(each, split, rules) for each in wholes]
+        fillings = [plan.filling for plan in plans if plan is not None]
+        if not fillings:
             return None
-        found[split] = dict(vars(rows.filling))
+        found[split] = dict(vars(_together(fillings)))
     return found
+
+
+def _together(fillings: Sequence[Filling]) -> Filling:
+    """Returns the filling of the rows of several sources."""
+    kinds = ("rows", "labels", "documents", "cut", "split", "left_out")
+    sums = {kind: sum(getattr(each, kind) for each in fillings) for kind in kinds}
+    filled = sum(each.rows * each.filled for each in fillings)
+    return Filling(filled=filled / sums["rows"], **sums)
+
+
+def joined(rows: Sequence[Numbers | RowBatch]) -> Numbers | RowBatch:
+    """Returns rows of several sources behind each other. All have one kind."""
+    first = rows[0]
+    if not isinstance(first, RowBatch):
+        return np.concatenate(rows)  # type: ignore[arg-type]
+    columns = zip(*rows, strict=True)
+    return RowBatch(*(None if some[0] is None else np.concatenate(some) for some in columns))  # type: ignore[arg-type]
 
 
 def rows_line(described: dict[str, Any], split: str) -> str:

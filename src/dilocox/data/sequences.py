@@ -9,12 +9,15 @@ the content of a token range, without reading the ranges before it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from dilocox.config.data import DataSection, LongDocuments, Packing, RowRules
-from dilocox.data.rows import RowBatch, plan_rows
+from dilocox.data.mixed import MixedSpace, held_out_shares, mixture_of, trained_terms
+from dilocox.data.parts import PartFiles, parts_of
+from dilocox.data.rows import RowBatch, joined, plan_rows
 from dilocox.data.token_files import SPLITS, TokenFiles
 from dilocox.errors import DataError
 
@@ -80,6 +83,9 @@ class SequenceSpace:
 
     If some tokens are not labels, or documents do not see each other, sequence p is row p of
     `dilocox.data.rows`.
+
+    With several sources, each one has such a space of its own, and numbers are dealt to the sources
+    by their weights.
     """
 
     def __init__(
@@ -95,6 +101,26 @@ class SequenceSpace:
         self.files = files
         self.seed = seed
         self.sequence_length = sequence_length
+        parts = parts_of(files, split)
+        self.parts = [
+            SequenceSpace(
+                part,
+                seed=seed,
+                sequence_length=sequence_length,
+                split=split,
+                packing=packing,
+                long_documents=long_documents,
+            )
+            for part in parts
+        ]
+        """The spaces of several sources; empty if there is one source."""
+        self.mixed = MixedSpace(trained_terms(files.content), self.parts) if parts else None
+        """How numbers are dealt to `parts`."""
+        self.all_labels_count = packing == "stream" and not files.has_flags
+        """Whether all labels of all sequences count."""
+        if self.mixed is not None:
+            self.sequences_per_epoch = self.mixed.sequences_per_epoch
+            return
         self._tokens = files.tokens(split)
         self.rows = plan_rows(files, split, RowRules(sequence_length, packing, long_documents))
         """Plan of the rows; None: a stream of tokens that are all labels."""
@@ -126,6 +152,8 @@ class SequenceSpace:
         """
         if start < 0 or count < 0:
             raise ValueError(f"token range [{start}, {start} + {count}) is not an interval")
+        if self.mixed is not None:
+            return self.mixed.positions(start, count)
         parts: list[Numbers] = []
         end = start + count
         while start < end:
@@ -140,8 +168,12 @@ class SequenceSpace:
 
     def counted(self, start: int, count: int) -> int:
         """Returns the labels that count in the range [start, start + count)."""
-        if self.rows is None:
+        if self.all_labels_count:
             return count * self.sequence_length
+        if self.mixed is not None:
+            own = zip(self.parts, self.mixed.ranges(start, count), strict=True)
+            return sum(part.counted(*each) for part, each in own)
+        assert self.rows is not None
         return int(self.rows.counted[self.positions(start, count)].sum())
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64] | RowBatch:
@@ -150,6 +182,8 @@ class SequenceSpace:
         The result is int64 [count, sequence_length + 1]. Inputs are `[:, :-1]`, labels `[:, 1:]`.
         If there is a plan of rows, the result is a `RowBatch`.
         """
+        if self.mixed is not None:
+            return self.mixed.read(start, count)
         if self.rows is not None:
             return self.rows.read(self.positions(start, count))
         offsets = self.positions(start, count) * self.sequence_length
@@ -161,12 +195,18 @@ def held_out(
 ) -> npt.NDArray[np.int64] | RowBatch:
     """Returns up to `limit` validation sequences, evenly spread over the split.
 
-    The result is int64 [n, sequence_length + 1], or a `RowBatch` if there is a plan of rows.
-    `rules`: `[data]`'s rules for rows; a number is the length of sequences of a stream. Raises
-    `DataError` if the split is too small.
+    The result is int64 [n, sequence_length + 1], or a `RowBatch` if there is a plan of rows. With
+    several sources, each one has its share by weight, and one sequence at least. `rules`:
+    `[data]`'s rules for rows; a number is the length of sequences of a stream. Raises `DataError`
+    if the split is too small.
     """
     if isinstance(rules, int):
         rules = RowRules(rules)
+    parts = parts_of(files, "validation")
+    if parts:
+        sizes = [_rows_or_sequences(part, "validation", rules) for part in parts]
+        limits = held_out_shares(files.content, [part.name for part in parts], sizes, limit)
+        return joined([held_out(part, rules, own) for part, own in zip(parts, limits, strict=True)])
     rows, sequence_length = plan_rows(files, "validation", rules), rules.length
     if rows is not None:
         count = min(limit, len(rows.counted))
@@ -178,25 +218,42 @@ def held_out(
 
 
 def check_lengths(files: TokenFiles, rules: RowRules) -> None:
-    """Raise `DataError` unless both splits contain at least one sequence, or row, to train on."""
+    """Raise `DataError` unless both splits contain at least one sequence, or row, to train on.
+
+    With several sources, each part of a split must contain one. The epochs of each source must be
+    one sequence at least.
+    """
     for split in SPLITS:
-        if plan_rows(files, split, rules) is None:
-            _sequences(files, split, rules.length)
+        parts = parts_of(files, split)
+        wholes: Sequence[TokenFiles] = parts or [files]
+        sizes = [_rows_or_sequences(each, split, rules) for each in wholes]
+        if parts and split == "train":
+            mixture_of(trained_terms(files.content), sizes)
+
+
+def _rows_or_sequences(files: TokenFiles, split: str, rules: RowRules) -> int:
+    """Returns how many rows or sequences a split has. Raises `DataError` if there is none."""
+    rows = None if not files.token_count(split) else plan_rows(files, split, rules)
+    return _sequences(files, split, rules.length) if rows is None else len(rows.counted)
 
 
 def _sequences(files: TokenFiles, split: str, sequence_length: int) -> int:
     tokens = files.token_count(split)
     count = (tokens - 1) // sequence_length
     if count < 1:
-        own = split == "validation" and "validation_from" in files.content
-        raise DataError(_too_small(split, tokens, sequence_length, own))
+        raise DataError(_too_small(files, split, tokens, sequence_length))
     return count
 
 
-def _too_small(split: str, tokens: int, sequence_length: int, own: bool) -> str:
+def _too_small(files: TokenFiles, split: str, tokens: int, sequence_length: int) -> str:
     need = f"sequence_length {sequence_length} needs {sequence_length + 1}"
     mend = "give more text or lower data.sequence_length"
-    if split == "validation" and not own:
-        mend += " or raise data.validation_fraction"
+    own = split == "validation" and "validation_from" in files.content
     key = "data.validation_source" if own else "data.source"
+    if isinstance(files, PartFiles):
+        key = files.key
+        if split == "validation":
+            mend += ", or set the source's validation_fraction higher, or to 0"
+    elif split == "validation" and not own:
+        mend += " or raise data.validation_fraction"
     return f"{key}: the {split} split has {tokens:,} tokens, {need}; {mend}"

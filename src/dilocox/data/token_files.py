@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from dilocox.data.croissant import check_croissant
 from dilocox.data.flags import FLAGS_DTYPE, STARTS
 from dilocox.data.list_files import HIDDEN
-from dilocox.data.manifest import FORMAT_WITH_FLAGS, hash_file, read_manifest
+from dilocox.data.manifest import has_flags, hash_file, read_manifest
 from dilocox.data.special_text import warning
 from dilocox.errors import DataError
 
@@ -37,10 +38,16 @@ class TokenArray:
         """Map `files`, which hold `counts` tokens of `dtype`. All but the last must be equal."""
         self._maps = [np.memmap(file, dtype=dtype, mode="r") for file in files]
         self._per_file = counts[0]
-        self._length = sum(counts)
+        self._first, self._length = 0, sum(counts)
 
     def __len__(self) -> int:
         return self._length
+
+    def window(self, first: int, length: int) -> TokenArray:
+        """Returns the `length` tokens from `first` on as an array of its own, without copying."""
+        part = copy.copy(self)
+        part._first, part._length = self._first + first, length
+        return part
 
     def gather(self, offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
         """Returns the `length` tokens at each offset: int64 [len(offsets), length].
@@ -53,7 +60,7 @@ class TokenArray:
                 raise IndexError(f"tokens {offset}..{offset + length} of {self._length}")
             filled = 0
             while filled < length:
-                file, start = divmod(offset + filled, self._per_file)
+                file, start = divmod(self._first + offset + filled, self._per_file)
                 part = self._maps[file][start : start + length - filled]
                 row[filled : filled + len(part)] = part
                 filled += len(part)
@@ -79,25 +86,28 @@ class TokenArray:
         `offsets`: ascending, 0 to the length of the split. The whole split is read.
         """
         counts = np.empty(len(offsets), dtype=np.int64)
-        done, total, base = 0, 0, 0
-        for part in self._maps:
-            for start in range(0, len(part), SCANNED):
-                some = part[start : start + SCANNED]
-                sums = np.concatenate([[0], np.cumsum(some & bit != 0)])
-                end = int(np.searchsorted(offsets, base + start + len(some), side="right"))
-                counts[done:end] = total + sums[offsets[done:end] - base - start]
-                done, total = end, total + int(sums[-1])
-            base += len(part)
+        done, total = 0, 0
+        for first, some in self._blocks():
+            sums = np.concatenate([[0], np.cumsum(some & bit != 0)])
+            end = int(np.searchsorted(offsets, first + len(some), side="right"))
+            counts[done:end] = total + sums[offsets[done:end] - first]
+            done, total = end, total + int(sums[-1])
         return counts
 
     def _where(self, test: Callable[[Part], Part]) -> npt.NDArray[np.int64]:
-        found, base = [], 0
-        for part in self._maps:
-            for start in range(0, len(part), SCANNED):
-                places = np.flatnonzero(test(part[start : start + SCANNED]))
-                found.append(places.astype(np.int64) + base + start)
-            base += len(part)
+        found = [
+            np.flatnonzero(test(part)).astype(np.int64) + offset for offset, part in self._blocks()
+        ]
         return np.concatenate(found)
+
+    def _blocks(self) -> Iterator[tuple[int, Part]]:
+        """Yield (offset, tokens) of consecutive blocks of at most `SCANNED` tokens."""
+        base = -self._first
+        for part in self._maps:
+            low, high = max(0, -base), min(len(part), self._length - base)
+            for start in range(low, high, SCANNED):
+                yield base + start, part[start : min(high, start + SCANNED)]
+            base += len(part)
 
 
 class TokenFiles:
@@ -156,7 +166,7 @@ class TokenFiles:
     @property
     def has_flags(self) -> bool:
         """Whether the tokens have flags (`data.flags`). Token files of text have none."""
-        return bool(self.manifest["format"] == FORMAT_WITH_FLAGS)
+        return has_flags(self.content)
 
     def flags(self, split: str) -> TokenArray | None:
         """Returns the flags of a split, one per token, or None if the tokens have none."""

@@ -93,7 +93,7 @@ class Batches:
                 TokenFiles.open(Path(own).expanduser()) if own else files,
                 seed=config.run.seed,
             )
-            counts = space if space.rows is not None else None
+            counts = None if space.all_labels_count else space
             return cls(space.read, shard, config.site.shards, device, counts)
         return cls(read, shard, config.site.shards, device)
 

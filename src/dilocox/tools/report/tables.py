@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.coordinator.protocol.task_figures import comparison, moment
-from dilocox.data.manifest import source_names
+from dilocox.data.manifest import held_out_whole, source_names
 from dilocox.tools.report.curves import seconds
 from dilocox.tools.report.folder import RunFiles
 from dilocox.tools.report.history import Admission, Event, History, Round, SiteRound, admission
@@ -248,14 +248,14 @@ def sources(files: RunFiles) -> list[Source]:
         return []
     content = files.data["content"]
     names = source_names(files.data["made_with"]["options"])
-    found = []
+    found, whole = [], held_out_whole(content)
     for order, each in enumerate(content["sources"]):
         # Only the name is shown: the rest of a file's path is private to the machine.
         stated = Path(str(names[order])).name if order < len(names) and names[order] else ""
         name = str(each.get("name") or stated or f"source {order + 1}")
         source = Source(name, str(each.get("licence") or ""))
         source.cells.append(("revision", str(each.get("revision") or "not stated")))
-        if order >= content.get("validation_from", len(content["sources"])):
+        if whole[order]:
             source.cells.append(("use", "held out whole, for evaluations"))
         if each.get("kind") == "hub":
             documents = each["documents"]
