@@ -180,7 +180,7 @@ class TaskEvaluations:
         self._await(control, round_)
         if self._closed:
             return
-        if not (model / "config.json").exists():
+        if not model.is_dir():
             self._warn(round_, f"tasks were not evaluated at the end: {model} is not there")
             return
         tasks = ", ".join(self._config.evaluation.tasks)
