@@ -407,7 +407,8 @@ def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
     rank = SimpleNamespace(
         place=SimpleNamespace(site="paris", stage=0, shard=0, leads=True),
         mesh=SimpleNamespace(stages=1, gather_names=lambda names: [names]),
-        blueprint=SimpleNamespace(hf_config=None), model=SimpleNamespace(saved_buffers=dict),
+        blueprint=SimpleNamespace(hf_config=None, adapter=None),
+        model=SimpleNamespace(saved_buffers=dict),
     )  # fmt: skip
     at = SimpleNamespace(tick=16, round=2, slot=0)
     own: Any = SimpleNamespace(at=at, rank=rank, site="paris")
