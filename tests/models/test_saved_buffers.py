@@ -55,7 +55,7 @@ def test_an_export_holds_saved_buffers_beside_the_anchor(tmp_path: Path) -> None
         ),
         states=[state],
     )
-    files = SimpleNamespace(tokenizer_folder=None)
+    files = SimpleNamespace(tokenizer_folder=None, ends_of_turn=())
     checkpointer = Checkpointer(
         run,
         cast(RankParts, rank),
@@ -65,7 +65,7 @@ def test_an_export_holds_saved_buffers_beside_the_anchor(tmp_path: Path) -> None
         None,
         lambda: None,
     )
-    assert checkpointer._export(cast(RankParts, rank), tmp_path / "model") == ""
+    assert checkpointer.export(cast(RankParts, rank), tmp_path / "model") == ""
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     expected = model.state_dict()
     assert loaded.keys() == expected.keys()

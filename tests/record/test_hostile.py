@@ -214,7 +214,7 @@ def test_the_terminal_is_told_words_alone(scene: Scene) -> None:
 def test_so_is_who_runs_a_site_and_who_types_a_command(
     scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise RecordError(CLEAR)
 
     Display(scene.config).line(CLEAR)

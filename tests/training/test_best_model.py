@@ -73,7 +73,7 @@ class Site:
                 )
             ],
         )  # fmt: skip
-        files = cast(TokenFiles, SimpleNamespace(tokenizer_folder=None))
+        files = cast(TokenFiles, SimpleNamespace(tokenizer_folder=None, ends_of_turn=()))
         self.checkpointer = Checkpointer(
             run, cast(RankParts, rank), files, shared, cast(Any, self.told), None, lambda: None
         )

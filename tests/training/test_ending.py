@@ -54,7 +54,7 @@ class Ending:
         self.checkpointer._shared, self.checkpointer._touch = shared, lambda: None
         self.checkpointer._record, self.checkpointer._form = None, cast(Any, None)
         self.checkpointer._config = cast(Any, SimpleNamespace(folder=Path("run")))
-        monkeypatch.setattr(self.checkpointer, "_export", self._export)
+        monkeypatch.setattr(self.checkpointer, "export", self.export)
         monkeypatch.setattr(checkpointing, "other_files", lambda folder: {})
         rank = SimpleNamespace(
             place=SimpleNamespace(site="b", leads=True),
@@ -63,7 +63,7 @@ class Ending:
         self.checkpointer._client = cast(Any, SimpleNamespace(status=self._status))
         self.rank: Any = rank
 
-    def _export(self, rank: object, folder: Path) -> str:
+    def export(self, rank: object, folder: Path) -> str:
         self.exported.append(str(folder))
         return ""
 
@@ -135,6 +135,7 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
         "checkpointer": Calls(made, ends_run=True),
         "collector": Calls([]),
         "client": Calls(made),
+        "config": SimpleNamespace(tasks_site=None),
         "counted_from": -1,
         "state": SimpleNamespace(weight=1.0, dropped_round=-2),
         **changes,

@@ -55,7 +55,6 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     made = Clocks()
     monkeypatch.setattr(round_meter, "time", made)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
-    monkeypatch.setattr(round_meter, "count_parameters", lambda _config: 1000)
     monkeypatch.setattr(round_meter, "ran_and_kept_waiting", lambda: (made.thread, made.kept))
     monkeypatch.setattr(round_meter, "memory_meter", lambda _device: Readings(MemoryUse(None)))
     monkeypatch.setattr(round_meter, "peak_here", lambda _config, _device: None)
@@ -78,7 +77,7 @@ def round_on(
     """A round of one step: exchange threads compute 3 s; the training's own thread spends 5 s at
     the slot's end and computes for 1 s of them, waits 2 s for a site, and 0.5 s for the account."""
     rank: Any = SimpleNamespace(
-        blueprint=SimpleNamespace(hf_config=None, flops_per_token=FLOPS),
+        blueprint=SimpleNamespace(trained=1000, flops_per_token=FLOPS),
         place=SimpleNamespace(site="lyon"),
         states=[],
         mesh=SimpleNamespace(device=torch.device(kind), gather_names=lambda names: [names]),
@@ -139,7 +138,7 @@ def test_a_rank_that_waits_for_the_last_landing_ends_the_round_for_all(clocks: C
         "memory": {"peak": 7, "reserved": 9, "retries": 2}, "peak": 1.0,
     }  # fmt: skip
     rank: Any = SimpleNamespace(
-        blueprint=SimpleNamespace(hf_config=None),
+        blueprint=SimpleNamespace(trained=1000),
         place=SimpleNamespace(site="lyon"),
         states=[],
         mesh=SimpleNamespace(
@@ -162,7 +161,7 @@ def test_a_rank_that_waits_for_the_last_landing_ends_the_round_for_all(clocks: C
 def test_swaps_of_all_shards_count_once(clocks: Clocks) -> None:
     """The controller adds up what travels over shards: latency passes at all of them at once."""
     rank: Any = SimpleNamespace(
-        blueprint=SimpleNamespace(hf_config=None),
+        blueprint=SimpleNamespace(trained=1000),
         place=SimpleNamespace(site="lyon"),
         states=[],
         mesh=SimpleNamespace(device=torch.device("cpu"), gather_names=lambda names: [names, names]),
@@ -182,7 +181,7 @@ def test_a_slot_is_as_long_as_the_rank_takes_with_its_waits_for_others(clocks: C
     """A lease is some beats of slots. Where a slow site's slots are short but for its waits, a
     lease by what it computes would be many times as long, and a stop that much later."""
     rank: Any = SimpleNamespace(
-        blueprint=SimpleNamespace(hf_config=None),
+        blueprint=SimpleNamespace(trained=1000),
         place=SimpleNamespace(site="lyon"),
         states=[],
         mesh=SimpleNamespace(device=torch.device("cpu"), gather_names=lambda names: [names]),
@@ -243,7 +242,7 @@ def test_a_site_is_as_large_as_its_largest_rank_and_as_fast_as_all_together() ->
 
 def lyon(kind: str = "cpu") -> Any:
     return SimpleNamespace(
-        blueprint=SimpleNamespace(hf_config=None),
+        blueprint=SimpleNamespace(trained=1000),
         place=SimpleNamespace(site="lyon"),
         states=[],
         mesh=SimpleNamespace(device=torch.device(kind), gather_names=lambda names: [names]),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilocox.errors import CheckpointError, ConfigError
-from dilocox.training.chat_prompt import chat_prompt
 from dilocox.utils.adapter_files import is_adapter_folder
 from dilocox.utils.storage import unsafe_reason
 
@@ -192,7 +191,12 @@ def generate(
             f"temperature {temperature:g}: give 0 (always the most likely token) or more"
         )
     folder = model_folder(model)
-    asked = chat_prompt(folder, prompt) if chat else None
+    asked = None
+    if chat:
+        # Imported only now: a coordinator runs without numpy, which the import needs.
+        from dilocox.training.chat_prompt import chat_prompt
+
+        asked = chat_prompt(folder, prompt)
     tokenizer, network = _loaded(folder, device)
     import torch
 
