@@ -34,7 +34,7 @@ class SourceSection(Section):
             "digit first",
         ),
     ]
-    """Name of the source, for its held-out loss and in `dilocox data show`."""
+    """Name of the source, as `dilocox data show` and the manifest have it."""
     source: str | list[str]
     """Text, written like `data.source`."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
@@ -59,8 +59,8 @@ class SourceSection(Section):
     max_documents: Positive | None = None
     """Like `data.max_documents`, for this source."""
     validation_fraction: Annotated[float, Field(ge=0.0, le=0.5)] | None = None
-    """Fraction of the source's documents that are held out. 0: none, so the source has no held-out
-    loss."""
+    """Fraction of the source's documents that are held out. 0: none, so no held-out
+    sequence is of this source."""
     validation_source: str | list[str] | None = None
     """Separate held-out text of the source, instead of a fraction."""
     validation_split: str | None = None
