@@ -104,7 +104,8 @@ def other_text(change: Callable[[Any, list[tuple[int, int]], int, int], Any]) ->
         batches = site.trainer.batches
         read = batches.step
 
-        def step(ranges: Any, batch: int, number: int) -> Any:
+        def step(ranges: Any, batch: int, number: int, members: Any = ()) -> Any:
+            assert not members, "these sites exchange no gradients"
             return change(read, ranges, batch, number)
 
         batches.step = step  # type: ignore[method-assign]
@@ -127,10 +128,11 @@ def swapped(read: Any, ranges: Any, batch: int, number: int) -> Any:
 
 
 def half(read: Any, ranges: Any, batch: int, number: int) -> Any:
-    inputs, labels = read(ranges, batch, number)
+    found = read(ranges, batch, number)
     if number == 3:
-        inputs, labels = (torch.cat([each[: batch // 2]] * 2) for each in (inputs, labels))
-    return inputs, labels
+        inputs, labels = (torch.cat([each[: batch // 2]] * 2) for each in found[:2])
+        return found._replace(inputs=inputs, labels=labels)
+    return found
 
 
 @contextmanager
