@@ -1,0 +1,1 @@
+"""Fine-tuning of a real pretrained model by every method, with adapters and without: `command`."""

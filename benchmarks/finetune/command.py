@@ -1,0 +1,172 @@
+"""Loss, bytes and a task of fine-tuning by every method, with adapters and with all parameters.
+
+The model is SmolLM2-135M-Instruct (`python scripts/get_smollm2.py FOLDER` makes its folder). Its
+conversations come from Python's standard library, where the answer is the docstring of a function,
+and with --wikitext from WikiText-2, where the answer is the second half of a paragraph. Each site
+trains on a contiguous part of its own. Every row is a real run of `dilocox.train` with its sites as
+processes of this machine: 64 inner steps of 8 sequences of 256 tokens.
+
+The held-out loss counts the tokens of answers. `gap` is the loss over that of synchronous training
+of the same mode, sites and seed, less one. `reduction` is against the bytes of synchronous training
+of the same parameters, `of_full` against synchronous training of all parameters. `accuracy` is the
+share of held-out functions for which the model finds the docstring among four.
+
+Every entry has the same three inner learning rates as trials, in runs of half the length with two
+sites and a seed of its own; the best one is used. `--tune` makes the trials; without it, entries
+with trials are trained for the seeds of --seeds. Links of `dilocox` are declared, one per
+reduction. The peer's rules are Nesterov momentum .9 and no momentum (`diloco`).
+
+Every row is written when it is done; started again with the same --json, the benchmark continues.
+A full run takes hours. --quick trains three rows with adapters and two sites, 16 steps each, at the
+middle learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.finetune import report, rows
+from benchmarks.finetune.data import Conversations
+from benchmarks.finetune.rows import ADAPTER, BATCH, RATES, SEEDS, Job
+from benchmarks.finetune.run import Row, configuration, train
+from benchmarks.quality.data import WIKITEXT
+from dilocox.data import TokenFiles
+from dilocox.errors import DilocoxError
+from dilocox.training.model_plan import ModelPlan
+
+NAME = "finetune"
+QUICK_STEPS = 16
+QUICK = (rows.BASELINE, f"dilocox {rows.TARGETS['lora'][-1]}x", "diloco, Nesterov .9")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = common.parser(__doc__ or "")
+    made.add_argument("--model", type=Path, required=True, metavar="DIR", help="SmolLM2's folder")
+    made.add_argument("--wikitext", type=Path, metavar="DIR", help="folder of wikitext2-*.txt")
+    made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep token files")
+    made.add_argument("--tune", action="store_true", help="make the trials instead")
+    made.add_argument("--modes", nargs="+", choices=list(RATES), default=list(RATES))
+    made.add_argument("--sites", nargs="+", type=int, choices=(2, 4), default=[2, 4])
+    made.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    made.add_argument("--only", nargs="+", metavar="LABEL", help="entries with these labels alone")
+    return made
+
+
+def main() -> int:
+    """Train the missing rows, print and write the results. Returns 1 if a row failed."""
+    options = arguments().parse_args()
+    common.end_on_signals()
+    if common.cannot(NAME, _lacking(options.model)):
+        return common.CANNOT
+    with tempfile.TemporaryDirectory(prefix="dilocox-finetune-") as temporary:
+        return Bench(options, (options.folder or Path(temporary)).resolve()).measure()
+
+
+def _lacking(model: Path) -> str | None:
+    if (model / "config.json").is_file():
+        return None
+    return f"{model}: no model; make it with python scripts/get_smollm2.py {model}"
+
+
+class Bench:
+    """One call of the benchmark: its conversations, its folder and the file of its rows."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._folder = folder
+        self._on = common.machine()
+        model = options.model.resolve()
+        self._data = Conversations.write(folder / "chats", model, options.wikitext)
+        self._data.tokenise(2)
+        self._parameters = _parameters(self._data, folder / "run")
+        self._settings = {
+            "parameters": self._parameters["full"],
+            "adapter_parameters": self._parameters["lora"],
+            "adapter": " ".join(f"{key}={value}" for key, value in ADAPTER.items()),
+            "batch": BATCH,
+            "sequence_length": rows.SEQUENCE_LENGTH,
+            "wikitext": options.wikitext is not None and any(options.wikitext.glob(WIKITEXT)),
+        }
+
+    def measure(self) -> int:
+        """Train all jobs that have no row yet, then print the table. Returns the exit code."""
+        path = self._options.json
+        known = common.read_rows(path, NAME, self._settings)
+        failures = 0
+        for job in self._jobs(known):
+            if any(all(row[key] == value for key, value in job.key.items()) for row in known):
+                continue
+            self._data.tokenise(job.sites)
+            config = configuration(job, self._data, self._folder / "run", self._parameters)
+            try:
+                row = train(job, config, self._folder / "run.log", self._data.held_out())
+            except DilocoxError as error:
+                common.say(f"{job}: {error}")
+                failures += 1
+                continue
+            if row is None:
+                common.say("stopped; started again, the benchmark goes on with this row")
+                return 130
+            known.append({**row, "text": self._data.described()["digest"]})
+            self._write(path, known)
+            common.say(f"{job}: {_result(row)}, {row['seconds']:.0f} s")
+        print(report.table(known, self._parameters))
+        return 1 if failures else 0
+
+    def _jobs(self, known: list[Row]) -> Iterator[Job]:
+        options = self._options
+        if options.quick:
+            for entry in rows.entries("lora"):
+                if entry.label in QUICK:
+                    yield Job(entry, "lora", 2, SEEDS[0], RATES["lora"][1], QUICK_STEPS)
+            return
+        for mode in options.modes:
+            found = [entry for entry in rows.entries(mode) if self._wanted(entry)]
+            if options.tune:
+                for entry in found:
+                    yield from rows.trials(entry, mode)
+                continue
+            for sites in options.sites:
+                for job in rows.quoted(mode, sites, tuple(options.seeds), known):
+                    if self._wanted(job.entry):
+                        yield job
+
+    def _wanted(self, entry: rows.Entry) -> bool:
+        return self._options.only is None or entry.label in self._options.only
+
+    def _write(self, path: Path | None, known: list[Row]) -> None:
+        if path is None:
+            return
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        common.write_json(unfinished, NAME, self._on, self._settings, known)
+        unfinished.replace(path)
+
+
+def _parameters(data: Conversations, folder: Path) -> dict[str, int]:
+    """Return the number of trained parameters of each mode."""
+    found: dict[str, int] = {}
+    for mode in RATES:
+        entry = rows.Entry(rows.BASELINE, "allreduce")
+        config = configuration(Job(entry, mode, 2, 0, RATES[mode][0]), data, folder, found)
+        files = TokenFiles.open(data.tokens(0, 1))
+        found[mode] = ModelPlan.of(config, files.vocabulary_size).trained
+    return found
+
+
+def _result(row: dict[str, Any]) -> str:
+    if row["failed"]:
+        return "diverged"
+    less = f", {row['reduction_total']:,.1f}x" if row["reduction_total"] else ""
+    right = "" if row["accuracy"] is None else f", {row['accuracy']:.0%} right"
+    return f"loss {row['val_loss']:.4f}{less}{right}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Entries of the fine-tuning benchmark: every method, with adapters and with all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from benchmarks.quality.rows import DECLARED, Settings, uplink
+
+Mode = Literal["lora", "full"]
+
+ADAPTER: dict[str, Any] = {"kind": "lora", "rank": 16, "alpha": 32.0}
+SEQUENCE_LENGTH = 256
+BATCH = 8
+"""Sequences per inner step, of all sites together."""
+STEPS = 64
+TRIAL_STEPS = 32
+WARMUP_STEPS = 8
+ROUND = 16
+"""Inner steps of a round of the methods that do not choose them."""
+SEEDS = (0, 1, 2)
+TRIAL_SEED = 1000
+RATES: Mapping[Mode, tuple[float, ...]] = {
+    "lora": (3e-4, 1e-3, 3e-3),
+    "full": (1e-5, 3e-5, 1e-4),
+}
+"""Inner learning rates that are tried for every entry alike."""
+BASELINE = "allreduce"
+TARGETS: Mapping[Mode, tuple[int, ...]] = {"lora": (20, 40), "full": (100,)}
+"""Reductions in all for which links of `dilocox` are declared, against synchronous training of the
+same parameters. Synchronous training of all parameters sends 27 times what adapters of rank 16
+send, so 40 times fewer bytes than synchronous adapters are 1,000 times fewer than that."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table: a method, and the keys of the run file that are set for it."""
+
+    label: str
+    method: str
+    settings: Settings = field(default_factory=dict)
+    target: int | None = None
+    """Reduction in all for which the declared link is made."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to train, whose result is one row."""
+
+    entry: Entry
+    mode: Mode
+    sites: int
+    seed: int
+    rate: float
+    steps: int = STEPS
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """The fields that identify the row."""
+        return {
+            "label": self.entry.label,
+            "mode": self.mode,
+            "sites": self.sites,
+            "seed": self.seed,
+            "learning_rate": self.rate,
+            "steps": self.steps,
+        }
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the run only serves to choose the learning rate."""
+        return self.seed == TRIAL_SEED
+
+    def link(self, trained: int) -> str | None:
+        """Return the declared link of a run that trains so many parameters, or None."""
+        if self.entry.target is None:
+            return None
+        return uplink(self.entry.target, self.sites, trained)
+
+    def __str__(self) -> str:
+        kind = "trial" if self.is_trial else f"seed {self.seed}"
+        return f"{self.entry.label}, {self.mode}, {self.sites} sites, rate {self.rate:g}, {kind}"
+
+
+def entries(mode: Mode) -> list[Entry]:
+    """Return the entries of a mode; the most quoted ones come first."""
+    rounds: Settings = {"outer.inner_steps": ROUND}
+    dense: Settings = {**rounds, "outer.exchange": "reduce"}
+    plain: Settings = {"outer.learning_rate": 1.0, "outer.momentum": 0.0}
+    return [
+        Entry(BASELINE, "allreduce", dense),
+        *(Entry(f"dilocox {n}x", "dilocox", DECLARED, n) for n in TARGETS[mode]),
+        Entry("diloco, Nesterov .9", "diloco", dense),
+        Entry("diloco, no momentum", "diloco", {**dense, **plain}),
+        Entry("sparseloco", "sparseloco", rounds),
+        Entry("cocktailsgd", "cocktailsgd", rounds),
+        Entry("dilocox-paper", "dilocox-paper", {**rounds, "compression.codec": "lowrank:8"}),
+    ]
+
+
+def trials(entry: Entry, mode: Mode) -> list[Job]:
+    """Return the runs that choose the learning rate of `entry`, with two sites."""
+    return [Job(entry, mode, 2, TRIAL_SEED, rate, TRIAL_STEPS) for rate in RATES[mode]]
+
+
+def best_rate(entry: Entry, mode: Mode, rows: list[dict[str, Any]]) -> float | None:
+    """Return the rate with the lowest loss in the trials, or None unless all were made.
+
+    A trial that diverged has no loss and counts as infinite.
+    """
+    losses: dict[float, float] = {}
+    for row in rows:
+        if (row["label"], row["mode"], row["seed"]) == (entry.label, mode, TRIAL_SEED):
+            found = row["val_loss"]
+            losses[row["learning_rate"]] = float("inf") if found is None else found
+    if set(losses) != set(RATES[mode]):
+        return None
+    return min(losses, key=lambda rate: losses[rate])
+
+
+def quoted(
+    mode: Mode, sites: int, seeds: tuple[int, ...], rows: list[dict[str, Any]]
+) -> Iterator[Job]:
+    """Yield the runs that are quoted, of the entries whose rate is known."""
+    for seed in seeds:
+        for entry in entries(mode):
+            rate = best_rate(entry, mode, rows)
+            if rate is not None:
+                yield Job(entry, mode, sites, seed, rate)

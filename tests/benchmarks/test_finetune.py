@@ -1,0 +1,112 @@
+"""`benchmarks.finetune`: its conversations, its entries, and the figures of its table."""
+
+import json
+
+import pytest
+from benchmarks.finetune import report, rows
+from benchmarks.finetune.chats import CONTINUE, QUESTION, Chat, of_functions, of_paragraphs
+from benchmarks.finetune.rows import RATES, TRIAL_SEED, Entry, Job
+
+MODULE = '''\
+def area(width, height):
+    """Return the area of a rectangle with these sides.
+
+    More words.
+    """
+    # Sides may be negative, and then the area may be, too: nobody has asked for more.
+    return width * height
+
+
+class Shape:
+    @property
+    def sides(self):
+        """Return how many sides this shape has, as a number."""
+        if self.kind == "triangle":
+            return 3
+        return 4 if self.kind == "square" else len(self.corners)
+
+    def short(self):
+        """Short."""
+        return self.corners[0], self.corners[1], self.corners[2], self.corners[3]
+'''
+
+
+def test_a_function_is_asked_for_without_its_docstring(tmp_path):
+    (tmp_path / "shapes.py").write_text(MODULE)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "other.py").write_text(MODULE.replace("area", "surface"))
+    (tmp_path / "wrong.py").write_text("def f(:\n")
+    chats = of_functions(tmp_path)
+    assert [chat.answer for chat in chats] == [
+        "Return the area of a rectangle with these sides.",
+        "Return how many sides this shape has, as a number.",
+    ]
+    assert chats[0].question.startswith(f"{QUESTION}\n\ndef area(width, height):\n")
+    assert chats[0].question.endswith("return width * height")
+    assert all(chat.answer not in chat.question and '"""' not in chat.question for chat in chats)
+
+
+def test_a_paragraph_is_cut_in_its_middle(tmp_path):
+    words = [f"word{number}" for number in range(60)]
+    (tmp_path / "a.txt").write_text(f" = Title = \n\n {' '.join(words)} \n too short \n")
+    (chat,) = of_paragraphs([tmp_path / "a.txt"])
+    assert chat.question == f"{CONTINUE}\n\n{' '.join(words[:30])}"
+    assert chat.answer == " ".join(words[30:])
+
+
+def test_a_conversation_is_written_as_messages():
+    said = json.loads(Chat("why?", "so.").line)
+    assert said == {
+        "messages": [
+            {"role": "user", "content": "why?"},
+            {"role": "assistant", "content": "so."},
+        ]
+    }
+
+
+def test_about_a_sixteenth_is_held_out():
+    held = sum(Chat(str(number), "").held_out for number in range(4000))
+    assert 180 < held < 320
+
+
+def test_entries_have_the_same_trials_and_their_best_rate_is_used():
+    entry = rows.entries("lora")[1]
+    made = rows.trials(entry, "lora")
+    assert [job.rate for job in made] == list(RATES["lora"])
+    assert all(job.is_trial and job.sites == 2 for job in made)
+    losses = dict(zip(RATES["lora"], (2.0, 1.5, None), strict=True))
+    known = [{**job.key, "val_loss": losses[job.rate]} for job in made]
+    assert rows.best_rate(entry, "lora", known) == RATES["lora"][1]
+    assert rows.best_rate(entry, "lora", known[:2]) is None
+    assert [job.entry.label for job in rows.quoted("lora", 4, (0,), known)] == [entry.label]
+
+
+def test_labels_are_unique_and_links_are_of_the_trained_parameters():
+    for mode in RATES:
+        labels = [entry.label for entry in rows.entries(mode)]
+        assert len(set(labels)) == len(labels)
+    job = Job(Entry("dilocox 40x", "dilocox", {}, 40), "lora", 2, 0, 1e-3)
+    # 4 bytes per parameter and step from each of two sites, on 90 % of a link, in 40 steps.
+    assert float(job.link(1_000_000).removesuffix("kbit")) == pytest.approx(888.889)
+    assert Job(Entry("allreduce", "allreduce"), "lora", 2, 0, 1e-3).link(1_000_000) is None
+
+
+def test_gaps_are_against_the_synchronous_row_of_the_same_seed():
+    def row(label, seed, loss, reduction):
+        job = Job(Entry(label, "m"), "lora", 2, seed, 1e-3)
+        return {**job.key, "val_loss": loss, "reduction_total": reduction, "accuracy": 0.5}
+
+    known = [
+        row(rows.BASELINE, 0, 2.0, 1.0),
+        row(rows.BASELINE, 1, 4.0, 1.0),
+        row("dilocox 40x", 0, 2.02, 40.0),
+        row("dilocox 40x", 1, 4.0, 42.0),
+        row("dilocox 40x", TRIAL_SEED, 9.0, 40.0),
+    ]
+    lines = {line["label"]: line for line in report.summarised(known, {"full": 135, "lora": 5})}
+    found = lines["dilocox 40x"]
+    assert found["gap"] == pytest.approx(0.005)
+    assert found["gap_spread"] == pytest.approx(0.005)
+    assert (found["seeds"], found["reduction"], found["of_full"]) == (2, 41.0, 41.0 * 27)
+    assert lines[rows.BASELINE]["gap"] == 0.0
+    assert "dilocox 40x" in report.table(known, {"full": 135, "lora": 5})
