@@ -49,7 +49,7 @@ def test_packed_documents_are_resumed_verified_and_repeated(workshop: Workshop) 
         "record.states_every=1",
         "checkpoint.every_rounds=0",
         "network.heartbeat=5",
-        "outer.rounds=6",
+        "outer.rounds=16",
         "outer.inner_steps=24",
     )
     whole = workshop.train("rows-whole", *sets)

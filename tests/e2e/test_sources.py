@@ -20,7 +20,7 @@ weight = 3
 name = "second"
 source = "{other}"
 weight = 1
-epochs = 0.5
+epochs = 1.5
 """
 
 
@@ -50,7 +50,7 @@ def test_weighted_sources_are_resumed_verified_and_repeated(workshop: Workshop) 
         "record.states_every=1",
         "checkpoint.every_rounds=0",
         "network.heartbeat=5",
-        "outer.rounds=6",
+        "outer.rounds=16",
         "outer.inner_steps=24",
     )
     whole = workshop.train("sources-whole", *sets, sites=SITES)
