@@ -146,9 +146,7 @@ class GatedData:
         if self._given % self._turn == 0 and self._given <= self._last:
             self._waiting.turn_over(resolve_device(self._config.site))
         self._given += count
-        rows = self._space.read(start, count)
-        assert isinstance(rows, np.ndarray)
-        return rows
+        return np.asarray(self._space.read(start, count))
 
 
 def sequence_space(config: RunConfig) -> SequenceSpace:

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.finetune.chats import QUESTION, Chat
+from dilocox.training.run_model import load_model
 
 QUESTIONS = 64
 CANDIDATES = 4
@@ -35,27 +36,13 @@ def accuracy(folder: Path, chats: Sequence[Chat], questions: int = QUESTIONS) ->
     asked = [chat for chat in chats if chat.question.startswith(QUESTION)][:questions]
     if len(asked) < CANDIDATES:
         raise ValueError(f"{len(asked)} held-out functions, {CANDIDATES} are needed")
-    model, tokenizer = load(folder)
+    tokenizer, model = load_model(folder, "cpu")
     right = 0
     for number, chat in enumerate(asked):
         answers = [asked[(number + other) % len(asked)].answer for other in range(CANDIDATES)]
         scores = [score(model, tokenizer, chat.question, answer) for answer in answers]
         right += scores[0] == max(scores)
     return right / len(asked)
-
-
-def load(folder: Path) -> tuple[Any, Any]:
-    """Return the model of a Hugging Face or PEFT folder, in fp32, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if (folder / "adapter_config.json").exists():
-        from peft import AutoPeftModelForCausalLM
-
-        adapted: Any = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return adapted.merge_and_unload().eval(), tokenizer
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval(), tokenizer
 
 
 def score(model: Any, tokenizer: Any, question: str, answer: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import time
@@ -17,15 +16,14 @@ from benchmarks.finetune.choice import accuracy
 from benchmarks.finetune.data import Conversations
 from benchmarks.finetune.rows import ADAPTER, BATCH, WARMUP_STEPS, Job
 from benchmarks.quality.run import (
-    NOT_FINITE,
     PATIENT,
     check_attendance,
     measures,
     most_rounds,
     read_records,
+    run_once,
 )
 from dilocox.config.run_config import RunConfig
-from dilocox.errors import DilocoxError
 from dilocox.utils import processes
 
 Row = dict[str, Any]
@@ -74,16 +72,10 @@ def train(job: Job, config: RunConfig, log: Path, questions: Sequence[Chat]) -> 
     questions. Returns None if an interrupt stopped the run. Raises `DilocoxError` for other
     failures.
     """
-    began, failed, right = time.monotonic(), None, None
-    try:
-        with log.open("w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
-            result = dilocox.train(config, overwrite=True)
-        if not result.finished:
-            return None
-    except DilocoxError as error:
-        if NOT_FINITE not in str(error):
-            raise
-        failed = str(error)
+    began, right = time.monotonic(), None
+    finished, failed = run_once(config, log)
+    if not finished:
+        return None
     seconds = round(time.monotonic() - began, 1)
     records = read_records(config.folder / "metrics.jsonl")
     summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))

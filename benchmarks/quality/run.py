@@ -83,16 +83,9 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
     failures.
     """
     began, cpu = time.monotonic(), _cpu_seconds()
-    failed = None
-    try:
-        with log.open("w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
-            result = dilocox.train(config, overwrite=True)
-        if not result.finished:
-            return None
-    except DilocoxError as error:
-        if NOT_FINITE not in str(error):
-            raise
-        failed = str(error)
+    finished, failed = run_once(config, log)
+    if not finished:
+        return None
     records = read_records(config.folder / "metrics.jsonl")
     summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
     check_attendance(records, job.sites)
@@ -111,6 +104,20 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
     if not keep:
         shutil.rmtree(config.folder, ignore_errors=True)
     return row
+
+
+def run_once(config: RunConfig, log: Path) -> tuple[bool, str | None]:
+    """Train a run with its output in `log`. Return whether it ended, and why if it diverged.
+
+    A run that an interrupt stopped has not ended. Raises `DilocoxError` for other failures.
+    """
+    try:
+        with log.open("w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
+            return dilocox.train(config, overwrite=True).finished, None
+    except DilocoxError as error:
+        if NOT_FINITE not in str(error):
+            raise
+        return True, str(error)
 
 
 def check_attendance(records: list[Row], sites: int) -> None:

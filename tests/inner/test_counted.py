@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dilocox.data.rows import NOT_COUNTED
 from dilocox.inner import loss as loss_module
-from dilocox.inner.counted import NOT_COUNTED, MicroBatchLoss
+from dilocox.inner.counted import MicroBatchLoss
 from dilocox.inner.head_loss import HeadLoss
 from dilocox.inner.loss import mean_cross_entropy, sum_cross_entropy
 from tests.support.counted_cases import own_mean, own_sums

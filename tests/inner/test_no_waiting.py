@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilocox.config.run_config import ModelSection
 from dilocox.config.site import InnerSection, SiteSection
+from dilocox.data.rows import NOT_COUNTED
 from dilocox.inner import ChunkSettings, SiteMesh, SiteModel, mean_cross_entropy
-from dilocox.inner.counted import NOT_COUNTED, CountedLabels, OwnLoss
+from dilocox.inner.counted import CountedLabels, OwnLoss
 from dilocox.models import load_model_config, materialise, open_weights, tied_pair
 from dilocox.models.packed_rows import unpacked_rows
 from tests.support.architectures import ARCHITECTURES, ROUTED, VOCABULARY, chunk_of, token_ids

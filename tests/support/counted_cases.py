@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dilocox.config.site import InnerSection
+from dilocox.data.rows import NOT_COUNTED
 from dilocox.inner import mean_cross_entropy
-from dilocox.inner.counted import NOT_COUNTED, CountedLabels, OwnLoss
+from dilocox.inner.counted import CountedLabels, OwnLoss
 from tests.support import site_cases, toy_model
 
 NOTHING, FEW = (1, 2), (4, 5)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dilocox.config.run_config import ModelSection
 from dilocox.config.site import InnerSection, SiteSection
+from dilocox.data.rows import NOT_COUNTED
 from dilocox.inner import (
     ChunkSettings,
     SiteMesh,
@@ -21,7 +22,7 @@ from dilocox.inner import (
     head_loss,
     start_site_group,
 )
-from dilocox.inner.counted import NOT_COUNTED, CountedLabels
+from dilocox.inner.counted import CountedLabels
 from tests.support import toy_model
 from tests.support.process_starts import ARCHITECTURE
 from tests.support.site_cases import CPU, build, rows_of

@@ -26,7 +26,7 @@ from dilocox.data.token_files import SPLITS, TokenFiles
 from dilocox.errors import DataError
 
 NOT_COUNTED = -100
-"""Label of a token that does not count."""
+"""Label of a token that does not count, as PyTorch and transformers have it."""
 
 Numbers = npt.NDArray[np.int64]
 

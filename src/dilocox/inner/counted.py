@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-NOT_COUNTED = -100
-"""Label of a token that does not count, as PyTorch and transformers have it."""
-
 OwnLoss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """(logits [b, L, V], labels int64 [b, L]) -> mean over the micro-batch, or (sum, count)."""
 

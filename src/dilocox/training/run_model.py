@@ -197,7 +197,7 @@ def generate(
         from dilocox.training.chat_prompt import chat_prompt
 
         asked = chat_prompt(folder, prompt)
-    tokenizer, network = _loaded(folder, device)
+    tokenizer, network = load_model(folder, device)
     import torch
 
     network.to(device)
@@ -225,8 +225,13 @@ def generate(
     return str(tokenizer.decode(shown, skip_special_tokens=True))
 
 
-def _loaded(folder: Path, device: str) -> tuple[Any, Any]:
-    """Return tokenizer and model of a folder. Raises `CheckpointError` if one is unreadable."""
+def load_model(folder: Path, device: str) -> tuple[Any, Any]:
+    """Return the tokenizer and the model of a Hugging Face or PEFT folder.
+
+    The model is in evaluation mode, on the CPU, with its adapters. `device`: where the model will
+    compute. For "cpu" the model has its own dtype, for any other device bf16. No code in the
+    folder is run. Raises `CheckpointError` if tokenizer or model cannot be loaded.
+    """
     adapters = _adapters(folder)
     # Imported only now: the two imports take seconds, and there may be no model.
     import torch
