@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from dilocox.config.data import DataSection
 from dilocox.data import TokenFiles, prepare
 from tests.data.flagged import Document, write_flagged
-from tests.support.harness import Run, Workshop, verdicts
+from tests.support.harness import Workshop, verdicts
 
 pytestmark = [pytest.mark.stops, pytest.mark.slow]
 
@@ -71,15 +70,9 @@ def test_packed_documents_are_resumed_verified_and_repeated(workshop: Workshop) 
         tokens = 24 * 4 * 32
         assert all(0 < labels < tokens for _, labels, _ in rounds[0])
     assert verdicts(cut.folder) == {"beacon": "NOT_RUN", "audits": "NOT_RUN"}
-    audit = Run(["audit", str(cut.folder), "--round", "1", "--json"], cut.folder)
-    workshop.runs.append(audit)
-    assert audit.wait() == 0, audit.printed()
-    found = json.loads(audit.printed())
+    found = workshop.ask("audit", str(cut.folder), "--round", "1")
     assert [each["verdict"] for each in found["verdicts"]] == ["EXACT"] * 2, found
-    shown = Run(["data", "show", str(cut.folder), "--json"], cut.folder)
-    workshop.runs.append(shown)
-    assert shown.wait() == 0, shown.printed()
-    documents = json.loads(shown.printed())["documents"]
+    documents = workshop.ask("data", "show", str(cut.folder))["documents"]
     assert documents
     assert all(0 < each["seen"] <= each["tokens"] for each in documents)
     assert any(each["seen"] == each["tokens"] for each in documents)

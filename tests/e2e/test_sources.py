@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.harness import ARCHITECTURE, RUN, Run, Workshop, verdicts
+from tests.support.harness import ARCHITECTURE, RUN, Workshop, verdicts
 
 pytestmark = [pytest.mark.stops, pytest.mark.slow]
 
@@ -63,15 +63,9 @@ def test_weighted_sources_are_resumed_verified_and_repeated(workshop: Workshop) 
     for file in sorted((whole.folder / "model").glob("*.safetensors")):
         assert file.read_bytes() == (cut.folder / "model" / file.name).read_bytes()
     assert verdicts(cut.folder) == {"beacon": "NOT_RUN", "audits": "NOT_RUN"}
-    audit = Run(["audit", str(cut.folder), "--round", "1", "--json"], cut.folder)
-    workshop.runs.append(audit)
-    assert audit.wait() == 0, audit.printed()
-    found = json.loads(audit.printed())
+    found = workshop.ask("audit", str(cut.folder), "--round", "1")
     assert [each["verdict"] for each in found["verdicts"]] == ["EXACT"] * 2, found
-    shown = Run(["data", "show", str(cut.folder), "--json"], cut.folder)
-    workshop.runs.append(shown)
-    assert shown.wait() == 0, shown.printed()
-    documents = json.loads(shown.printed())["documents"]
+    documents = workshop.ask("data", "show", str(cut.folder))["documents"]
     seen = [sum(each["seen"] for each in documents if each["source"] == n) for n in (0, 1)]
     # Less than its quarter: it has reached `epochs` and has dropped out.
     assert 0.05 < seen[1] / sum(seen) < 0.2, seen

@@ -8,7 +8,7 @@ import torch
 
 from dilocox.config.adapter import AdapterSection
 from dilocox.config.run_config import ModelSection
-from dilocox.config.site import InnerSection, SiteSection
+from dilocox.config.site import InnerSection
 from dilocox.inner import ChunkSettings, SiteMesh, SiteModel, chunks_of_stage
 from dilocox.inner.fsdp import local
 from dilocox.models import build_chunk, load_model_config, materialise, open_weights, plan_cut
@@ -16,7 +16,7 @@ from dilocox.models.adapter import is_adapter
 from dilocox.models.adapter_weights import AdapterWeights
 from tests.support import toy_model
 from tests.support.process_starts import ARCHITECTURE
-from tests.support.site_cases import CPU, rows_of
+from tests.support.site_cases import CPU, rows_of, site_section
 
 LORA = AdapterSection(rank=4)
 
@@ -33,7 +33,8 @@ def train(
     """Three steps of a tiny tied Qwen3 with adapters: losses, names, and whether the base moved."""
     section = ModelSection(architecture={**ARCHITECTURE, "vocab_size": 64})
     hf_config = load_model_config(section, 64)
-    per_stage = 2 if schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv") else 1
+    site = site_section(stages, shards, schedule)
+    per_stage = site.chunks
     adapter = LORA.model_copy(update=lora)
     cut = plan_cut(hf_config, stages * per_stage, toy_model.LENGTH, adapter)
     mesh = SiteMesh.create(stages, shards, CPU)
@@ -54,14 +55,7 @@ def train(
         chunks,
         lambda chunk, device: materialise(chunk, source, device),  # type: ignore[arg-type]
         mesh,
-        SiteSection(
-            stages=stages,
-            shards=shards,
-            chunks=per_stage,
-            schedule=schedule,  # type: ignore[arg-type]
-            batch_size=8,
-            micro_batch_size=1,
-        ),
+        site,
         InnerSection(clip=0.5),
         ChunkSettings(
             hidden_size=32, precision=dtype, frozen_base=True, whole_gradients=whole_gradients

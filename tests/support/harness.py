@@ -142,6 +142,13 @@ class Workshop:
         assert not list(run.folder.glob("trace*")), "nobody asked for a timeline"
         return run
 
+    def ask(self, *arguments: str) -> Any:
+        """The answer, as JSON, of a `dilocox` command that must end well."""
+        run = Run([*arguments, "--json"], self.root)
+        self.runs.append(run)
+        assert run.wait() == 0, run.printed()
+        return json.loads(run.printed())
+
 
 def verdicts(folder: Path, **more: Any) -> dict[str, str]:
     """What `dilocox verify` finds in a run's folder, by claim; those that PASS are left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,8 +62,11 @@ metric_list:
     return folder
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
-    """Write a small model with its tokenizer to `folder`, and return it."""
+def write_model(folder: Path, seed: int = 0, **saving: Any) -> Path:
+    """Write a small model with its tokenizer to `folder`, and return it.
+
+    `saving`: options of transformers' `save_pretrained`.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from dilocox.data.tokenizer import train_tokenizer
@@ -82,5 +86,5 @@ def write_model(folder: Path, seed: int = 0) -> Path:
         eos_token_id=encoder.end_of_text,
         bos_token_id=None,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(config).save_pretrained(folder, **saving)
     return folder

@@ -20,6 +20,22 @@ CPU = torch.device("cpu")
 Reference = dict[str, Tensor]
 
 
+def site_section(
+    stages: int, shards: int, schedule: str, *, replicas: int = 1, rows: int = 8, micro: int = 1
+) -> SiteSection:
+    """The shape of a site; a looped schedule has two chunks a stage. `rows`: of a batch."""
+    looped = schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+    return SiteSection(
+        stages=stages,
+        shards=shards,
+        replicas=replicas,
+        chunks=2 if looped else 1,
+        schedule=schedule,  # type: ignore[arg-type]
+        batch_size=rows,
+        micro_batch_size=micro,
+    )
+
+
 def build(
     *,
     stages: int = 1,
@@ -40,17 +56,8 @@ def build(
 ) -> SiteModel:
     """A rank's toy site model. `unused`: the chunk that has a parameter it does not use.
     `head_in_parts`: the head's weight is used so often, and the head is not called."""
-    looped = schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
-    per_stage = 2 if looped else 1
-    site = SiteSection(
-        stages=stages,
-        shards=shards,
-        replicas=replicas,
-        chunks=per_stage,
-        schedule=schedule,  # type: ignore[arg-type]
-        batch_size=rows,
-        micro_batch_size=micro,
-    )
+    site = site_section(stages, shards, schedule, replicas=replicas, rows=rows, micro=micro)
+    per_stage = site.chunks
     mesh = SiteMesh.create(stages, shards, CPU, replicas)
     total = stages * per_stage
     chunks = [

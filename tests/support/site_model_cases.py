@@ -25,7 +25,7 @@ from dilocox.inner import (
 from dilocox.inner.counted import CountedLabels
 from tests.support import toy_model
 from tests.support.process_starts import ARCHITECTURE
-from tests.support.site_cases import CPU, build, rows_of
+from tests.support.site_cases import CPU, build, rows_of, site_section
 
 
 def gathered_when(tied: bool, **setting: Any) -> dict[str, list[str]]:
@@ -141,7 +141,8 @@ def real_model(
 
     section = ModelSection(architecture={**ARCHITECTURE, "vocab_size": 64})
     hf_config = load_model_config(section, 64)
-    per_stage = 2 if schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv") else 1
+    site = site_section(stages, shards, schedule)
+    per_stage = site.chunks
     cut = plan_cut(hf_config, stages * per_stage, toy_model.LENGTH)
     mesh = SiteMesh.create(stages, shards, CPU)
     source = open_weights(section, hf_config, seed=3)
@@ -152,14 +153,7 @@ def real_model(
         ],
         lambda chunk, device: materialise(chunk, source, device),  # type: ignore[arg-type]
         mesh,
-        SiteSection(
-            stages=stages,
-            shards=shards,
-            chunks=per_stage,
-            schedule=schedule,  # type: ignore[arg-type]
-            batch_size=8,
-            micro_batch_size=1,
-        ),
+        site,
         InnerSection(clip=0.5),
         ChunkSettings(
             hidden_size=32, tied=tied_pair(hf_config), precision=getattr(torch, precision)

@@ -18,6 +18,7 @@ from dilocox.errors import CheckpointError, ConfigError
 from dilocox.tools.release import release
 from dilocox.training.chat_prompt import chat_prompt, messages_in
 from dilocox.training.run_model import export, generate, model_folder
+from tests.support.lm_tasks import write_model
 
 pytestmark = pytest.mark.waits
 
@@ -25,28 +26,8 @@ pytestmark = pytest.mark.waits
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with a small model in two files and the tokenizer that belongs to it."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from dilocox.data.tokenizer import train_tokenizer
-
     folder = tmp_path_factory.mktemp("run")
-    target = folder / "model"
-    words = ["def main(): return the sum of all values", "class Value: pass"] * 20
-    encoder = train_tokenizer(iter([words]), 262, target)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=262,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        eos_token_id=encoder.end_of_text,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(target, max_shard_size="40KB")
+    target = write_model(folder / "model", max_shard_size="40KB")
     assert len(list(target.glob("*.safetensors"))) > 1
     return folder
 
