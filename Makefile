@@ -1,6 +1,10 @@
 # Two commands to begin with: `make quickstart` and `make test`. Both set up .venv themselves.
 # `make check` is quick: style, types and unit tests.
 
+# Without compiled modules on disk, each process that imports torch and transformers compiles them
+# again, which takes 5 seconds of a core.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV ?= .venv
 # More arguments for the quickstart, for example SET="--set outer.rounds=3".
