@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -207,6 +207,7 @@ def has_key(parts: list[str]) -> bool:
             return False
         model = model.model_fields[part].annotation
         kinds = () if get_origin(model) is dict else get_args(model)
+        kinds = tuple(get_args(k)[0] if get_origin(k) is Annotated else k for k in kinds)
         sections = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
         options = sections + [kind for kind in kinds if get_origin(kind) is dict]
         if options and number < len(parts) - 1:
@@ -256,6 +257,7 @@ def test_keys_exist(path: Path) -> None:
         ("sites.NAME", True),
         ("model.architecture.hidden_size", True),
         ("model.architectures", False),
+        ("data.filter.meta.language", True),
         ("adapter.rank", True),
         ("adapter.ranks", False),
     ],

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import tomllib
+from typing import Any
+
 import pytest
 
 from dilocox.config.data import RowRules
@@ -9,7 +12,7 @@ from dilocox.errors import ConfigError
 RAW = {"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"paris": {}, "lyon": {}}}
 
 
-def run(**data: object) -> RunConfig:
+def run(**data: Any) -> RunConfig:
     return resolve_run({**RAW, "data": data})
 
 
@@ -60,3 +63,40 @@ def test_conversations_are_packed_whole_and_cut_unless_the_run_file_says_otherwi
     assert run(format="instruction").data.rows == RowRules(256, "documents", "cut")
     own = run(format="instruction", packing="none", long_documents="refuse")
     assert own.data.rows == RowRules(256, "none", "refuse")
+
+
+def test_a_filter_is_the_same_with_dots_and_with_tables() -> None:
+    nested = run(source="a", filter={"meta": {"language": "en"}, "stars": [4, 5]})
+    dotted = run(source="a", filter={"meta.language": "en", "stars": [4, 5]})
+    assert nested.digest() == dotted.digest() != run(source="a").digest()
+    assert nested.data.filter == {"meta.language": "en", "stars": [4, 5]}
+    assert resolve_run(tomllib.loads(nested.to_toml())).data.filter == nested.data.filter
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"filter": "en"}, 'data.filter: got "en", expected a table'),
+        ({"filter": {"a": []}}, "data.filter: a is an empty list, so no record would be taken"),
+        ({"filter": {"a": {}}}, "data.filter: a is an empty table: name a field in it"),
+        ({"filter": {"a": [1, [2]]}}, "data.filter: a is [2]: give a text, a finite number, true"),
+        ({"filter": {"a": float("nan")}}, "data.filter: a is nan: give a text, a finite number"),
+        (
+            {"filter": {"a": {"b": 1}, "a.b": 2}},
+            "data.filter: a.b is there twice: leave one out",
+        ),
+        (
+            {"filter": {"a": 1}, "format": "text"},
+            'data.filter needs records with fields, and format "text" has none: leave it out',
+        ),
+        (
+            {"validation_filter": {"a": 1}},
+            "data.validation_filter needs validation_source: set it, or leave it out",
+        ),
+    ],
+)
+def test_bad_filters_are_refused_in_one_line(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(source="a", **data)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -62,6 +62,18 @@ def two(first: dict[str, Any] | None = None, second: dict[str, Any] | None = Non
             "data.sources all have validation_fraction 0, so no text is held out: raise it at one",
         ),
         (
+            {"sources": two({"filter": {"a": 1}, "format": "code"})},
+            'data.sources "a" sets filter, which needs records with fields, and format "code"',
+        ),
+        (
+            {"sources": two({"validation_filter": {"a": 1}})},
+            'data.sources "a" sets validation_filter without validation_source: set it, or leave',
+        ),
+        (
+            {"sources": two({"filter": {"a": []}})},
+            "data.sources (table 1).filter: a is an empty list, so no record would be taken",
+        ),
+        (
             {"sources": two({"format": "text"}), "format": "instruction"},
             'data.sources "a" sets format "text" beside data.format "instruction": text and',
         ),

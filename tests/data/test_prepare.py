@@ -20,6 +20,7 @@ from dilocox.data import (
     TokenFiles,
     document_encoding,
     folder,
+    group_documents,
     packing,
     prepare,
     show,
@@ -225,7 +226,7 @@ def test_many_shards_hold_the_same_tokens(
     files: TokenFiles, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(document_encoding, "SHARD_BYTES", 1000)
-    monkeypatch.setattr(prepare_module, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(group_documents, "BATCH_CHARACTERS", 2000)
     cut = prepare(section(corpus), tmp_path / "data", seed=0)
     assert len(cut.content["splits"]["train"]["shards"]) > 5
     cut.verify()
@@ -243,7 +244,7 @@ def test_tokenizer_of_a_big_corpus_is_trained_on_a_sample(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 8000)
-    monkeypatch.setattr(prepare_module, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(group_documents, "BATCH_CHARACTERS", 500)
     files = prepare(section(corpus, vocabulary_size=270), tmp_path / "data", seed=0)
     sample = files.content["tokenizer"]["sample"]
     assert 2000 < sample["bytes"] < 9000

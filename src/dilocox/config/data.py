@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dilocox.config.base import Positive, Section
-from dilocox.config.data_sources import SourceSection, sources_problem
+from dilocox.config.data_filter import Filter
+from dilocox.config.data_sources import TEXT_FORMATS, SourceSection, sources_problem
 
 Packing = Literal["stream", "documents", "none"]
 LongDocuments = Literal["cut", "split", "refuse"]
@@ -63,6 +64,9 @@ class DataSection(Section):
     """Hub datasets: the split."""
     revision: str | None = None
     licence: str | None = None
+    filter: Filter | None = None
+    """Takes only records whose fields have the given values, such as `{ language = "en", stars =
+    [4, 5] }`: see [filter records](your-model.md#filter-records)."""
     max_documents: Positive | None = None
     folder: str = "{run}/data"
     """Folder of the token files. `{run}` is the run's folder."""
@@ -92,6 +96,8 @@ class DataSection(Section):
     trained on. Documents that occur in both are not detected."""
     validation_split: str = "validation"
     """Hub datasets: the split of `validation_source`."""
+    validation_filter: Filter | None = None
+    """Filter of `validation_source`. If not set, it is `filter`; `{}`: all records are taken."""
     validation_sequences: Positive = 64
     """Largest number of held-out sequences that an evaluation reads."""
     sources: list[SourceSection] | None = None
@@ -107,6 +113,12 @@ class DataSection(Section):
             if problem is not None:
                 raise ValueError(problem)
         return self
+
+    @property
+    def held_out_filter(self) -> Filter | None:
+        """The filter of `validation_source`, or None if all records are taken."""
+        own = self.filter if self.validation_filter is None else self.validation_filter
+        return own or None
 
     def of_source(self, source: SourceSection) -> DataSection:
         """Returns this section for one of `sources` alone, with the keys that the source sets."""
@@ -126,6 +138,17 @@ class DataSection(Section):
     def has_conversations(self) -> bool:
         """Whether the source holds conversations (format `chat` or `instruction`), not text."""
         return self.format in ("chat", "instruction")
+
+    @model_validator(mode="after")
+    def _filter_consistent(self) -> DataSection:
+        if self.validation_filter is not None and not (self.validation_source or self.sources):
+            raise ValueError("validation_filter needs validation_source: set it, or leave it out")
+        if self.filter and self.format in TEXT_FORMATS:
+            raise ValueError(
+                f'filter needs records with fields, and format "{self.format}" has none: leave it '
+                "out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> DataSection:

@@ -10,9 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dilocox.config.base import Positive, Section
+from dilocox.config.data_filter import Filter
 
 SHARE_TOLERANCE = Fraction(1, 1000)
 """Largest difference from 1 of the sum of shares, so that three times 0.333 is accepted."""
+
+TEXT_FORMATS = ("text", "code")
+"""Formats of files that are text as a whole, without records and fields."""
 
 OWN_KEYS = ("name", "source", "weight", "epochs")
 """Keys of a source that have no counterpart in `[data]`, or another meaning there."""
@@ -56,6 +60,8 @@ class SourceSection(Section):
     """Like `data.revision`, for this source."""
     licence: str | None = None
     """Like `data.licence`, for this source."""
+    filter: Filter | None = None
+    """Like `data.filter`, for this source; `{}`: all records are taken."""
     max_documents: Positive | None = None
     """Like `data.max_documents`, for this source."""
     validation_fraction: Annotated[float, Field(ge=0.0, le=0.5)] | None = None
@@ -65,6 +71,8 @@ class SourceSection(Section):
     """Separate held-out text of the source, instead of a fraction."""
     validation_split: str | None = None
     """Like `data.validation_split`, for this source."""
+    validation_filter: Filter | None = None
+    """Like `data.validation_filter`, for this source."""
 
     def overrides(self) -> dict[str, Any]:
         """Returns the keys of `[data]` that this source sets, by name."""
@@ -102,6 +110,16 @@ def sources_problem(
                     f'sources "{each.name}" sets {key}, which hub datasets alone have: '
                     'leave it out, or set format = "hub"'
                 )
+        if each.filter and (each.format or usual_format) in TEXT_FORMATS:
+            return (
+                f'sources "{each.name}" sets filter, which needs records with fields, and format '
+                f'"{each.format or usual_format}" has none: leave it out'
+            )
+        if each.validation_filter is not None and each.validation_source is None:
+            return (
+                f'sources "{each.name}" sets validation_filter without validation_source: set it, '
+                "or leave validation_filter out"
+            )
         if each.validation_source is not None and each.validation_fraction is not None:
             return (
                 f'sources "{each.name}" sets validation_source and validation_fraction: '

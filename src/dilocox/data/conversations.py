@@ -14,6 +14,7 @@ from typing import Any
 
 from dilocox.config.data import DataSection
 from dilocox.data.readers import clean, json_records, kind_of, parquet_records
+from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -111,7 +112,11 @@ class Layout:
 
 
 def read_conversations(
-    path: Path, kind: str, layout: Layout, without: Callable[[], None]
+    path: Path,
+    kind: str,
+    layout: Layout,
+    without: Callable[[], None],
+    filter_: RecordFilter | None = None,
 ) -> Iterator[Conversation]:
     """Yield the conversations of a file in file order.
 
@@ -120,13 +125,14 @@ def read_conversations(
         kind: `parquet` or `jsonl`; the latter also holds one JSON array, and may be compressed.
         layout: fields of the records.
         without: is called for every record without a conversation, which is left out.
+        filter_: decides which records are taken; None: all records.
 
     Raises:
         DataError: if the file cannot be read, or if a record is not as `layout` says. The message
             names the file and the line or row.
     """
     records = (
-        parquet_records(path, layout.fields, layout.optional, layout.mend)
+        parquet_records(path, layout.fields, layout.optional, layout.mend, filter_)
         if kind == "parquet"
         else json_records(path)
     )
@@ -137,6 +143,9 @@ def read_conversations(
             raise DataError(
                 f"{where}: not a JSON object; each record must be an object with {names}"
             )
+        # The rows of Parquet files are filtered already, by columns that `record` may lack.
+        if filter_ is not None and kind != "parquet" and not filter_.takes(record):
+            continue
         lacking = [name for name in layout.fields if name not in record]
         if lacking:
             names = ", ".join(sorted(record)[:8]) or "none"

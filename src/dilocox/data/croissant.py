@@ -14,6 +14,7 @@ from typing import Any
 
 from dilocox.data.flags import COUNTED, STARTS
 from dilocox.data.manifest import held_out_whole
+from dilocox.data.record_filter import filter_text
 from dilocox.errors import DataError
 
 CROISSANT = "croissant.json"
@@ -119,6 +120,7 @@ def _description(content: dict[str, Any]) -> str:
         parts.append(
             f"Source {number} ({_name(each)}): licence {each['licence'] or 'not stated'}, revision "
             f"{each['revision'] or 'not stated'}."
+            + (f" Records taken: {filter_text(each['filter'])}." if "filter" in each else "")
             + (" All of it is held out." if whole[number] else "")
         )
     about = content.get("conversations")

@@ -113,6 +113,22 @@ def publish(partial: Path, folder: Path) -> bool:
     return True
 
 
+FILTERS = ("filter", "validation_filter")
+"""Options that are left out of a manifest if they are not set, as earlier versions did."""
+
+
+def without_unset(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options of token files without filters that are not set."""
+    kept = {key: value for key, value in options.items() if key not in FILTERS or value}
+    if kept.get("sources"):
+        kept["sources"] = [without_unset(each) for each in kept["sources"]]
+    return kept
+
+
+def _with_filters(options: dict[str, Any]) -> dict[str, Any]:
+    return dict.fromkeys(FILTERS) | options
+
+
 def reuse(
     folder: Path,
     named: list[Named],
@@ -134,6 +150,7 @@ def reuse(
     """
     files = TokenFiles.open(folder)
     made_with = files.manifest["made_with"]["options"]
+    made_with, options = _with_filters(made_with), _with_filters(options)
     # An option that the version which made the files did not know counts as equal: that version
     # did not have its effect, and the files stay as they are.
     other = sorted(key for key in options if made_with.get(key, options[key]) != options[key])

@@ -12,6 +12,7 @@ from typing import Any
 from dilocox.config.data import DataSection
 from dilocox.data.conversations import Layout
 from dilocox.data.readers import FIELD, UNPACKED, clean
+from dilocox.data.record_filter import RecordFilter, columns_of
 from dilocox.errors import DataError
 
 _RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -47,6 +48,7 @@ class HubSource:
         self.subset, self.split = data.subset, data.split
         self.local = Path(name).expanduser().is_dir()
         self.revision, self.licence = data.revision, data.licence
+        self.filter = RecordFilter(data.filter) if data.filter else None
         try:
             if not self.local:
                 self._resolve()
@@ -72,6 +74,14 @@ class HubSource:
                 raise DataError(
                     f'data.source {name}: no column "{field}" (columns: {names}); {mend}'
                 )
+        wanted = self.filter.wanted if self.filter else {}
+        for field in wanted if columns is not None else ():
+            if not columns_of(field, columns):
+                names = ", ".join(columns[:8]) or "none"
+                raise DataError(
+                    f'data.source {name}: no column "{field}" of the filter (columns: {names}); '
+                    "correct the filter"
+                )
         self._begin()
 
     def _resolve(self) -> None:
@@ -87,6 +97,8 @@ class HubSource:
     def _begin(self) -> None:
         self._digest = hashlib.sha256()
         self._documents = self._bytes = self.without_text = 0
+        if self.filter is not None:
+            self.filter.begin()
 
     def documents(self) -> Iterator[str]:
         """Yield the texts of the rows in the dataset's order, without blank and missing ones.
@@ -106,8 +118,10 @@ class HubSource:
                 ) from None
             if row is None:
                 return
-            text = self._document(row, number)
             number += 1
+            if self.filter is not None and not self.filter.takes(row):
+                continue
+            text = self._document(row, number - 1)
             self.without_text += text is None
             if text and not text.isspace():
                 raw = text.encode()
@@ -147,6 +161,7 @@ class HubSource:
                 "bytes": self._bytes,
                 "sha256": self._digest.hexdigest(),
             },
+            **({} if self.filter is None else {"filter": self.filter.wanted}),
         }
 
 

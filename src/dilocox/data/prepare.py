@@ -11,7 +11,6 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from dilocox.data.chat_template import marks_of
 from dilocox.data.conversations import Conversation
 from dilocox.data.croissant import write_croissant
 from dilocox.data.document_encoding import DocumentEncoder
-from dilocox.data.folder import check_place, partial_folder, publish, reuse
+from dilocox.data.folder import check_place, partial_folder, publish, reuse, without_unset
+from dilocox.data.group_documents import batches, group_texts, placed_batches
 from dilocox.data.manifest import MANIFEST, digest_of, format_of, hash_file, write_manifest
 from dilocox.data.packing import Packer, Place
 from dilocox.data.protected_tokens import Encoded
@@ -38,9 +38,6 @@ from dilocox.version import __version__
 
 SAMPLE_BYTES = 64 * 1024 * 1024
 """Most bytes of text that a tokenizer is trained on. More text changes little and costs memory."""
-
-BATCH_CHARACTERS = 4 * 1024 * 1024
-"""Characters that are encoded at once. This bounds the memory."""
 
 RANGE = 1 << 64
 """Scores of documents are in 0..RANGE-1."""
@@ -127,7 +124,8 @@ def prepare(
     check_place(folder)
     unused = set[str]() if data.has_conversations else set(CONVERSATION_KEYS)
     unused |= {"sources"} if data.sources is None else set()
-    options = data.model_dump(mode="json", exclude=_READING | unused) | {"seed": seed}
+    options = without_unset(data.model_dump(mode="json", exclude=_READING | unused))
+    options |= {"seed": seed}
     named = named_groups(data)
     if (folder / MANIFEST).is_file():
         files = reuse(folder, named, options, changed)
@@ -184,8 +182,7 @@ def _held(group: Group, seed: int) -> HoldoutSplit:
     if named.own_from is not None or not named.data.validation_fraction:
         return HoldoutSplit(seed, 0, named.own_from)
     below = int(named.data.validation_fraction * RANGE)
-    documents = _documents(group.sources, named.data)
-    return HoldoutSplit(seed, below).settled(documents, named.key)
+    return HoldoutSplit(seed, below).settled(group_texts(named, group.sources), named.key)
 
 
 def _fill(
@@ -296,7 +293,7 @@ class Samples:
 
     def _batches(self, group: Group, held: HoldoutSplit, most: int) -> Iterator[list[str]]:
         expected = min(self._text.total or SAMPLE_BYTES, SAMPLE_BYTES)
-        for batch in _batches(_documents(held.training(group.sources), group.named.data)):
+        for batch in batches(group_texts(group.named, held.training(group.sources))):
             taken = []
             for text in batch:
                 raw = text.encode()
@@ -329,7 +326,7 @@ def _encode(
     try:
         for group, held in zip(text.groups, text.held, strict=True):
             before = {split: (each.tokens, each.documents) for split, each in packers.items()}
-            for batch, places in _placed_batches(group):
+            for batch, places in placed_batches(group):
                 encoded = documents.encode(batch)
                 done += _pack(packers, batch, encoded, places, held, group.first)
                 report("encoding", min(0.99, done / text.total) if text.total else 0.0)
@@ -379,57 +376,6 @@ def _pack(
     return done
 
 
-def _placed_batches(group: Group) -> Iterator[tuple[list[str], list[Place]]]:
-    """Yield batches of a group's documents, with their origins in the group."""
-    named, places = group.named, list[Place]()
-    for batch in _batches(_noting(places, _placed(group.sources, named.data, named.own_from))):
-        yield batch, places[:]
-        places.clear()
-
-
-def _documents(sources: list[Source], data: DataSection) -> Iterator[str]:
-    return (text for _, text in _placed(sources, data))
-
-
-def _placed(
-    sources: list[Source], data: DataSection, own_from: int | None = None
-) -> Iterator[tuple[Place, str]]:
-    """Yield (origin, text) of every document.
-
-    `data.max_documents` limits the documents of sources that are trained on. The documents of
-    sources from `own_from` on, which are held out, come last and are not limited.
-    """
-    first = len(sources) if own_from is None else own_from
-    training = islice(_each(sources[:first], 0), data.max_documents)
-    return chain(training, _each(sources[first:], first))
-
-
-def _each(sources: list[Source], first: int) -> Iterator[tuple[Place, str]]:
-    for number, source in enumerate(sources, first):
-        for file, text in source.placed():
-            yield (number, file), text
-
-
-def _noting(places: list[Place], placed: Iterator[tuple[Place, str]]) -> Iterator[str]:
-    """Yield the documents, and append the origin of each to `places`."""
-    for place, text in placed:
-        places.append(place)
-        yield text
-
-
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def _total(groups: list[Group], report: Progress) -> int | None:
     """Returns the bytes that will be read of all groups, or None if a source's size is unknown."""
     totals = [_total_of(group, report) for group in groups]
@@ -439,8 +385,8 @@ def _total(groups: list[Group], report: Progress) -> int | None:
 def _total_of(group: Group, report: Progress) -> int | None:
     """Returns the bytes that will be read of a group, or None if a source's size is unknown.
 
-    If `data.max_documents` may end the reading early and there are more than `SAMPLE_BYTES`, the
-    text is read once more to count its bytes.
+    If there are more than `SAMPLE_BYTES` in the files, and `data.max_documents` or a filter takes a
+    part of them, the text is read once more to count its bytes.
     """
     sources, data, own_from = group.sources, group.named.data, group.named.own_from
     total = 0
@@ -448,14 +394,16 @@ def _total_of(group: Group, report: Progress) -> int | None:
         if source.size is None:
             return None
         total += source.size
-    if data.max_documents is None or total <= SAMPLE_BYTES:
+    whole = data.max_documents is None and data.filter in (None, {})
+    if whole or total <= SAMPLE_BYTES:
         return total
     first = len(sources) if own_from is None else own_from
     total = sum(source.size or 0 for source in sources[first:])
-    for number, text in enumerate(_documents(sources[:first], data)):
+    for number, text in enumerate(group_texts(group.named, sources[:first])):
         total += len(text.encode())
         if number % 1024 == 0:
-            report("counting documents", number / data.max_documents)
+            # Without a largest number, the share is not known before the end.
+            report("counting documents", number / data.max_documents if data.max_documents else 0.0)
     report("counting documents", 1.0)
     return total
 
@@ -485,7 +433,19 @@ def _made_with(options: dict[str, Any], sources: list[Source]) -> dict[str, Any]
         # By source. These counts are not in the content, since they do not change the tokens.
         "left_out": [dict(source.left_out) for source in sources],
         "without_text": [source.without_text for source in sources],
+        **_filtered(sources),
         "dilocox": __version__,
         "python": platform.python_version(),
         "tokenizers": tokenizers.__version__,
     }
+
+
+def _filtered(sources: list[Source]) -> dict[str, Any]:
+    """Returns the key `filtered` of `made_with`: records taken and read, by source.
+
+    Nothing if no source has a filter.
+    """
+    filters = [source.filter for source in sources]
+    if not any(filters):
+        return {}
+    return {"filtered": [each and [each.taken, each.read] for each in filters]}

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from dilocox.config.data_sources import TEXT_FORMATS as TEXT_FORMATS
+from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,9 +25,6 @@ if TYPE_CHECKING:
 
 UNPACKED = (".gz", ".zst")
 """Endings of compressed files that are decompressed while they are read."""
-
-TEXT_FORMATS = ("text", "code")
-"""Formats whose files are plain UTF-8 text."""
 
 CUT = {"text": 32 * 1024, "code": 512 * 1024}
 """Length in characters, by format, after which a long file is cut into documents. A file is long if
@@ -38,7 +37,11 @@ FIELD = "set data.text_field to the name of one that holds text"
 
 
 def read_documents(
-    path: Path, kind: str, text_field: str, without_text: Callable[[], None] = lambda: None
+    path: Path,
+    kind: str,
+    text_field: str,
+    without_text: Callable[[], None] = lambda: None,
+    filter_: RecordFilter | None = None,
 ) -> Iterator[str]:
     """Yield the documents of `path` in file order, without blank ones.
 
@@ -53,6 +56,7 @@ def read_documents(
         text_field: field or column that holds the text.
         without_text: is called for every record whose text is null or missing. Such a record is
             left out.
+        filter_: decides which records are taken; None: all records.
 
     Raises:
         DataError: if the file cannot be read or holds no text. The message names the file and, for
@@ -60,9 +64,9 @@ def read_documents(
     """
     documents: Iterator[str | None]
     if kind == "jsonl":
-        documents = _texts(json_records(path), text_field)
+        documents = _texts(json_records(path), text_field, filter_)
     elif kind == "parquet":
-        documents = _parquet(path, text_field)
+        documents = _parquet(path, text_field, filter_)
     else:
         documents = _text(path, CUT[kind])
     for document in documents:
@@ -228,7 +232,9 @@ def _parsed(line: bytes, where: str) -> object:
         raise DataError(f"{where}: not valid JSON ({error}); correct or remove the line") from None
 
 
-def _texts(records: Iterator[tuple[str, object]], field: str) -> Iterator[str | None]:
+def _texts(
+    records: Iterator[tuple[str, object]], field: str, filter_: RecordFilter | None
+) -> Iterator[str | None]:
     """Yield the text of every record; None for a record whose text is null or missing.
 
     `records` are pairs of the place, which messages name, and the record. Raises `DataError` if a
@@ -240,6 +246,8 @@ def _texts(records: Iterator[tuple[str, object]], field: str) -> Iterator[str | 
             raise DataError(
                 f'{where}: not a JSON object; each record must be an object with a "{field}" field'
             )
+        if filter_ is not None and not filter_.takes(record):
+            continue
         if field not in record:
             names = ", ".join(sorted(record)[:8]) or "none"
             missing = missing or f'{where}: no field "{field}" (fields: {names})'
@@ -270,29 +278,61 @@ def kind_of(value: object) -> str:
     return "a list" if isinstance(value, list) else "an object"
 
 
-def _parquet(path: Path, field: str) -> Iterator[str | None]:
+def _parquet(path: Path, field: str, filter_: RecordFilter | None) -> Iterator[str | None]:
     with _opened(path) as table:
         schema = table.schema_arrow
         kind = schema.field(_column(path, schema, field, FIELD)).type
         if not _holds_text(kind):
             raise DataError(f'{path}: column "{field}" holds {kind}, not text; {FIELD}')
+        others = _columns_of(filter_, schema)
         row = 0
-        for batch in table.iter_batches(batch_size=256, columns=[field]):
-            for value in batch.column(0).to_pylist():
+        for batch in table.iter_batches(batch_size=256, columns=_union([field], others)):
+            taken = _taken(batch, others, filter_)
+            for value, wanted in zip(batch.column(field).to_pylist(), taken, strict=True):
                 row += 1
+                if not wanted:
+                    continue
                 yield _decoded(value, f'{path}: column "{field}", row {row}')
 
 
+def _columns_of(filter_: RecordFilter | None, schema: pa.Schema) -> list[str]:
+    """Returns the columns that the filter reads, and tells it the names of all columns."""
+    if filter_ is None:
+        return []
+    filter_.know(schema.names)
+    return filter_.columns(schema.names)
+
+
+def _taken(
+    batch: pa.RecordBatch, columns: Sequence[str], filter_: RecordFilter | None
+) -> list[bool]:
+    """Returns for each row of a batch whether the filter takes the row."""
+    if filter_ is None:
+        return [True] * batch.num_rows
+    values = [batch.column(name).to_pylist() for name in columns]
+    rows = zip(*values, strict=True) if values else iter([()] * batch.num_rows)
+    return [filter_.takes(dict(zip(columns, row, strict=True))) for row in rows]
+
+
+def _union(columns: Sequence[str], others: Sequence[str]) -> list[str]:
+    return [*columns, *(name for name in others if name not in columns)]
+
+
 def parquet_records(
-    path: Path, fields: Sequence[str], optional: Sequence[str], mend: str
+    path: Path,
+    fields: Sequence[str],
+    optional: Sequence[str],
+    mend: str,
+    filter_: RecordFilter | None = None,
 ) -> Iterator[tuple[str, object]]:
-    """Yield (place, record) of each row of a Parquet file.
+    """Yield (place, record) of each row of a Parquet file that the filter takes.
 
     Args:
         path: the file.
         fields: columns that the file must have; a record holds them by name.
         optional: columns that a record holds, too, if the file has them.
         mend: end of the message about a missing column.
+        filter_: decides which rows are taken; None: all rows.
 
     Raises:
         DataError: if the file cannot be read, or if it does not have a column of `fields` once.
@@ -302,11 +342,14 @@ def parquet_records(
         for field in fields:
             _column(path, schema, field, mend)
         columns = [*fields, *(name for name in optional if name in schema.names)]
+        others = _columns_of(filter_, schema)
         row = 0
-        for batch in table.iter_batches(batch_size=256, columns=columns):
-            for record in batch.to_pylist():
+        for batch in table.iter_batches(batch_size=256, columns=_union(columns, others)):
+            taken = _taken(batch, others, filter_)
+            for record, wanted in zip(batch.select(columns).to_pylist(), taken, strict=True):
                 row += 1
-                yield f"{path}:row {row}", record
+                if wanted:
+                    yield f"{path}:row {row}", record
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dilocox.data.conversations import conversation_lines
 from dilocox.data.list_files import counted
 from dilocox.data.manifest import held_out_whole, source_names
 from dilocox.data.mixed import mixture_lines
+from dilocox.data.record_filter import filter_text
 from dilocox.data.rows import describe_rows, rows_line
 from dilocox.data.token_files import SPLITS, TokenFiles
 
@@ -47,12 +48,17 @@ def show(files: TokenFiles, rules: RowRules | None = None) -> str:
     names = source_names(files.manifest["made_with"]["options"])
     left_out = files.manifest["made_with"].get("left_out", [{}] * len(names))
     without = files.manifest["made_with"].get("without_text", [0] * len(names))
+    filtered = files.manifest["made_with"].get("filtered", [None] * len(names))
     whole = held_out_whole(content)
     lines += mixture_lines(content)
     each = zip(names, content["sources"], left_out, without, strict=True)
     for number, (name, source, left, empty) in enumerate(each):
         what = "held out" if whole[number] else "source"
         lines.append(f"{what:<11}  {name}: {_source_line(source)}")
+        if filtered[number] is not None:
+            taken, read = filtered[number]
+            wanted = filter_text(source["filter"])
+            lines.append(f"filter       {wanted}: {taken:,} of {read:,} records were taken")
         if left:
             lines.append(f"left out     {counted(left)}")
         if empty:

@@ -93,12 +93,28 @@ def open_groups(named: list[Named], report: Progress) -> list[Group]:
     groups, first = [], 0
     for each in named:
         sources: list[Source] = []
-        held_data = each.data.model_copy(update={"split": each.data.validation_split})
+        _check_split(each)
+        held = {"split": each.data.validation_split, "filter": each.data.held_out_filter}
+        held_data = each.data.model_copy(update=held)
         for number, name in enumerate(each.names):
-            if on_hub(name, each.data):
-                sources.append(HubSource(name, each.data if number < each.trained else held_data))
-            else:
-                sources.append(read_source(name, each.data, report))
+            own = each.data if number < each.trained else held_data
+            hub = on_hub(name, own)
+            sources.append(HubSource(name, own) if hub else read_source(name, own, report))
         groups.append(Group(each, sources, first))
         first += len(sources)
     return groups
+
+
+def _check_split(group: Named) -> None:
+    """Raise `DataError` if `[data]` names a split or subset of sources that are files."""
+    data = group.data
+    # Keys of `[data]` beside tables may be meant for those tables that are hub datasets.
+    if group.name or any(on_hub(name, data) for name in group.names):
+        return
+    for key in ("split", "subset", "validation_split"):
+        value = getattr(data, key)
+        if value != DataSection.model_fields[key].default:
+            raise DataError(
+                f'data.{key} is "{value}", which hub datasets alone have: leave it out, set '
+                'data.format = "hub", or use data.filter'
+            )

@@ -23,6 +23,7 @@ from dilocox.config.data import DataSection
 from dilocox.data.conversations import Layout, read_conversations
 from dilocox.data.list_files import counted, walk
 from dilocox.data.readers import TEXT_FORMATS, UNPACKED, is_packed, open_binary, read_documents
+from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
 STDLIB = "python-stdlib"
@@ -86,6 +87,10 @@ class Source(Protocol):
     def without_text(self) -> int:
         """Number of records that the last pass left out because their text is null or missing."""
 
+    @property
+    def filter(self) -> RecordFilter | None:
+        """Decides which records are taken; None: all records."""
+
     def describe(self) -> dict[str, Any]:
         """Returns the manifest's entry: kind, licence, revision, files with sizes and digests."""
 
@@ -121,6 +126,7 @@ class FileSource:
     """Number of files and folders that are left out for another reason, by reason."""
     layout: Layout | None = None
     """Fields of conversations; None: the documents are text."""
+    filter: RecordFilter | None = None
     _without_text: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
@@ -140,11 +146,13 @@ class FileSource:
 
     def _read(self, file: SourceFile) -> Iterator[str]:
         if self.layout is not None:
-            return read_conversations(file.path, file.format, self.layout, self._count)
-        return read_documents(file.path, file.format, self.text_field, self._count)
+            return read_conversations(file.path, file.format, self.layout, self._count, self.filter)
+        return read_documents(file.path, file.format, self.text_field, self._count, self.filter)
 
     def placed(self) -> Iterator[tuple[int, str]]:
         self._without_text.clear()
+        if self.filter is not None:
+            self.filter.begin()
         for number, file in enumerate(self.files):
             for text in self._read(file):
                 yield number, text
@@ -162,6 +170,7 @@ class FileSource:
                 {"name": file.name, "bytes": file.size, "sha256": file.sha256}
                 for file in self.files
             ],
+            **({} if self.filter is None else {"filter": self.filter.wanted}),
         }
 
 
@@ -250,6 +259,12 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
     file can be read, or if `source` is itself a file and not UTF-8 text.
     """
     found, left = find_files(source, data)
+    text = next((each.name for each in found if each.format in TEXT_FORMATS), None)
+    if data.filter and text is not None:
+        raise DataError(
+            f"data.source {source}: a filter needs records with fields, and {text} is text; leave "
+            "the filter out, or name JSONL or Parquet files alone"
+        )
     total = sum(file.size for file in found) or 1
     files: list[SourceFile] = []
     done = 0
@@ -279,6 +294,7 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
         revision=version if stdlib else data.revision,
         left_out=left,
         layout=Layout.of(data),
+        filter=RecordFilter(data.filter) if data.filter else None,
     )
 
 

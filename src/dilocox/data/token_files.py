@@ -212,6 +212,14 @@ class TokenFiles:
         return int(other + skipped)
 
     @property
+    def filtered(self) -> tuple[int, int] | None:
+        """Records that filters took, and records that were read for them. None: no filters."""
+        counts = [each for each in self.manifest["made_with"].get("filtered", []) if each]
+        if not counts:
+            return None
+        return sum(taken for taken, _ in counts), sum(read for _, read in counts)
+
+    @property
     def warnings(self) -> list[str]:
         """Warnings about the text, for the user, one line each."""
         spelled = self.manifest["made_with"].get("special_text")

@@ -26,7 +26,8 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
         f"run {config.run.name}: {hf.model_type}, {_size(blueprint)}, {shape}",
         f"data: {number(files.token_count('train'))} tokens, "
         f"{number(files.token_count('validation'))} held out, vocabulary {files.vocabulary_size}"
-        + (f"; {files.left_out} files left out (dilocox data show)" if files.left_out else ""),
+        + (f"; {files.left_out} files left out (dilocox data show)" if files.left_out else "")
+        + ("; filters took {:,} of {:,} records".format(*files.filtered) if files.filtered else ""),
         f"method {outer.method}: {_course(config)}",
     ]
     rows = describe_rows(files, config.data.rows)
