@@ -62,6 +62,17 @@ def test_weighted_sources_are_resumed_verified_and_repeated(workshop: Workshop) 
     assert again.wait() == 0, again.output()
     for file in sorted((whole.folder / "model").glob("*.safetensors")):
         assert file.read_bytes() == (cut.folder / "model" / file.name).read_bytes()
+    evaluations = [
+        line
+        for line in map(json.loads, (cut.folder / "metrics.jsonl").read_text().splitlines())
+        if line["kind"] == "evaluation"
+    ]
+    for line in evaluations:
+        assert list(line["val_loss_by_source"]) == ["first", "second"], line
+    first, last = (
+        each["val_loss_by_source"]["second"] for each in evaluations[:: len(evaluations) - 1]
+    )
+    assert last < first
     assert verdicts(cut.folder) == {"beacon": "NOT_RUN", "audits": "NOT_RUN"}
     found = workshop.ask("audit", str(cut.folder), "--round", "1")
     assert [each["verdict"] for each in found["verdicts"]] == ["EXACT"] * 2, found

@@ -152,6 +152,23 @@ def test_a_callback_may_end_the_run_and_only_by_true() -> None:
     ]
 
 
+def test_the_loss_of_each_source_is_reported() -> None:
+    client = Client()
+    evaluated(client, None, 4, 2.5, {"web": 2.0, "tickets": 3.0})
+    evaluated(client, None, 4, 2.5, {})
+    assert client.reports == [
+        (
+            "evaluation",
+            {
+                "val_loss": 2.5,
+                "after_round": 4,
+                "val_loss_by_source": {"web": 2.0, "tickets": 3.0},
+            },
+        ),
+        ("evaluation", {"val_loss": 2.5, "after_round": 4}),
+    ]
+
+
 def test_a_loss_of_nothing_is_said() -> None:
     client = Client()
     evaluated(client, None, 0, 0.0)

@@ -202,11 +202,9 @@ def held_out(
     """
     if isinstance(rules, int):
         rules = RowRules(rules)
-    parts = parts_of(files, "validation")
-    if parts:
-        sizes = [_rows_or_sequences(part, "validation", rules) for part in parts]
-        limits = held_out_shares(files.content, [part.name for part in parts], sizes, limit)
-        return joined([held_out(part, rules, own) for part, own in zip(parts, limits, strict=True)])
+    own = held_out_by_source(files, rules, limit)
+    if own:
+        return joined(list(own.values()))
     rows, sequence_length = plan_rows(files, "validation", rules), rules.length
     if rows is not None:
         count = min(limit, len(rows.counted))
@@ -215,6 +213,21 @@ def held_out(
     count = min(limit, available)
     positions = np.arange(count, dtype=np.int64) * available // count
     return files.tokens("validation").gather(positions * sequence_length, sequence_length + 1)
+
+
+def held_out_by_source(
+    files: TokenFiles, rules: RowRules, limit: int
+) -> dict[str, npt.NDArray[np.int64] | RowBatch]:
+    """Returns the sequences of `held_out` by the name of their source, in their order.
+
+    The result is empty for token files of one source.
+    """
+    parts = parts_of(files, "validation")
+    sizes = [_rows_or_sequences(part, "validation", rules) for part in parts]
+    if not parts:
+        return {}
+    limits = held_out_shares(files.content, [part.name for part in parts], sizes, limit)
+    return {part.name: held_out(part, rules, n) for part, n in zip(parts, limits, strict=True)}
 
 
 def check_lengths(files: TokenFiles, rules: RowRules) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +13,16 @@ from dilocox.outer.staging import before_change
 from dilocox.training.batches import Batch
 from dilocox.training.builder import RankParts, anchors
 from dilocox.training.control_plane import LeaseControl
+from dilocox.training.held_out_sources import SourceBatches
 from dilocox.utils import tracing
+
+
+class HeldOutLoss(NamedTuple):
+    """Held-out loss of an anchor, in nats per counted token."""
+
+    mean: float
+    by_source: dict[str, float]
+    """The loss of each of several sources, by name; empty if they were not asked for."""
 
 
 class Evaluator:
@@ -24,25 +34,44 @@ class Evaluator:
         control: LeaseControl,
         validation: Sequence[Batch],
         probe_batch: Batch | None,
+        sources: Sequence[SourceBatches] = (),
     ) -> None:
         """Keep the batches for evaluations.
 
         `validation`: this rank's part of the held-out batches. `probe_batch`: the batch that the
-        gate reads at a boundary; may be None, then no gradient is probed.
+        gate reads at a boundary; may be None, then no gradient is probed. `sources`: where each of
+        several sources is in `validation`, and what is left of it.
         """
         self._rank, self._control = rank, control
         self._validation, self.probe_batch = validation, probe_batch
+        self._sources = sources
 
-    def held_out_loss(self, round_: int) -> float:
-        """Return the mean held-out loss of the anchor after `round_`, in nats per counted token."""
-        losses, weights = [], []
+    def held_out_loss(self, round_: int, *, by_source: bool = False) -> HeldOutLoss:
+        """Return the mean held-out loss of the anchor after `round_`, in nats per counted token.
+
+        `by_source`: whether the loss of each of several sources is computed, too.
+        """
+        own = {}
         span = tracing.span("evaluation", after_round=round_)
         with span, self.standing_at(anchors(self._rank)):
-            for inputs, labels, counted in self._validation:
-                losses.append(self._rank.model.evaluate(inputs, labels, counted))
-                weights.append(1 if counted is None else counted.labels)
-                self._control.touch()
-        return sum(n * loss for n, loss in zip(weights, losses, strict=True)) / sum(weights)
+            losses = [self._loss(batch) for batch in self._validation]
+            for source in self._sources if by_source else ():
+                found = [(self._validation[number], losses[number]) for number in source.whole]
+                found += [(batch, self._loss(batch)) for batch in source.rest]
+                own[source.name] = _mean([(self._labels(batch), loss) for batch, loss in found])
+        weights = [1 if each.counted is None else each.counted.labels for each in self._validation]
+        return HeldOutLoss(_mean(list(zip(weights, losses, strict=True))), own)
+
+    def _loss(self, batch: Batch) -> float:
+        loss = self._rank.model.evaluate(*batch)
+        self._control.touch()
+        return loss
+
+    def _labels(self, batch: Batch) -> int:
+        """Return the counted labels of a batch, of all shards."""
+        if batch.counted is not None:
+            return batch.counted.labels
+        return batch.labels.numel() * self._rank.mesh.shards
 
     def gradient_probe(self, names: Sequence[str]) -> GradientProbe | None:
         """Return held-out loss and its gradients for the tensors `names`; None without probe batch.
@@ -82,3 +111,8 @@ class Evaluator:
             for name, tensor in values.items():
                 self._rank.live[name].copy_(tensor)
             self._rank.model.sync_tied()
+
+
+def _mean(losses: Sequence[tuple[int, float]]) -> float:
+    """Return the mean of pairs (weight, loss)."""
+    return sum(n * loss for n, loss in losses) / sum(n for n, _ in losses)

@@ -29,7 +29,7 @@ def validation_batches(
     are repeated. `own` is the user's function for these sequences, instead of the held-out text.
     Raises `ConfigError` if `own` returns an array of another shape.
     """
-    group, length = _whole_group(config), config.data.sequence_length
+    group, length = whole_group(config), config.data.sequence_length
     if own is None:
         sequences = held_out(files, config.data.rows, config.data.validation_sequences)
     else:
@@ -40,11 +40,11 @@ def validation_batches(
                 f"[sequences, {length + 1}] (data.sequence_length + 1)"
             )
         sequences = sequences.astype(np.int64, copy=False)
-    available = _number(sequences)
+    available = row_count(sequences)
     if available < group:
         sequences, available = _repeated(sequences, group), group
     return [
-        _of_shard(config, _some(sequences, slice(start, start + group)), shard)
+        of_shard(config, some_rows(sequences, slice(start, start + group)), shard)
         for start in range(0, available - group + 1, group)
     ]
 
@@ -58,11 +58,11 @@ def probe_batch(config: RunConfig, files: TokenFiles, shard: int) -> Batch | Non
     section = config.admission
     if not section.gate or config.site.ranks == 1:
         return None
-    group = _whole_group(config)
+    group = whole_group(config)
     count = -(-section.gate_sequences // group) * group
     sequences = held_out(files, config.data.rows, count)
     # Sequences are only repeated if there is very little held-out text.
-    return _of_shard(config, _repeated(sequences, count), shard)
+    return of_shard(config, _repeated(sequences, count), shard)
 
 
 def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles) -> Admission:
@@ -74,7 +74,7 @@ def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles) -> Admis
     section = config.admission
     gate = None
     if section.gate and config.site.ranks == 1:
-        batch = _of_shard(config, held_out(files, config.data.rows, section.gate_sequences), 0)
+        batch = of_shard(config, held_out(files, config.data.rows, section.gate_sequences), 0)
         counted, device = batch.counted, rank.mesh.device
         if counted is not None and counted.positions is not None:
             moved = counted.positions.to(device)
@@ -85,16 +85,18 @@ def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles) -> Admis
     return Admission(section.aggregation, section.examines, gate)
 
 
-def _whole_group(config: RunConfig) -> int:
+def whole_group(config: RunConfig) -> int:
     """Return the sequences of one micro-batch for each stage, and each shard of every replica."""
     return config.site.micro_batch_size * config.site.parts * config.site.stages
 
 
-def _number(sequences: Sequences | RowBatch) -> int:
+def row_count(sequences: Sequences | RowBatch) -> int:
+    """Return the number of rows."""
     return len(sequences.inputs if isinstance(sequences, RowBatch) else sequences)
 
 
-def _some(sequences: Sequences | RowBatch, rows: slice) -> Sequences | RowBatch:
+def some_rows(sequences: Sequences | RowBatch, rows: slice) -> Sequences | RowBatch:
+    """Return some of the rows."""
     return sequences.take(rows) if isinstance(sequences, RowBatch) else sequences[rows]
 
 
@@ -105,10 +107,10 @@ def _repeated(sequences: Sequences | RowBatch, count: int) -> Sequences | RowBat
     return np.resize(sequences, (count, sequences.shape[1]))
 
 
-def _of_shard(config: RunConfig, rows: Sequences | RowBatch, shard: int) -> Batch:
+def of_shard(config: RunConfig, rows: Sequences | RowBatch, shard: int) -> Batch:
     """Return a shard's part of `rows`, which the shard's replicas divide."""
-    share = _number(rows) // config.site.shards
-    mine = _some(rows, slice(shard * share, (shard + 1) * share))
+    share = row_count(rows) // config.site.shards
+    mine = some_rows(rows, slice(shard * share, (shard + 1) * share))
     if not isinstance(mine, RowBatch):
         return Batch(_tensor(mine[:, :-1]), _tensor(mine[:, 1:]))
     assert isinstance(rows, RowBatch)

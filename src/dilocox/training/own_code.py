@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from dilocox.coordinator.protocol.held_out_figures import BY_SOURCE
 from dilocox.errors import ConfigError
 
 ZERO = (
@@ -102,14 +103,18 @@ def evaluated(
     on_evaluation: Callable[[int, float], object] | None,
     round_: int,
     loss: float,
+    by_source: Mapping[str, float] | None = None,
 ) -> None:
     """Call the user's callback with a held-out loss, and report the loss to the coordinator.
 
     If the callback returns True, the report asks the coordinator to end the run early. A loss of
-    exactly 0 is also reported as a warning. `round_` -1 means before training.
+    exactly 0 is also reported as a warning. `round_` -1 means before training. `by_source`: the
+    loss of each of several sources.
     """
     kind = "evaluation" if round_ >= 0 else "first_evaluation"
     metrics: dict[str, Any] = {"val_loss": loss, "after_round": round_}
+    if by_source:
+        metrics[BY_SOURCE] = dict(by_source)
     if on_evaluation is not None and on_evaluation(round_, loss) is True:
         metrics["ends"] = True
     client.report(max(round_, 0), metrics, kind=kind)

@@ -356,7 +356,7 @@ class Trainer:
         if next(iter(plan.members)) == self.me:
             self.report_eval_loss(round_)
         elif self.config.evaluation.patience and round_ >= 0:
-            loss = self.evaluator.held_out_loss(round_)
+            loss = self.evaluator.held_out_loss(round_).mean
             if self.rank.place.leads:
                 found = {"val_loss": loss, "after_round": round_}
                 self.client.report(round_, found, kind="peer_evaluation")
@@ -369,9 +369,9 @@ class Trainer:
 
     def report_eval_loss(self, round_: int) -> None:
         """Evaluate the anchor after `round_`, and report the held-out loss."""
-        loss = self.evaluator.held_out_loss(round_)
+        loss, by_source = self.evaluator.held_out_loss(round_, by_source=True)
         if self.rank.place.leads:
-            evaluated(self.client, self.hooks.on_evaluation, round_, loss)
+            evaluated(self.client, self.hooks.on_evaluation, round_, loss, by_source)
         self.checkpointer.keep_best(self.rank, round_, loss, first=True)
 
     def wait_for_record(self) -> None:

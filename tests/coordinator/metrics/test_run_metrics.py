@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,31 @@ def test_the_summary(tmp_path: Path) -> None:
     assert summary["stages"] == 1
     evaluations = [line for line in run.lines() if line["kind"] == "evaluation"]
     assert [line["step"] for line in evaluations] == [0, 60]
+
+
+def test_the_held_out_loss_of_each_source(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for kind, after, first, second in (
+        ("first_evaluation", -1, 6.0, 5.0),
+        ("evaluation", 0, 4.0, 4.5),
+        ("evaluation", 1, 3.0, 4.0),
+    ):
+        losses = {"web": first, "tickets": second, "odd": math.nan}
+        report = {"val_loss": 5.0, "after_round": after, "val_loss_by_source": losses}
+        run.recorder.report("paris", max(after, 0), kind, report)
+        run.report("paris", max(after, 0))
+    lines = [line for line in run.lines() if line["kind"] == "evaluation"]
+    assert lines[-1]["val_loss_by_source"] == {"web": 3.0, "tickets": 4.0}
+    again = Run(tmp_path)
+    summary = again.recorder.finish("finished", "")
+    assert summary["val_loss_by_source_first"] == {"web": 6.0, "tickets": 5.0}
+    assert summary["val_loss_by_source_last"] == {"web": 3.0, "tickets": 4.0}
+    again.recorder.forget_after(1)
+    assert again.recorder.finish("finished", "")["val_loss_by_source_last"]["web"] == 4.0
+    (tmp_path / "other").mkdir()
+    other = Run(tmp_path / "other")
+    other.recorder.report("paris", 0, "evaluation", {"val_loss": 4.5, "after_round": 0})
+    assert not any("by_source" in key for key in other.recorder.finish("finished", ""))
 
 
 def test_a_run_that_ended_before_its_first_round_has_a_summary(tmp_path: Path) -> None:

@@ -161,6 +161,15 @@ def test_the_held_out_loss_is_also_the_runs(tmp_path: Path, tracker: Tracker) ->
     ]  # fmt: skip
 
 
+def test_a_tracker_gets_the_held_out_loss_of_each_source(tmp_path: Path, tracker: Tracker) -> None:
+    metrics = Metrics(config(tracker.__name__), tmp_path)
+    losses = {"web": 4.0, "odd": "x"}
+    record = {"kind": "evaluation", "step": 40, "val_loss": 4.5, "val_loss_by_source": losses}
+    metrics.write(record)
+    metrics.close()
+    assert tracker.run.logged == [{"val_loss": 4.5, "val_loss/web": 4.0, "inner_step": 40}]
+
+
 def test_a_sink_that_fails_ends_no_run(tmp_path: Path, tracker: Tracker) -> None:
     tracker.run.broken = True
     metrics = Metrics(config(tracker.__name__), tmp_path)

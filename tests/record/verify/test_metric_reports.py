@@ -46,7 +46,8 @@ class Reported:
 
     def evaluated(self, after: int, loss: float) -> None:
         kind = "evaluation" if after >= 0 else "first_evaluation"
-        self.report("a", max(after, 0), {"val_loss": loss, "after_round": after}, kind)
+        own = {"val_loss": loss, "after_round": after, "val_loss_by_source": {"web": loss + 1}}
+        self.report("a", max(after, 0), own, kind)
 
     def judged(self) -> str:
         return judge_reports(self.scene.course(), self.folder)
@@ -92,6 +93,8 @@ CHANGED: dict[str, tuple[Any, str]] = {
     "tokens": (of("round", 1, "b", tokens=5), "the report of round 1 is not the one that b has"),
     "flush": (of("flush", 2, "c", loss=2.0), "the report of round 2 is not the one that c has"),
     "held-out": (of("evaluation", 1, "a", val_loss=3.0), "the held-out loss after round 1 is not"),
+    "source": (of("evaluation", 1, "a", val_loss_by_source={"web": 1.0}),
+               "the held-out loss after round 1 is not"),
     "first": (of("evaluation", -1, "a", val_loss=3.0), "the held-out loss before training is not"),
     "of the run": (of("round", 1, None, loss=2.0), "loss or tokens of round 1 are not what its"),
     "no loss": (of("round", 1, None, loss=None), "loss or tokens of round 1 are not what its"),

@@ -223,3 +223,16 @@ def test_times() -> None:
     assert when(1e300) == "at an unknown time"
     assert after(3725.0, 100.0) == "+1:00:25"
     assert after(5.0, 0.0) == "+0:00:00"
+
+
+def test_the_held_out_loss_of_several_sources_has_a_chart(tmp_path: Path) -> None:
+    records = usual()
+    for record in records:
+        if record["kind"] == "evaluation":
+            record["val_loss_by_source"] = {"web": record["val_loss"] + 1, "<b>": 1.0, "bad": "x"}
+    page = build(read_run(write_run(tmp_path / "toy", records)), now=0.0)
+    assert [chart.id for chart in page.learning] == ["loss", "held-out", "learning-rate"]
+    chart = page.learning[1]
+    assert [name for name, _ in chart.names] == ["web", "<b>", "all held-out text"]
+    assert chart.readings[0] == "step 0: web 7.000, <b> 1.000, all held-out text 6.000"
+    assert "<b>" not in render(page)

@@ -26,6 +26,10 @@ def test_every_report_is_a_line() -> None:
     assert site_log.line_of("warning", 0, {"text": "the store is away"}) == "the store is away"
     after = {"val_loss": 2.5, "after_round": 3}
     assert site_log.line_of("evaluation", 3, after) == "held-out loss of the anchor: 2.5000"
+    own = after | {"val_loss_by_source": {"web": 2.0, "\x1btickets": 3.0, "bad": "x"}}
+    assert site_log.line_of("evaluation", 3, own) == (
+        "held-out loss of the anchor: 2.5000 (web 2.0000, \ufffdtickets 3.0000)"
+    )
     before = {"val_loss": 6.25, "after_round": -1}
     assert (site_log.line_of("first_evaluation", 0, before) or "").startswith(
         "held-out loss before"

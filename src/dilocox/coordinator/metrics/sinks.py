@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.protocol.held_out_figures import losses_by_source
 from dilocox.errors import ConfigError
 from dilocox.utils.append_file import AppendFile
 from dilocox.utils.storage import when_there_is_room
@@ -71,6 +72,9 @@ class Metrics:
         named = record
         if record["kind"] == "tasks":
             named = {f"tasks/{name}": value for name, value in record["results"].items()}
+        if record["kind"] == "evaluation":
+            own = losses_by_source(record)
+            named = {**record, **{f"val_loss/{name}": loss for name, loss in own.items()}}
         values = {
             key: float(value)
             for key, value in named.items()

@@ -11,6 +11,8 @@ from dilocox.utils.formatting import number, size
 
 LOOKS = 6
 """Number of colours for sites; further sites use them again from the first one."""
+SHOWN_SOURCES = 6
+"""Most sources of held-out text that get a line each."""
 SHOWN_SITES = 8
 """Most sites that get a line each. With more sites, only the whole run is drawn."""
 
@@ -21,6 +23,7 @@ def learning(history: History, sites: Sequence[str]) -> list[Chart]:
     steps = [float(row.step) for row in rows]
     charts = [
         _loss(history, sites),
+        _by_source(history),
         line_chart(
             Heading("learning-rate", "Learning rate of the inner steps", "step",
                     "At the round's end, mean over the sites."),
@@ -59,6 +62,30 @@ def _loss(history: History, sites: Sequence[str]) -> Chart | None:
             "model that the sites share, on text that no site trains on.",
         ),
         [float(step) for step in steps], series,
+        Wording(lambda v: f"{v:.3f}", lambda v: f"{v:.4g}", _count),
+    )  # fmt: skip
+
+
+def _by_source(history: History) -> Chart | None:
+    """Return the chart of the held-out loss of each of several sources; None without any."""
+    # The evaluation of the finished model may follow another one at the same step.
+    rows = list({each.step: each for each in history.evaluations}.values())
+    names = list(dict.fromkeys(name for row in rows for name in row.by_source))[:SHOWN_SOURCES]
+    if not names:
+        return None
+    series = [
+        Series(
+            name, f"look-{order % LOOKS}", [row.by_source.get(name) for row in rows], sparse=True
+        )
+        for order, name in enumerate(names)
+    ]
+    series.append(Series("all held-out text", "look-all", [row.loss for row in rows], sparse=True))
+    return line_chart(
+        Heading(
+            "held-out", "Held-out loss by source", "step",
+            "Nats per counted token, of the anchor, on the held-out text of each source.",
+        ),
+        [float(row.step) for row in rows], series,
         Wording(lambda v: f"{v:.3f}", lambda v: f"{v:.4g}", _count),
     )  # fmt: skip
 

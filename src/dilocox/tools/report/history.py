@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dilocox.coordinator.protocol.held_out_figures import losses_by_source
 from dilocox.coordinator.protocol.task_figures import Figure, reported
 
 Record = Mapping[str, Any]
@@ -73,6 +74,8 @@ class Evaluation:
     after_round: int
     step: int
     loss: float
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """The loss of each of several sources, by name."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,9 @@ def read_history(records: Iterable[Record]) -> History:
         elif kind == "evaluation":
             loss, after = _number(record, "val_loss"), _integer(record, "after_round")
             if loss is not None:
-                evaluations[after] = Evaluation(after, _integer(record, "step"), loss)
+                evaluations[after] = Evaluation(
+                    after, _integer(record, "step"), loss, losses_by_source(record)
+                )
         elif kind == "tasks":
             after, figures = _integer(record, "after_round"), tuple(reported(record))
             tasks[after] = TaskEvaluation(after, _integer(record, "step"), figures)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config.run_config import load_written
+from dilocox.coordinator.protocol.held_out_figures import losses_by_source
 from dilocox.coordinator.protocol.site_reports import JOURNALS
 from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.errors import ConfigError
@@ -80,6 +81,8 @@ class Status:
     """Round after which `held_out_loss` was measured; -1: before the first round."""
     held_out_first: float | None = None
     """Held-out loss before the first round."""
+    held_out_by_source: Record = field(default_factory=dict)
+    """Held-out loss of each of several sources, at the latest evaluation."""
     tasks: Record | None = None
     """The latest evaluation on tasks, as in `metrics.jsonl`."""
     plan: Record | None = None
@@ -209,6 +212,7 @@ def _take_up(found: Status, records: Iterable[Record]) -> None:
         elif kind == "evaluation" and real(record, "val_loss") is not None:
             found.held_out_loss = real(record, "val_loss")
             found.held_out_after = whole(record, "after_round")
+            found.held_out_by_source = losses_by_source(record)
             if found.held_out_after == -1:
                 found.held_out_first = found.held_out_loss
         elif kind == "tasks" and reported(record):

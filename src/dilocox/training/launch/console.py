@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.metrics.privacy import words
+from dilocox.coordinator.protocol.held_out_figures import changes, losses_by_source, source_text
 from dilocox.coordinator.protocol.task_figures import line as task_line
 from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.utils.formatting import number, size
@@ -129,7 +130,8 @@ class Display:
             self.line(plan_line(record))
         elif kind == "evaluation":
             when = "before training" if record["after_round"] < 0 else "of the anchor"
-            self.line(f"held-out loss {when}: {record['val_loss']:.4f}")
+            own = source_text(losses_by_source(record))
+            self.line(f"held-out loss {when}: {record['val_loss']:.4f}{own}")
         elif kind == "tasks":
             self.line(task_line(reported(record), record["after_round"]))
         elif kind == "message":
@@ -147,6 +149,8 @@ class Display:
                 self.line(f"tasks             {said}")
         if first is not None and last is not None:
             self.line(f"held-out loss     {first:.4f} before, {last:.4f} after")
+            for name, text in changes(record).items():
+                self.line(f"                  {name}: {text}")
         elif first is not None:
             self.line(
                 f"held-out loss     {first:.4f} before training, not measured since "

@@ -56,6 +56,7 @@ from dilocox.training.checkpointing import Checkpointer, record_state, take_mome
 from dilocox.training.determinism_class import facts_here
 from dilocox.training.evaluator import Evaluator
 from dilocox.training.held_out_batches import admission_of, probe_batch, validation_batches
+from dilocox.training.held_out_sources import source_batches
 from dilocox.training.join_run import JoiningSite
 from dilocox.training.launch import site_log
 from dilocox.training.launch.exchange_backend import LinkBackend
@@ -295,6 +296,7 @@ def _take_part(
             control,
             validation_batches(config, files, place.shard, job.hooks.validation),
             probe_batch(config, files, place.shard),
+            source_batches(config, files, place.shard, job.hooks),
         ),
         checkpointer=checkpointer,
         hooks=job.hooks,
