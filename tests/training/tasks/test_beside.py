@@ -63,6 +63,7 @@ class Control:
 
     def __init__(self) -> None:
         self.touched, self.phase = 0, "running"
+        self.when_touched: Callable[[], None] = lambda: None
 
     @property
     def news(self) -> Any:
@@ -70,6 +71,7 @@ class Control:
 
     def touch(self) -> None:
         self.touched += 1
+        self.when_touched()
 
 
 class Scene:
@@ -189,7 +191,7 @@ def test_the_end_waits_for_the_model_and_stays_alive(scene: Callable[..., Scene]
     model = own.config.folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}", encoding="utf-8")
-    threading.Thread(target=lambda: own.begun.wait(30) and own.may_end.set()).start()
+    own.control.when_touched = own.may_end.set
     own.evaluations.finish(RANK, 7, own.control)  # type: ignore[arg-type]
     assert own.models == ["model"]
     assert own.client.reports == [(7, "tasks")]
