@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dilocox.inner.own_optimizer import OptimizerFactory
     from dilocox.training.builder import Dataset, Hooks, Loss
     from dilocox.training.launch.local import Result
+    from dilocox.training.tasks.own_function import Score
 
 __all__ = [
     "RunConfig",
@@ -46,6 +47,7 @@ def train(
     optimizer: OptimizerFactory | None = None,
     schedule: Callable[[int, int], float] | None = None,
     on_evaluation: Callable[[int, float], object] | None = None,
+    evaluation: Score | None = None,
     resume: bool = False,
     overwrite: bool = False,
     debug: bool = False,
@@ -78,6 +80,10 @@ def train(
             round's first site. If it returns True, the run ends early, as if all its steps were
             done. The rounds that are already planned are trained first; then the flush is applied
             and the model is published. The result is `finished`, and its reason says why.
+        evaluation: `evaluation(model, tokenizer)` returns figures by name. It is one more task of
+            `evaluation.tasks`: a process beside training calls it with the shared model as
+            transformers or PEFT loads it, every `evaluation.tasks_every` rounds and at the end. It
+            must be defined at the top level of a .py file.
         resume: go on from the last checkpoint of the run folder.
         overwrite: replace an earlier run in the same folder.
         debug: write more to the logs.
@@ -93,6 +99,7 @@ def train(
     # not need it.
     from dilocox.training.launch.local import train_here
 
+    config = _with_function(config, evaluation)
     hooks = _hooks(dataset, loss, validation, optimizer, schedule, on_evaluation)
     config = _with_permission(config, bool(hooks.replaced), resume)
     return train_here(config, hooks, resume=resume, overwrite=overwrite, debug=debug, trace=trace)
@@ -111,6 +118,7 @@ def join(
     optimizer: OptimizerFactory | None = None,
     schedule: Callable[[int, int], float] | None = None,
     on_evaluation: Callable[[int, float], object] | None = None,
+    evaluation: Score | None = None,
     debug: bool = False,
     trace: bool = False,
 ) -> int:
@@ -120,6 +128,7 @@ def join(
     the coordinator and of every site has the SHA-256 of their code (`code_digest`) as `run.code`.
     A site with other functions, or with none, is refused. `on_evaluation` is not part of this
     digest. It is called at the site that evaluates, which is the first site of the round's plan.
+    `evaluation` is not part of the digest either, and is called at `evaluation.tasks_site`.
 
     Args:
         config: the run, as `load_run` returns it.
@@ -140,6 +149,7 @@ def join(
     """
     from dilocox.training.launch import local
 
+    config = _with_function(config, evaluation)
     hooks = _hooks(dataset, loss, validation, optimizer, schedule, on_evaluation)
     token = read_token(None if token_file is None else Path(token_file))
     return local.join(
@@ -165,12 +175,13 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Evaluate models on tasks of lm-eval, and return lm-eval's results by model.
 
-    Needs the extra `[eval]`. Nothing is written. The run file's `evaluation.tasks` evaluates while
-    a run trains.
+    Tasks of lm-eval need the extra `[eval]`. Nothing is written. The run file's `evaluation.tasks`
+    evaluates while a run trains.
 
     Args:
         models: one or several run folders or Hugging Face folders.
-        tasks: names that lm-eval knows, paths of task files in YAML, or folders with such files.
+        tasks: names that lm-eval knows, paths of task files in YAML, folders with such files, or
+            functions of your own, `FILE.py:FUNCTION`.
         limit: most examples of each task; 0: all.
         fewshot: examples in each prompt; None: as the task says.
         chat: whether prompts are written with the model's chat template.
@@ -224,6 +235,19 @@ def _hooks(
     return Hooks(
         dataset, loss or mean_cross_entropy, on_evaluation, validation, optimizer, schedule
     )
+
+
+def _with_function(config: RunConfig, evaluation: Score | None) -> RunConfig:
+    """Return a copy of `config` with a function for evaluations as one more task."""
+    from dilocox.training.tasks.own_function import as_task, check_not_importing
+
+    check_not_importing()
+    if evaluation is None:
+        return config
+    task = as_task(evaluation)
+    tasks = [*(each for each in config.evaluation.tasks if each != task), task]
+    own = config.evaluation.model_copy(update={"tasks": tasks})
+    return config.model_copy(update={"evaluation": own})
 
 
 def _with_permission(config: RunConfig, replaced: bool, resume: bool) -> RunConfig:

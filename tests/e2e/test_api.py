@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from dilocox.data import TokenFiles
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.training.checkpoint_io import load
+from dilocox.training.run_model import load_model
 from tests.support.forge import Forge
 from tests.support.harness import PATIENT, Workshop
 
@@ -33,6 +34,8 @@ import torch.nn.functional as F
 import dilocox
 
 here = Path(sys.argv[1])
+sys.path.insert(0, str(here))
+import score
 
 
 def note(kind, *what):
@@ -58,7 +61,8 @@ def on_evaluation(round_, value):
 
 
 run = dilocox.load_run(sys.argv[2], sys.argv[3:])
-result = dilocox.train(run, dataset=dataset, loss=loss, on_evaluation=on_evaluation)
+result = dilocox.train(run, dataset=dataset, loss=loss, on_evaluation=on_evaluation,
+                       evaluation=score.score)
 exported = dilocox.export(result.folder, here / "exported", "bf16")
 text = dilocox.generate(exported, "def", tokens=5)
 again = dilocox.generate(result.folder, "def", tokens=5, temperature=0)
@@ -76,6 +80,16 @@ for folder in [exported, *sorted(result.folder.glob("model-[bt]*"))]:
     "finished": result.finished, "summary": result.summary, "folder": str(result.folder),
     "texts": [text, again], "loaded": whole, "names": [n for n, _ in model.named_parameters()],
 }))
+"""
+
+SCORE = """\
+import torch
+
+
+def score(model, tokenizer):
+    numbers = torch.arange(4)[:, None]
+    ids = 40 + (numbers * 7 + torch.arange(33)) % 50
+    return {"loss": model(ids, labels=ids).loss, "tokens": len(tokenizer)}
 """
 
 
@@ -107,6 +121,7 @@ def script(
 ) -> Script:
     here = tmp_path_factory.mktemp("script")
     (here / "script.py").write_text(SCRIPT)
+    (here / "score.py").write_text(SCORE)
     sets = [
         f"outer.rounds={ROUNDS}",
         "checkpoint.every_rounds=1",
@@ -114,6 +129,7 @@ def script(
         "checkpoint.best=true",
         'metrics.sinks=["tensorboard"]',
         "evaluation.every_rounds=2",
+        "evaluation.tasks_every=1",
         PATIENT,
     ]
     run_file, *rest = shared_workshop.run_file("api", *sets)
@@ -174,6 +190,22 @@ def test_evaluations_are_told_and_recorded(script: Script) -> None:
     assert told[-1][1] == summary["val_loss_last"] != told[0][1]
     recorded = [(row["after_round"], row["val_loss"]) for row in script.metrics("evaluation")]
     assert sorted(recorded) == [tuple(row) for row in told]
+
+
+def test_a_function_of_ones_own_scores_the_shared_model(script: Script) -> None:
+    found = script.metrics("tasks")
+    # Rounds that end while an evaluation runs are passed over; the finished model never is.
+    assert [row["after_round"] for row in found] == sorted({row["after_round"] for row in found})
+    assert (len(found) > 1, found[-1]["after_round"]) == (True, ROUNDS)
+    assert {row["site"] for row in found} == {"paris"}
+    first, last = found[0]["results"], found[-1]["results"]
+    assert last["score/loss"] < first["score/loss"]
+    assert last["score/tokens"] == 300
+    assert script.said["summary"]["tasks_last"]["results"] == last
+    space: dict[str, Any] = {}
+    exec(SCORE, space)
+    tokenizer, model = load_model(script.folder / "model", "cpu")
+    assert last["score/loss"] == pytest.approx(space["score"](model, tokenizer)["loss"].item())
 
 
 def test_the_exported_model_is_the_anchor(script: Script) -> None:

@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--tasks", nargs="+", required=True, metavar="TASK",
-        help="names that lm-eval knows, task files in YAML, or folders with such files; separated "
-        "by spaces or commas",
+        help="names that lm-eval knows, task files in YAML, folders with such files, or functions "
+        "of your own (FILE.py:FUNCTION); separated by spaces or commas",
     )  # fmt: skip
     parser.add_argument(
         "--limit", type=int, default=0, metavar="N",

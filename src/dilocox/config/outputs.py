@@ -59,15 +59,16 @@ class EvaluationSection(Section):
     steps were done. All sites evaluate then, and the run ends when more than half of them see no
     lower loss. 0: the run never ends early."""
     tasks: list[str] = []  # noqa: RUF012 - pydantic copies defaults
-    """Tasks of lm-eval: names, task files in YAML, or folders with task files. One site evaluates
-    the model on the tasks in a process of lowest priority, beside training. The finished model is
+    """Tasks of lm-eval: names, task files in YAML, or folders with task files. These need the extra
+    `[eval]`. A function of your own, `FILE.py:FUNCTION`, is a task, too. One site evaluates the
+    model on the tasks in a process of lowest priority, beside training. The finished model is
     always evaluated, and also the given weights that a run starts from. Sites need not agree on the
-    keys `tasks*`, and a resumed run may change the keys. Needs the extra `[eval]`."""
+    keys `tasks*`, and a resumed run may change the keys."""
     tasks_every: Annotated[int, Field(ge=0)] = 0
     """Interval between evaluations on `tasks`, in rounds. An evaluation is skipped while an earlier
     one still runs. 0: none while the run trains."""
     tasks_limit: Annotated[int, Field(ge=0)] = 0
-    """Largest number of examples per task. 0: all."""
+    """Largest number of examples per task of lm-eval. 0: all."""
     tasks_fewshot: Annotated[int, Field(ge=0)] | None = None
     """Examples in each prompt. If not set, as each task says."""
     tasks_chat: bool = False
@@ -82,11 +83,6 @@ class EvaluationSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSection:
-        if self.tasks_every and not self.tasks:
-            raise ValueError(
-                f"tasks_every = {self.tasks_every} asks for evaluations on tasks, but tasks names "
-                "none: name tasks, or leave tasks_every out"
-            )
         if self.patience and not self.every_rounds:
             raise ValueError(
                 f"patience = {self.patience} counts evaluations, but with every_rounds = 0 there "

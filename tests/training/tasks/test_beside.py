@@ -262,7 +262,6 @@ def test_tasks_are_not_what_sites_agree_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"tasks": [], "tasks_every": 2}, "names none"),
         ({"tasks_site": "rome"}, "'rome' is not one of the sites: paris, lyon"),
         ({"tasks_timeout": 0.0}, "tasks_timeout"),
         ({"tasks": "arc"}, "tasks"),

@@ -8,7 +8,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.training.launch.console import Display
 from dilocox.training.tasks.beside import options_of
-from dilocox.training.tasks.harness import check_device, check_installed, check_tasks
+from dilocox.training.tasks.harness import check_device, check_installed, check_tasks, split_tasks
 from dilocox.utils import processes
 
 
@@ -16,11 +16,19 @@ def check_run_tasks(config: RunConfig, site: str | None, display: Display | None
     """Load the run's tasks with their data, if this machine evaluates the tasks.
 
     `site`: the site that starts here; None: all sites. `display` shows the progress; may be None.
-    Raises `ConfigError` if lm-eval or the device is missing, or a task cannot be loaded.
+    Raises `ConfigError` if lm-eval or the device is missing, if a task cannot be loaded, or if
+    `evaluation.tasks_every` is set without tasks.
     """
+    every = config.evaluation.tasks_every
+    if every and not config.evaluation.tasks:
+        raise ConfigError(
+            f"evaluation.tasks_every = {every} asks for evaluations on tasks, but tasks names "
+            "none: name tasks, or leave tasks_every out"
+        )
     if config.tasks_site is None or site not in (None, config.tasks_site):
         return
-    check_installed()
+    if split_tasks(config.evaluation.tasks)[1]:
+        check_installed()
     if config.evaluation.tasks_chat and config.data.tokenizer == "train":
         raise ConfigError(
             "evaluation.tasks_chat: a tokenizer that is trained on the corpus has no chat "

@@ -1,7 +1,8 @@
 """Evaluates a Hugging Face folder on tasks by lm-eval, in this process.
 
 lm-eval is EleutherAI's Language Model Evaluation Harness. A task is a name that lm-eval knows, or
-the path of a task file in YAML, or of a folder with such files. lm-eval and what it needs are
+the path of a task file in YAML, or of a folder with such files. A function of the user's own
+(`own_function`) is a task, too, and needs no lm-eval. lm-eval and what it needs are
 imported only when a function is called, because the imports take seconds.
 """
 
@@ -11,12 +12,18 @@ import difflib
 import importlib.util
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dilocox.errors import CheckpointError, ConfigError, EvaluationError
 from dilocox.training.run_model import model_folder
+from dilocox.training.tasks.own_function import (
+    evaluate_functions,
+    is_function,
+    load_function,
+    name_of,
+)
 from dilocox.utils.adapter_files import is_adapter_folder
 
 BATCH = 8
@@ -31,11 +38,12 @@ class TaskOptions:
     """The tasks, and how they are evaluated."""
 
     tasks: tuple[str, ...]
-    """Names, or paths of task files or of folders with task files."""
+    """Names, paths of task files or of folders with task files, or functions."""
     limit: int = 0
     """Most examples of each task; 0: all."""
     fewshot: int | None = None
-    """Examples in the prompt. None: as the task says."""
+    """Examples in the prompt. None: as the task says. Only for tasks of lm-eval, as are `limit` and
+    `chat`."""
     chat: bool = False
     """Whether prompts are written with the tokenizer's chat template."""
     device: str = "cpu"
@@ -56,10 +64,20 @@ def check_tasks(options: TaskOptions, asked: str = "evaluation.tasks") -> list[s
     `asked`: the key or option that names the tasks, for messages. Raises `ConfigError` for an
     unknown task, a task whose data cannot be loaded, and a task that runs code of the model.
     """
+    found: dict[str, str] = {}
+    functions, tasks = split_tasks(options.tasks)
+    for function in functions:
+        load_function(function, asked)
+        if name_of(function) in found:
+            raise ConfigError(
+                f"{asked}: {found[name_of(function)]} and {function} have the same name: rename one"
+            )
+        found[name_of(function)] = function
+    if functions and not tasks:
+        return list(found)
     check_installed(asked)
     _quiet()
-    manager, specs = _find(options.tasks, asked)
-    found: dict[str, str] = {}
+    manager, specs = _find(tasks, asked)
     for given, spec in specs:
         try:
             loaded = manager.load([spec])["tasks"]
@@ -94,14 +112,35 @@ def check_device(device: str, asked: str) -> None:
         ) from None
 
 
+def split_tasks(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the functions among `tasks`, and the tasks of lm-eval."""
+    functions = [task for task in tasks if is_function(task)]
+    return functions, [task for task in tasks if not is_function(task)]
+
+
 def evaluate_folder(
     folder: Path, options: TaskOptions, asked: str = "evaluation.tasks"
 ) -> dict[str, Any]:
-    """Evaluate the model in a Hugging Face folder, and return the results of lm-eval.
+    """Evaluate the model in a Hugging Face folder, and return results in the form of lm-eval.
 
-    lm-eval writes its progress to the standard error. Code in the folder is not run. Raises
-    `ConfigError` for unknown tasks or a device that is not there, `CheckpointError` if the model
-    cannot be loaded, and `EvaluationError` if the evaluation fails.
+    Raises `ConfigError` for unknown tasks or a device that is not there, `CheckpointError` if the
+    model cannot be loaded, and `EvaluationError` if the evaluation fails.
+    """
+    functions, tasks = split_tasks(options.tasks)
+    results: dict[str, Any] = {"results": {}}
+    if tasks or not functions:
+        results = _by_lm_eval(folder, replace(options, tasks=tuple(tasks)), asked)
+    if functions:
+        check_device(options.device, asked)
+        results["results"] |= evaluate_functions(functions, folder, options.device, asked)
+    return results
+
+
+def _by_lm_eval(folder: Path, options: TaskOptions, asked: str) -> dict[str, Any]:
+    """Return the results of lm-eval for the model in a folder.
+
+    lm-eval writes its progress to the standard error. Code in the folder is not run. Raises the
+    errors of `evaluate_folder`.
     """
     check_installed(asked)
     _quiet()
