@@ -24,6 +24,12 @@ path = "{base}"
 rank = 4
 dropout = 0.1
 """
+SCORE = """\
+def score(model, tokenizer):
+    names = [name for name, _ in model.named_parameters()]
+    count = sum(".lora_A." in name for name in names)
+    return {"adapters": count, "peft": hasattr(model, "peft_config")}
+"""
 DATA = ('data.folder="{run}/data"',)
 
 
@@ -43,11 +49,17 @@ def words(workshop: Workshop, base: Path, name: str, *sets: str) -> list[str]:
 def test_a_run_is_verified_audited_and_loaded_by_peft(
     workshop: Workshop, forge: Forge, base: Path, tmp_path: Path
 ) -> None:
-    """Also: a changed adapter and a swapped base model are found."""
+    """Also: a changed adapter and a swapped base model are found; the best adapters are kept."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
-    sets = ("outer.rounds=2", "record.states_every=1", PATIENT)
+    score = tmp_path / "score.py"
+    score.write_text(SCORE)
+    sets = (
+        "outer.rounds=2", "record.states_every=1", "evaluation.every_rounds=1",
+        "evaluation.patience=9", "checkpoint.best=true", f"evaluation.tasks=['{score}:score']",
+        PATIENT,
+    )  # fmt: skip
     run = forge.command(workshop, "lora", "train", *words(workshop, base, "lora", *sets))
     assert run.wait() == 0, run.output()
     assert "parameters of adapters on" in run.printed()
@@ -74,6 +86,21 @@ def test_a_run_is_verified_audited_and_loaded_by_peft(
         logits = loaded(ids).logits
         plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
     assert not torch.allclose(logits, plain, atol=1e-3)
+
+    # The best adapters, and a function that scores the last ones.
+    lowest = min(
+        (row["val_loss"], row["after_round"])
+        for row in run.records("evaluation", site="paris")
+        if row["after_round"] >= 0
+    )
+    said = json.loads((run.folder / "model-best" / "held_out.json").read_text())
+    assert (said["val_loss"], said["after_round"]) == lowest
+    AutoPeftModelForCausalLM.from_pretrained(run.folder / "model-best")
+    assert load_file(run.folder / "model-best" / ADAPTER_FILE).keys() == adapters.keys()
+    scored = run.records("tasks", site="paris")[-1]
+    count = sum(".lora_A." in name for name in adapters)
+    assert scored["results"] == {"score/adapters": count, "score/peft": 1.0}
+    assert scored["after_round"] == 2
 
     # A changed adapter.
     copied = tmp_path / "model"
