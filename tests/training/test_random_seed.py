@@ -11,7 +11,8 @@ import torch
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.training.builder import RankPlace
 from dilocox.training.launch import rank
-from dilocox.training.launch.rank import RankJob, random_seed
+from dilocox.training.launch.rank import random_seed
+from dilocox.training.launch.rank_job import RankJob
 
 pytestmark = pytest.mark.waits
 

@@ -165,7 +165,7 @@ def test_a_rank_tells_that_its_failure_is_permanent(
         with explained(config(), PLACE):
             raise FULL
 
-    monkeypatch.setattr(rank_process, "_set_up_log", lambda job: None)
+    monkeypatch.setattr(rank_process, "set_up_log", lambda job: None)
     monkeypatch.setattr(rank_process, "_train", train)
     job: Any = SimpleNamespace(trace=None, place=PLACE)
     assert rank_process.run_rank(job, lambda *given: told.append(given)) == 1

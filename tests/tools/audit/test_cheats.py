@@ -425,8 +425,10 @@ def computing_in(precision: str, began: Any) -> Any:
 @pytest.fixture
 def says_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites have signed that they compute in bf16."""
-    begin = judging._began
-    monkeypatch.setattr(judging, "_began", lambda *given: computing_in("bfloat16", begin(*given)))
+    begin = judging._signed_round
+    monkeypatch.setattr(
+        judging, "_signed_round", lambda *given: computing_in("bfloat16", begin(*given))
+    )
 
 
 def test_another_precision_than_was_agreed_fails(trained: Path, says_bf16: None) -> None:

@@ -16,7 +16,8 @@ from dilocox.inner.memory import sums_whole_gradients
 from dilocox.record.log.round_document import Document
 from dilocox.record.log.state_statements import RoundState
 from dilocox.record.verify.run_history import RunHistory
-from dilocox.tools.audit.judge import Case, _Began, _job
+from dilocox.tools.audit.comparison import SignedRound
+from dilocox.tools.audit.judge import Case, _job
 from dilocox.training.builder import RankPlace
 
 FACTS: dict[str, Any] = {"device": "cpu", "threads": 1, "precision": "float32"}
@@ -26,7 +27,7 @@ def replayed(config: RunConfig, facts: dict[str, Any]) -> RunConfig:
     """The run file with which an auditor repeats a round of a rank that has these `facts`."""
     case = Case(cast(RunHistory, None), config, lambda _: b"", (), Path())
     start = Document({}, (), facts)
-    began = _Began(RankPlace("paris", 0, 0), cast(RoundState, None), start, None, None, None)
+    began = SignedRound(RankPlace("paris", 0, 0), cast(RoundState, None), start, None, None, None)
     return _job(case, began, cast(RoundPlan, None)).config
 
 

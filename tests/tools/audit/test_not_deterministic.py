@@ -39,7 +39,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Says:
     """Site and auditor are of the class that this is given, beside what is theirs."""
 
     def of_class(**facts: Any) -> None:
-        begin, found, job = judging._began, replaying.facts_here, judging._job
+        begin, found, job = judging._signed_round, replaying.facts_here, judging._job
 
         def with_facts(began: Any, more: dict[str, Any]) -> Any:
             told = {**began.start.facts, **more}
@@ -47,7 +47,9 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Says:
                 del told["threads"]
             return replace(began, start=replace(began.start, facts=told))
 
-        monkeypatch.setattr(judging, "_began", lambda *given: with_facts(begin(*given), facts))
+        monkeypatch.setattr(
+            judging, "_signed_round", lambda *given: with_facts(begin(*given), facts)
+        )
         monkeypatch.setattr(
             replaying, "facts_here", lambda *given: _without({**found(*given), **facts})
         )

@@ -63,13 +63,13 @@ def test_a_slower_site_from_another_class(
 def test_another_number_of_steps_than_its_own(
     trained: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    begin = judging._began
+    begin = judging._signed_round
 
     def other(*given: Any) -> Any:
         began = begin(*given)
         return replace(began, steps=(began.steps * 2)[:count])
 
-    monkeypatch.setattr(judging, "_began", other)
+    monkeypatch.setattr(judging, "_signed_round", other)
     verdict = audit(trained, "lyon", 0)
     assert verdict.verdict == "MISMATCH", verdict
     assert f"{count} steps instead of {SLOWER}" in verdict.reason

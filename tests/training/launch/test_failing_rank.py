@@ -18,7 +18,7 @@ from dilocox.training.builder import Hooks
 from dilocox.training.launch import rank as rank_process
 from dilocox.training.launch import site as site_process
 from dilocox.training.launch import torchrun
-from dilocox.training.launch.rank import RankJob
+from dilocox.training.launch.rank_job import RankJob
 from dilocox.training.launch.torchrun_env import RankVariables
 from dilocox.utils import processes
 

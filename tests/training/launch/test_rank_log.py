@@ -14,7 +14,8 @@ from typing import cast
 import pytest
 
 from dilocox.training.builder import RankPlace
-from dilocox.training.launch import rank as rank_process
+from dilocox.training.launch.rank_job import RankJob
+from dilocox.training.launch.rank_log import flight_records, set_up_log
 
 pytestmark = pytest.mark.waits
 
@@ -24,7 +25,7 @@ def _writes(file: Path, owns: bool) -> None:
     if owns:
         # Once nothing refers to it, it closes the descriptor.
         sys.stdout = os.fdopen(os.dup2(os.dup(1), 1), "w", buffering=1)
-    rank_process._set_up_log(cast(rank_process.RankJob, job))
+    set_up_log(cast(RankJob, job))
     print("a line, \udc80")
     print("an error", file=sys.stderr)
     logging.getLogger("x").info("a message")
@@ -60,6 +61,6 @@ def test_flight_records_lie_beside_the_log(tmp_path: Path, started_here: bool) -
         config=SimpleNamespace(folder=tmp_path / "run"),
         place=RankPlace("lyon", 1, 2),
     )
-    found = rank_process._flight_records(cast(rank_process.RankJob, job))
+    found = flight_records(cast(RankJob, job))
     folder = log.parent if started_here else tmp_path / "run" / "logs"
     assert found == folder / "lyon-stage1-shard2-nccl-"

@@ -13,7 +13,7 @@ from dilocox.errors import ConfigError
 from dilocox.training.builder import Hooks
 from dilocox.training.launch import forking
 from dilocox.training.launch import site as site_process
-from dilocox.training.launch.rank import RankJob
+from dilocox.training.launch.rank_job import RankJob
 
 pytestmark = pytest.mark.waits
 

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import ConfigError, JoinError
+from dilocox.training.builder import Hooks
 from dilocox.training.launch import local, preflight, torchrun
 from dilocox.training.launch import rank as rank_process
+from dilocox.training.launch.rank_job import RankJob
 from dilocox.training.launch.supervisor import listening
 from dilocox.training.launch.torchrun import Seal, agree, meeting_place
 from dilocox.training.launch.torchrun_env import RankVariables
@@ -335,12 +337,12 @@ def test_a_rank_says_that_it_lives_before_it_builds(
     monkeypatch.setattr(rank_process, "RankControl", Control)
     monkeypatch.setattr(rank_process.site_log, "TellingClient", Client)
     monkeypatch.setattr(rank_process, "build_rank", build)
-    job = rank_process.RankJob(
+    job = RankJob(
         config=run(tmp_path, stages=2),
         place=rank_process.RankPlace("paris", 0, 0),
         url="https://localhost:1",
         identity=None,  # type: ignore[arg-type]
-        hooks=rank_process.Hooks(),
+        hooks=Hooks(),
         address="127.0.0.1",
         meeting=store,
         local_rank=0,

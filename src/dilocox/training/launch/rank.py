@@ -8,12 +8,8 @@ import functools
 import hashlib
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -21,7 +17,6 @@ import torch.distributed as dist
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.heartbeat import RankControl
-from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import Checkpoint, Entering
 from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.coordinator.protocol.timeouts import Timeouts
@@ -29,7 +24,6 @@ from dilocox.data import TokenFiles
 from dilocox.errors import (
     CheckpointError,
     DilocoxError,
-    RecordError,
     RunEndedError,
     RunStoppedError,
 )
@@ -38,14 +32,8 @@ from dilocox.inner.flight_recorder import record_collectives
 from dilocox.inner.garbage import Collector
 from dilocox.outer.first_state import FirstState
 from dilocox.outer.loop import LoopPlace, OuterLoop
-from dilocox.record.log.blob_store import Store
-from dilocox.record.log.statements import Signer
-from dilocox.record.writer.rank_recorder import RankRecord, SigningIdentity
-from dilocox.record.writer.state_recorder import InnerRecord, RecordingPolicy
-from dilocox.record.writer.windows import Windows, bound_of
 from dilocox.training.builder import (
     Batches,
-    Hooks,
     ModelPlan,
     RankParts,
     RankPlace,
@@ -53,13 +41,15 @@ from dilocox.training.builder import (
     build_rank,
 )
 from dilocox.training.checkpointing import Checkpointer, record_state, take_momentum
-from dilocox.training.determinism_class import facts_here
 from dilocox.training.evaluator import Evaluator
 from dilocox.training.held_out_batches import admission_of, probe_batch, validation_batches
 from dilocox.training.held_out_sources import source_batches
 from dilocox.training.join_run import JoiningSite
 from dilocox.training.launch import site_log
 from dilocox.training.launch.exchange_backend import LinkBackend
+from dilocox.training.launch.rank_job import STOPPED, RankJob
+from dilocox.training.launch.rank_log import flight_records, set_up_log
+from dilocox.training.launch.rank_writers import author_of, open_record, open_rounds, warning_to
 from dilocox.training.rank_errors import explained
 from dilocox.training.rank_state import RankState
 from dilocox.training.tasks.beside import TaskEvaluations
@@ -67,43 +57,10 @@ from dilocox.training.trainer import Stopped, Trainer
 from dilocox.transport.exchange_worker import ExchangeWorker
 from dilocox.transport.link.endpoint import LinkEndpoint, open_endpoint
 from dilocox.transport.link.times import LinkTimes
-from dilocox.utils import library_warnings, tracing
+from dilocox.utils import tracing
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class RankJob:
-    """The arguments of a rank's process."""
-
-    config: RunConfig
-    place: RankPlace
-    url: str
-    identity: Identity
-    hooks: Hooks
-    address: str
-    """Interface name or IP address that the exchange binds to."""
-    meeting: str | dist.Store | None
-    """File or store in which the site's ranks meet. May be None: the rank is alone."""
-    local_rank: int
-    """Number of this rank among the ranks on this machine."""
-    ranks_here: int
-    """Number of ranks on this machine."""
-    shared_folder: bool
-    """Whether all sites of the run write to the same run folder."""
-    log_file: Path | None
-    """File for the rank's output. None leaves the output where it is."""
-    debug: bool = False
-    trace: Path | None = None
-    """File for the rank's timeline. None records no timeline."""
-    tell: site_log.Say | None = None
-    """Gets a line per event and round. None if another process shows the run."""
-
-
-STOPPED = 130
-"""Exit code of a rank to which the coordinator has said that the run is stopped already."""
-_REPLACED: list[TextIO] = []
-"""Output streams that a rank's process used before its log."""
 
 Errors = Callable[[str, bool], None]
 """(one line with the reason of a failure, whether another start would fail in the same way)."""
@@ -117,7 +74,7 @@ def run_rank(job: RankJob, errors: Errors) -> int:
     process group, since destroying a group waits for its peers, which may be in a collective until
     the time limit. The caller ends the process by `processes.exit_now`.
     """
-    _set_up_log(job)
+    set_up_log(job)
     try:
         with tracing.recording(job.trace):
             _train(job, errors)
@@ -218,7 +175,7 @@ def _build(
     if isinstance(store, str):
         store = dist.FileStore(store, config.site.ranks) if config.site.ranks > 1 else None
     if config.site.ranks > 1 and resolve_device(config.site, job.local_rank).type == "cuda":
-        record_collectives(_flight_records(job))
+        record_collectives(flight_records(job))
     with explained(config, place):
         rank = build_rank(
             config,
@@ -265,9 +222,9 @@ def _take_part(
     endpoint: LinkEndpoint,
 ) -> None:
     config, place = job.config, job.place
-    record = _open_record(job, rank, client)
-    client.author = _author(job) if record is not None else None
-    rounds = _open_rounds(job, rank, client)
+    record = open_record(job, rank, client)
+    client.author = author_of(job) if record is not None else None
+    rounds = open_rounds(job, rank, client)
     network = LinkBackend(client, control, place, timeouts, endpoint, record, rounds)
     times = LinkTimes(timeouts.link)
     worker = ExchangeWorker(network, place.site, _beside_training(rank), times)
@@ -336,64 +293,7 @@ def _say_not_deterministic(rank: RankParts, client: CoordinatorClient) -> None:
     )
     log.warning("%s", text)
     if rank.place.leads:
-        _warning(client)(text)
-
-
-def _open_record(job: RankJob, rank: RankParts, client: CoordinatorClient) -> RankRecord | None:
-    """Return the writer of this rank's part of the record. None if the run is not recorded."""
-    if not job.identity.record_run:
-        return None
-    patience = job.config.network.link_timeout
-    store = Store(job.config.record_store, patience)
-    windows = _open_windows(job, rank, store, _warning(client))
-    return RankRecord(_author(job), store, client, _warning(client), patience, windows)
-
-
-def _open_windows(
-    job: RankJob, rank: RankParts, store: Store, warn: Callable[[str], None]
-) -> Windows | None:
-    """Return the windows that remove old payloads of this rank. None if all payloads stay."""
-    place = job.place
-    bound = bound_of(job.config, rank.blueprint.trained)
-    if bound is None:
-        return None
-    name = f"{place.site}/{place.stage}.{place.shard}"
-    try:
-        return Windows(store, name, bound.for_one_of(job.config.site.exchanging_ranks))
-    except RecordError as error:  # a store that cannot be reached does not end the run
-        warn(f"record: {error}; all payloads stay")
-        return None
-
-
-def _open_rounds(job: RankJob, rank: RankParts, client: CoordinatorClient) -> InnerRecord | None:
-    """Return the writer of this rank's states. None if no states are kept for audits."""
-    config, place = job.config, job.place
-    if not job.identity.record_run or config.record.states_every == 0:
-        return None
-    manner = RecordingPolicy(
-        every=config.record.states_every,
-        keep=config.record.states_keep,
-        private=config.sites[place.site].data is not None,
-        facts=facts_here(config, rank.mesh.device, rank.model.whole_gradients),
-        replaced=job.hooks.replaced,
-    )
-    patience = config.network.link_timeout
-    store = Store(config.record_store, patience)
-    return InnerRecord(_author(job), manner, store, client, _warning(client), patience)
-
-
-def _author(job: RankJob) -> SigningIdentity:
-    place, identity = job.place, job.identity
-    name = RankName(site=place.site, stage=place.stage, shard=place.shard)
-    return SigningIdentity(identity.record_run, name, Signer.from_hex(identity.record_key))
-
-
-def _warning(client: CoordinatorClient) -> Callable[[str], None]:
-    def warn(text: str) -> None:
-        with contextlib.suppress(DilocoxError):
-            client.report(0, {"text": text}, kind="warning")
-
-    return warn
+        warning_to(client)(text)
 
 
 def _beside_training(rank: RankParts) -> Callable[[], None] | None:
@@ -458,38 +358,3 @@ def _enter(
 def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     whole = [item for item in checkpoints if item.complete]
     return max(whole, key=lambda item: item.tick, default=None)
-
-
-def _flight_records(job: RankJob) -> Path:
-    """Return the path with which names of this rank's NCCL flight records begin, beside its log."""
-    logs = job.config.folder / "logs" if job.log_file is None else job.log_file.parent
-    place = job.place
-    return logs / f"{place.file_name}-nccl-"
-
-
-def _lines_to(descriptor: int) -> TextIO:
-    """Return a line-buffered text stream to a descriptor, which stays open after the stream."""
-    return open(
-        descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-    )
-
-
-def _set_up_log(job: RankJob) -> None:
-    library_warnings.silence()
-    if job.log_file is not None:
-        job.log_file.parent.mkdir(parents=True, exist_ok=True)
-        stream = os.open(job.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(stream, 1)
-        os.dup2(stream, 2)
-        if stream > 2:
-            os.close(stream)
-        # Notebooks and output capture replace sys.stdout by a stream without a descriptor. The old
-        # streams stay referenced: the stream that owns descriptor 1 would close it when freed.
-        _REPLACED.extend((sys.stdout, sys.stderr))
-        sys.stdout, sys.stderr = _lines_to(1), _lines_to(2)
-    logging.basicConfig(
-        level=logging.DEBUG if job.debug else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )

@@ -37,7 +37,8 @@ from dilocox.record.log.acceptance import OwnFacts, accept
 from dilocox.record.log.manifest import code_digest
 from dilocox.training.builder import Hooks, RankPlace
 from dilocox.training.launch import site_log
-from dilocox.training.launch.rank import STOPPED, RankJob, run_rank
+from dilocox.training.launch.rank import run_rank
+from dilocox.training.launch.rank_job import STOPPED, RankJob
 from dilocox.training.launch.supervisor import Ended, keep_in_run, listening, print_error
 from dilocox.training.rank_errors import HOST_MEND
 from dilocox.transport.link.endpoint import check_ports

@@ -31,7 +31,8 @@ from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.errors import DilocoxError, JoinError
 from dilocox.training.builder import Hooks, RankPlace
 from dilocox.training.launch import site_log
-from dilocox.training.launch.rank import RankJob, run_rank
+from dilocox.training.launch.rank import run_rank
+from dilocox.training.launch.rank_job import RankJob
 from dilocox.training.launch.site import SiteLine, enrol_site, exchange_address
 from dilocox.training.launch.supervisor import Asked, listening, print_error
 from dilocox.training.launch.torchrun_env import RankVariables
