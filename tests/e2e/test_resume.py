@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import sqlite3
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from dilocox.data.manifest import MANIFEST, read_manifest, write_manifest
 from tests.support.forge import Forge
 from tests.support.harness import Run, Workshop, verdicts
 
@@ -40,6 +43,18 @@ def test_a_checkpoint_that_is_gone_is_named(workshop: Workshop) -> None:
     assert again.wait() == 1
     assert "site paris lacks its part of the checkpoint" in again.printed()
     assert "Traceback" not in again.printed()
+
+
+def altered_data(workshop: Workshop) -> Path:
+    """Other token files than the workshop's runs train on, made with the same options."""
+    folder = workshop.root / "altered-data"
+    shutil.copytree(workshop.root / "data", folder)
+    manifest = read_manifest(folder)
+    content = manifest["content"] | {"held_out_below": "0" * 16}
+    (folder / MANIFEST).unlink()
+    (folder / "croissant.json").unlink()
+    write_manifest(folder, content, manifest["made_with"])
+    return folder
 
 
 def model_bytes(run: Run) -> dict[str, bytes]:
@@ -106,6 +121,11 @@ def test_two_stops_change_nothing(
     cut.interrupt()
     assert cut.wait() == 130, cut.output()
     assert "--resume" in cut.printed()
+    if name == "keep":
+        other = f"data.folder={altered_data(workshop)}"
+        refused = forge.train(workshop, f"cut-{name}", *SETS, *sets, other, flags=("--resume",))
+        assert refused.wait() == 1, refused.output()
+        assert refused.printed().count("its token files differ from the first site's") == 1
     stopped_at = len(cut.records())
     again = forge.train(workshop, f"cut-{name}", *SETS, *sets, hooks="paced", flags=("--resume",))
     again.until(lambda: len(again.records()) > stopped_at)

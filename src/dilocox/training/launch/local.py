@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from dilocox.config.run_config import RunConfig
-from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.controller.candidates import Menu
-from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.metrics.run_metrics import Record
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.data import TokenFiles
@@ -34,9 +32,10 @@ from dilocox.training.launch import preflight, site_log
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_check import ENDPOINT
 from dilocox.training.launch.coordinator_process import serve_run
+from dilocox.training.launch.local_sites import LocalSites
 from dilocox.training.launch.run_folder import claim_folder
 from dilocox.training.launch.site import keep_site
-from dilocox.training.launch.supervisor import listening
+from dilocox.training.launch.supervisor import Ended, listening, print_error
 from dilocox.training.launch.torchrun import Preparation, join_as_rank
 from dilocox.training.launch.torchrun_env import rank_variables
 from dilocox.training.run_model import generate
@@ -120,6 +119,8 @@ def _run_here(
     )
     theirs.close()
     sites: dict[str, BaseProcess] = {}
+    local: LocalSites | None = None
+    reasons = processes.CONTEXT.SimpleQueue()
     grace = 10.0
     try:
         endpoint = _first_word(ours, coordinator, display)
@@ -127,10 +128,11 @@ def _run_here(
         for site in endpoint.tokens:
             own = endpoint.of(site)
             sites[site] = processes.start(
-                _site_in_child, config, site, own, hooks, debug, folder, trace, name=site
+                _site_in_child, config, site, own, hooks, debug, folder, trace, reasons, name=site
             )
         display.start()
-        end = _watch(ours, coordinator, sites, endpoint, config, display)
+        local = LocalSites(config, endpoint, sites, reasons)
+        end = _watch(ours, coordinator, local, display)
         if end["phase"] == "failed":
             # The coordinator answers for two more heartbeats; after that, sites cannot reach it.
             grace = min(grace, 4 * Timeouts.derive(config.network).beat)
@@ -141,6 +143,8 @@ def _run_here(
         display.stop()
         ours.close()
         processes.end([*sites.values(), coordinator], grace)
+        if local is not None:
+            local.say_rest()
     display.summary(end["summary"])
     result = Result(end["phase"], end["reason"], end["summary"], folder)
     if result.failed:
@@ -225,28 +229,22 @@ def _first_word(pipe: Connection, coordinator: BaseProcess, display: Display) ->
 
 
 def _watch(
-    pipe: Connection,
-    coordinator: BaseProcess,
-    sites: dict[str, BaseProcess],
-    endpoint: Endpoint,
-    config: RunConfig,
-    display: Display,
+    pipe: Connection, coordinator: BaseProcess, sites: LocalSites, display: Display
 ) -> dict[str, Any]:
     """Show the coordinator's records until the run ends, and return how it ended.
 
     Raises `KeyboardInterrupt` at the user's second request to end, and `TrainingError` if the
-    coordinator fails.
+    coordinator fails, or if the run can never begin because a site has ended.
     """
-    running, stopping = dict(sites), False
+    stopping = False
     with listening(second_interrupts=True) as asked:
         while True:
             if asked.times and not stopping:
                 stopping = True
                 display.line("stopping at the next slot end with a checkpoint (again: at once)")
-                _operator(endpoint, config).stop("interrupted")
+                sites.operator().stop("interrupted")
             try:
-                sentinels = [process.sentinel for process in running.values()]
-                for ready in wait([pipe, *sentinels], timeout=0.5):
+                for ready in wait([pipe, *sites.sentinels], timeout=0.5):
                     if ready is pipe:
                         kind, value = pipe.recv()
                         if kind == "record":
@@ -255,16 +253,10 @@ def _watch(
                             return dict(value)
                         else:
                             raise TrainingError(value)
-                for site in [name for name, process in running.items() if not process.is_alive()]:
-                    del running[site]
+                sites.look(stopping)
             except EOFError:
                 coordinator.join()
                 raise TrainingError(f"the coordinator {processes.why_ended(coordinator)}") from None
-
-
-def _operator(endpoint: Endpoint, config: RunConfig) -> CoordinatorClient:
-    identity = Identity.load(endpoint.operator)
-    return CoordinatorClient(endpoint.url, identity, Timeouts.derive(config.network))
 
 
 def _coordinate_in_child(
@@ -304,13 +296,15 @@ def _site_in_child(
     debug: bool,
     folder: Path,
     trace: bool,
+    reasons: Any,
 ) -> None:
     try:
-        code = keep_site(config, site, endpoint, hooks, debug, folder, True, trace)
+        ended = keep_site(config, site, endpoint, hooks, debug, folder, True, trace)
     except DilocoxError as error:
-        print(f"dilocox: site {site}: {error}", file=sys.stderr)
-        code = 1
-    sys.exit(code)
+        ended = Ended(1, f"site {site}: {str(error).removeprefix(f'site {site}: ')}")
+    if ended.code == 1:
+        reasons.put((site, ended.reason))
+    sys.exit(ended.code)
 
 
 def join(
@@ -352,10 +346,12 @@ def join(
         display.line(hint)
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
     try:
-        code = keep_site(config, site, endpoint, hooks, debug, config.folder, shared, trace)
-        if code == 0:
+        ended = keep_site(config, site, endpoint, hooks, debug, config.folder, shared, trace)
+        if ended.code == 0:
             display.line(site_log.end(config, site))
-        return code
+        elif ended.code == 1:
+            print_error(ended.reason)
+        return ended.code
     finally:
         if trace:
             _show_trace(display, lambda: chrome_trace.merge_site(config.folder, site))

@@ -129,10 +129,10 @@ def keep_site(
     folder: Path,
     shared_folder: bool,
     trace: bool = False,
-) -> int:
-    """Call `run_site`, and again after every crash while the run lasts. Returns the exit code.
+) -> Ended:
+    """Call `run_site`, and again after every crash while the run lasts. Returns how it ended.
 
-    The arguments are those of `run_site`.
+    The arguments and the errors are those of `run_site`. The reason of the end is not printed.
     """
     ended = keep_in_run(
         site,
@@ -140,11 +140,9 @@ def keep_site(
         Timeouts.derive(config.network),
         print_error,
     )
-    if ended.code == 1:
-        print_error(ended.reason)
     if not endpoint.operator:
         site_log.note(config, site, "ended", code=ended.code, reason=ended.reason)
-    return ended.code
+    return ended
 
 
 def _rank_in_child(job: RankJob, errors: Any) -> None:

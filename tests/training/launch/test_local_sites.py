@@ -1,0 +1,109 @@
+"""Site processes of a run on one machine: one that cannot take part ends a run that waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dilocox.config.run_config import resolve_run
+from dilocox.coordinator.client.endpoint import Endpoint
+from dilocox.errors import TrainingError
+from dilocox.training.launch import local_sites
+from dilocox.training.launch.local_sites import LocalSites
+
+RUN = resolve_run(
+    {"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"paris": {}, "lyon": {}}}
+)
+
+
+class Process:
+    def __init__(self) -> None:
+        self.exitcode: int | None = None
+        self.sentinel = 7
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+
+class Scene:
+    """Two sites, and a coordinator that answers with `phase`; None: not at all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.phase: str | None = "enrolling"
+        self.stops: list[str] = []
+        self.processes = {"paris": Process(), "lyon": Process()}
+        self.reasons: Any = SimpleQueue()
+        monkeypatch.setattr(local_sites.Identity, "load", lambda _: None)
+        monkeypatch.setattr(local_sites, "CoordinatorClient", lambda *_: self)
+        endpoint = Endpoint("https://x:1", {}, str(Path("operator")))
+        self.sites = LocalSites(RUN, endpoint, self.processes, self.reasons)  # type: ignore[arg-type]
+
+    def status(self) -> Any:
+        if self.phase is None:
+            raise TrainingError("no answer")
+        return SimpleNamespace(phase=self.phase)
+
+    def stop(self, reason: str) -> None:
+        self.stops.append(reason)
+
+    def close(self) -> None:
+        pass
+
+    def ends(self, site: str, code: int, refusal: str = "") -> None:
+        self.processes[site].exitcode = code
+        if refusal:
+            self.reasons.put((site, refusal))
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def test_a_refused_site_ends_a_run_that_waits_for_it(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene.sites.look(stopping=False)
+    scene.ends("lyon", 1, "site lyon: its token files differ")
+    with pytest.raises(TrainingError, match=r"^site lyon: its token files differ$"):
+        scene.sites.look(stopping=False)
+    assert scene.stops == ["site lyon cannot take part"]
+    scene.ends("paris", 1, "site paris: its token files differ")
+    scene.sites.say_rest()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_site_that_was_killed_ends_it_too(scene: Scene) -> None:
+    scene.ends("paris", -9)
+    with pytest.raises(TrainingError, match="site paris: its process ended with code -9 before"):
+        scene.sites.look(stopping=False)
+
+
+@pytest.mark.parametrize("phase", ["running", "stopping", "finished", None])
+def test_in_a_run_that_has_begun_the_refusal_is_a_line(
+    scene: Scene, phase: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene.phase = phase
+    scene.ends("lyon", 1, "site lyon: the run is finished")
+    scene.sites.look(stopping=False)
+    assert scene.stops == []
+    assert capsys.readouterr().err == "dilocox: site lyon: the run is finished\n"
+    assert scene.sites.sentinels == [7]
+    scene.sites.look(stopping=False)
+    assert capsys.readouterr().err == ""
+    scene.ends("paris", 1, "site paris: the run is finished")
+    scene.sites.say_rest()
+    assert capsys.readouterr().err == "dilocox: site paris: the run is finished\n"
+
+
+def test_sites_that_end_well_or_with_the_user_s_stop_end_nothing(scene: Scene) -> None:
+    scene.ends("paris", 0)
+    scene.sites.look(stopping=False)
+    scene.ends("lyon", 1)
+    scene.sites.look(stopping=True)
+    assert scene.stops == []
+    assert scene.sites.sentinels == []
