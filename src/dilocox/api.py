@@ -85,7 +85,8 @@ def train(
             transformers or PEFT loads it, every `evaluation.tasks_every` rounds and at the end. It
             must be defined at the top level of a .py file.
         resume: go on from the last checkpoint of the run folder.
-        overwrite: replace an earlier run in the same folder.
+        overwrite: replace an earlier run in the same folder. Token files in the folder are kept if
+            they fit the run, and made again if not.
         debug: write more to the logs.
         trace: write a timeline of every rank to `trace.json` in the run folder, as a Chrome trace.
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections import Counter
 from pathlib import Path
@@ -441,3 +442,27 @@ def test_held_out_text_of_a_hub_data_set_is_of_its_split(
     own = section("someone/poems", format="hub", validation_source="someone/poems")
     prepare(own, tmp_path / "data", seed=0)
     assert asked == [("someone/poems", "train"), ("someone/poems", "validation")]
+
+
+def test_token_files_that_do_not_fit_are_replaced_where_that_is_asked_for(tmp_path: Path) -> None:
+    source, target = write_corpus(tmp_path / "corpus", documents=10), tmp_path / "data"
+    said: list[str] = []
+    first = prepare(section(source), target, seed=0, replaced=said.append)
+    assert prepare(section(source), target, seed=0, replaced=said.append).digest == first.digest
+    assert said == []
+    (source / "part0" / "more.txt").write_text(story(99))
+    with pytest.raises(DataError, match="has changed since these token files were made"):
+        prepare(section(source), target, seed=0)
+    second = prepare(section(source), target, seed=0, replaced=said.append)
+    assert second.digest != first.digest
+    assert "has changed since these token files were made" in said[0]
+    # Nothing is lost if the new files cannot be made.
+    with pytest.raises(DataError, match=r"lower data\.sequence_length"):
+        prepare(section(source, sequence_length=10**6), target, seed=1, replaced=said.append)
+    assert TokenFiles.open(target).digest == second.digest
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    # What a killed process has left of a replaced folder is removed by the next one.
+    left = tmp_path / f".data.partial-{socket.gethostname()}-{2**22 - 1}-old"
+    left.mkdir()
+    prepare(section(source), target, seed=2, replaced=said.append)
+    assert not left.exists()

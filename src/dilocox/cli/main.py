@@ -135,7 +135,9 @@ def _add_train(
     )
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     train.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier run in the same folder"
+        "--overwrite",
+        action="store_true",
+        help="replace an earlier run in the same folder; its token files are kept if they fit",
     )
     _add_trace(train, "trace.json")
     train.set_defaults(call=_train)

@@ -86,7 +86,7 @@ def partial_folder(folder: Path) -> Iterator[Path]:
     start = f".{folder.name}.partial-"
     here = f"{start}{socket.gethostname()}-"
     for left in folder.parent.iterdir():
-        process = left.name.removeprefix(here)
+        process = left.name.removeprefix(here).removesuffix(OLD)
         if left.name.startswith(here) and process.isdigit() and not is_alive(int(process)):
             shutil.rmtree(left, ignore_errors=True)
     partial = folder.with_name(f"{here}{os.getpid()}")
@@ -97,21 +97,29 @@ def partial_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def publish(partial: Path, folder: Path) -> bool:
-    """Rename `partial` to `folder` atomically.
+def publish(partial: Path, folder: Path, *, replace: bool = False) -> bool:
+    """Rename `partial` to `folder` atomically. With `replace`, remove what `folder` held before.
 
     Returns False if another process has published `folder` in the meantime. Raises `OSError` if
     the rename fails for another reason.
     """
+    old = partial.with_name(f"{partial.name}{OLD}")
     try:
+        if replace:
+            folder.rename(old)
         partial.rename(folder)
     except OSError:
-        if (folder / MANIFEST).is_file():
+        if (folder / MANIFEST).is_file() and not replace:
             return False
         raise
     sync_folder(folder.parent)
+    if replace:
+        shutil.rmtree(old, ignore_errors=True)
     return True
 
+
+OLD = "-old"
+"""End of the name of a folder that has been replaced and is about to be removed."""
 
 FILTERS = ("filter", "validation_filter")
 """Options that are left out of a manifest if they are not set, as earlier versions did."""

@@ -105,6 +105,7 @@ def prepare(
     seed: int,
     progress: Progress | None = None,
     changed: Callable[[str], None] | None = None,
+    replaced: Callable[[str], None] | None = None,
 ) -> TokenFiles:
     """Make the token files of `data` in `folder`, or open them if they exist already.
 
@@ -116,6 +117,8 @@ def prepare(
         seed: seed that decides which documents are held out.
         progress: is called with the name of a step and its finished fraction, 0 to 1.
         changed: see `reuse`; passed by a run that resumes.
+        replaced: if given, token files that do not fit `data` are made again, and the function is
+            called with the reason. The old files are removed when the new ones are complete.
 
     Raises:
         DataError: if text is missing, unreadable, empty or too short, or if `folder` holds other
@@ -127,11 +130,18 @@ def prepare(
     options = without_unset(data.model_dump(mode="json", exclude=_READING | unused))
     options |= {"seed": seed}
     named = named_groups(data)
+    stale = ""
     if (folder / MANIFEST).is_file():
-        files = reuse(folder, named, options, changed)
-        check_same_template(data, files.tokenizer_folder, changed)
-        check_lengths(files, data.rows)
-        return files
+        try:
+            files = reuse(folder, named, options, changed)
+            check_same_template(data, files.tokenizer_folder, changed)
+        except DataError as error:
+            if replaced is None:
+                raise
+            stale = str(error)
+        else:
+            check_lengths(files, data.rows)
+            return files
     report = progress or _silent
     # If `folder` is a link, the files go to the disk of its target.
     place = Path(os.path.realpath(folder))
@@ -147,7 +157,9 @@ def prepare(
             made_with |= _rows(partial, content, data)
             write_manifest(partial, content, made_with)
             check_lengths(TokenFiles.open(partial), data.rows)
-            if publish(partial, place):
+            if publish(partial, place, replace=bool(stale)):
+                if stale and replaced is not None:
+                    replaced(stale)
                 return TokenFiles.open(folder)
     except OSError as error:
         raise DataError(

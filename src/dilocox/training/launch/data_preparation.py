@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,19 +15,23 @@ from dilocox.utils import processes
 
 
 def prepare_data(
-    config: RunConfig, display: Display | None = None, begun: bool = False
+    config: RunConfig,
+    display: Display | None = None,
+    begun: bool = False,
+    overwrite: bool = False,
 ) -> TokenFiles:
     """Return the run's token files. If there are none yet, a child process makes them.
 
     `begun`: the run may have started with existing token files, so these are used even if their
-    sources have changed since. `display` may be None: then only warnings are printed.
+    sources have changed since. `overwrite`: token files in the run's own folder that do not fit the
+    run are made again. `display` may be None: then only warnings are printed.
     """
 
     def progress(step: str, share: float) -> None:
         if display is not None:
             display.step(step, share)
 
-    folder, said = processes.call_in_child(_prepare, config, begun, on_progress=progress)
+    folder, said = processes.call_in_child(_prepare, config, begun, overwrite, on_progress=progress)
     if display is not None:
         display.step_done()
     for line in said:
@@ -35,10 +40,27 @@ def prepare_data(
 
 
 def _prepare(
-    config: RunConfig, begun: bool, progress: Callable[[str, float], None]
+    config: RunConfig, begun: bool, overwrite: bool, progress: Callable[[str, float], None]
 ) -> tuple[Path, list[str]]:
     said: list[str] = []
+
+    def replaced(why: str) -> None:
+        said.append(f"token files were made again (--overwrite), because the earlier ones did not "
+                    f"fit: {why.partition(';')[0]}")  # fmt: skip
+
     files = prepare_token_files(
-        config.data, config.data_folder, config.run.seed, progress, said.append if begun else None
+        config.data,
+        config.data_folder,
+        config.run.seed,
+        progress,
+        said.append if begun else None,
+        replaced if overwrite and _is_the_runs(config) else None,
     )
     return files.folder, said + files.warnings
+
+
+def _is_the_runs(config: RunConfig) -> bool:
+    """Return whether the token files are in the run's folder, and not behind a link from it."""
+    folder = config.data_folder
+    inside = Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(config.folder))
+    return inside and not folder.is_symlink()

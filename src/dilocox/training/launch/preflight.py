@@ -132,7 +132,8 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
     if prepared.begun:
         check_base(config)
     # A joining site keeps its files: the coordinator compares their digest with that of the start.
-    files = prepare_data(config, display, begun=role.site is not None or prepared.begun)
+    kept = role.site is not None or prepared.begun
+    files = prepare_data(config, display, begun=kept, overwrite=role.overwrite)
     return _check_files(config, role, prepared, files)
 
 
