@@ -15,6 +15,9 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.metrics import run_metrics
 from dilocox.coordinator.metrics.run_metrics import RunMetrics, combine
 from dilocox.errors import DifferentAnchorsError, TrainingError
+from dilocox.tools.report import tables
+from dilocox.tools.report.folder import RunFiles
+from dilocox.tools.report.history import read_history
 
 pytestmark = pytest.mark.waits
 
@@ -294,6 +297,38 @@ PLAN = {
     "residual_view": 0.0, "keep": 1.0,
     "reason": "nothing is measured yet",
 }  # fmt: skip
+
+
+def test_a_slow_site_without_a_step_is_no_anomaly(tmp_path: Path) -> None:
+    """As two sites on one loaded machine: rounds of two steps, of which one site takes one."""
+    run = Run(tmp_path)
+    paces = {"paris": {"pace": 600, "carry": 200}, "lyon": {"pace": 1000, "carry": 0}}
+    short = {"inner_steps": 2, "slots": 2, "fragments": 4}
+    for round_ in (6, 7):
+        run.recorder.plan({**PLAN, **short, "round": round_, "members": paces})
+    # Fragments 0 and 1 have their boundary after one step, of which paris has taken 0.8.
+    for round_, fragment, site in ((6, 0, "paris"), (6, 1, "paris"), (7, 0, "paris")):
+        zero = {"exchange": f"outer/{round_}/0/{fragment}", "code": "zero", "flags": []}
+        run.recorder.report(site, round_, "admission", zero)
+    (line,) = [record for record in run.lines() if record["kind"] == "message"]
+    assert (line["about"], "none of its inner steps is done by then" in line["text"]) == (
+        "members", True,
+    )  # fmt: skip
+    assert "0.60 of the typical speed" in line["text"]
+    records = [record for record in run.lines() if record["kind"] == "admission"]
+    assert [record["idle"] for record in records] == [True] * 3
+    # After the round's second step it has one, and lyon has one after the first.
+    for fragment, site in ((2, "paris"), (0, "lyon")):
+        zero = {"exchange": f"outer/7/0/{fragment}", "code": "zero", "flags": []}
+        run.recorder.report(site, 7, "admission", zero)
+    texts = [record["text"] for record in run.lines() if record["kind"] == "message"][1:]
+    assert texts == [f"{s}, round 7: its contribution does not count: zero" for s in paces]
+    counts = {site: {"zero": 1} for site in paces}
+    assert run.recorder.finish("finished", "")["admission"] == counts
+    assert Run(tmp_path).recorder.finish("finished", "")["admission"] == counts
+    found = read_history(run.lines())
+    assert [each.idle for each in found.admissions] == [True, True, True, False, False]
+    assert len(tables.anomalies(found, RunFiles(tmp_path)).rows) == 2
 
 
 def test_plans_are_written_down_where_they_change(tmp_path: Path) -> None:

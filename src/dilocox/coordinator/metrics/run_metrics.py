@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.metrics.admissions import Admissions
 from dilocox.coordinator.metrics.privacy import PrivacyAccount
 from dilocox.coordinator.metrics.sinks import Metrics
 from dilocox.coordinator.protocol.held_out_figures import BY_SOURCE, losses_by_source
@@ -141,9 +142,7 @@ class RunMetrics:
         self._odd: set[tuple[int, str]] = set()
         """(round, site) of sites whose anchor differed from that of most sites."""
         self._open: dict[int, dict[str, Record]] = {}
-        self._verdicts: dict[int, dict[str, dict[str, int]]] = {}
-        """Counts of verdict codes and flags, by round and site."""
-        self._said: set[tuple[int, str, str]] = set()
+        self._admissions = Admissions(config.site.stages)
         self._closed: dict[int, dict[str, Record]] = {}
         self._rounds: dict[int, Record] = {}
         self._evaluations: dict[int, float] = {}
@@ -194,7 +193,7 @@ class RunMetrics:
         elif kind == "plan_kept":
             self._reason = str(record["reason"])
         elif kind == "admission":
-            self._count_verdict(record)
+            self._admissions.count(record)
         elif kind == "resumed":
             self._forget(round_)
 
@@ -212,7 +211,7 @@ class RunMetrics:
         self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
         self._by_source = {r: v for r, v in self._by_source.items() if r < round_}
         self._tasks = {r: v for r, v in self._tasks.items() if r < round_}
-        self._verdicts = {r: v for r, v in self._verdicts.items() if r < round_}
+        self._admissions.forget(round_)
         self._open, self._flush, self._plan, self._written = {}, {}, {}, {}
         self._reason = ""
 
@@ -292,22 +291,15 @@ class RunMetrics:
 
     def _admission(self, site: str, round_: int, verdict: Record) -> None:
         """Take the verdict about a contribution: write it if it has content, announce it if new."""
-        code = verdict["code"]
-        said = set(verdict) > {"exchange", "code", "flags"}
-        if said or verdict["flags"] or code != "admitted":
-            record = {"kind": "admission", "round": round_, "site": site, **verdict}
-            self._write(record)
-            self._count_verdict(record)
-        # A site that withdraws has already reported the reason.
-        if code not in ("admitted", "withdrawn") and (round_, site, code) not in self._said:
-            self._said.add((round_, site, code))
-            self.message(f"{site}, round {round_}: its contribution does not count: {code}")
-
-    def _count_verdict(self, record: Record) -> None:
-        counts = self._verdicts.setdefault(record["round"], {}).setdefault(record["site"], {})
-        for what in (record["code"], *record["flags"]):
-            if what != "admitted":
-                counts[what] = counts.get(what, 0) + 1
+        record = self._admissions.record(site, round_, verdict)
+        if record is None:
+            return
+        self._write(record)
+        self._admissions.count(record)
+        line = self._admissions.line(record)
+        if line is not None:
+            text, warning = line
+            self.message(text) if warning else self.happened(text)
 
     def plan(self, plan: Record) -> None:
         """Take a new plan.
@@ -317,6 +309,7 @@ class RunMetrics:
         """
         if "members" in plan:
             self._members[plan["round"]] = len(plan["members"])
+            self._admissions.plan(plan)
         counted = None if self._account is None else self._account.plan(plan)
         if counted is not None:
             self._write(counted)
@@ -389,7 +382,7 @@ class RunMetrics:
             "ratio_per_token": dense / payload if payload else 0.0,
             "anchor_digest": everything[-1]["anchor_digest"] if everything else None,
             **self._task_figures(),
-            "admission": self._totals(),
+            "admission": self._admissions.totals(),
             **_over_time(rounds),
             **self._sequences,
         }
@@ -422,16 +415,6 @@ class RunMetrics:
         first, last = min(self._tasks), max(self._tasks)
         return {"tasks_first": self._tasks[first], "tasks_last": self._tasks[last]}
 
-    def _totals(self) -> dict[str, dict[str, int]]:
-        """Return counts of rejection codes and flags in the whole run, by site."""
-        totals: dict[str, dict[str, int]] = {}
-        for sites in self._verdicts.values():
-            for site, counts in sites.items():
-                for what, count in counts.items():
-                    of_site = totals.setdefault(site, {})
-                    of_site[what] = of_site.get(what, 0) + count
-        return totals
-
     def _step_after(self, round_: int) -> int:
         """Return the inner steps by the end of `round_`, from its reports; 0 before round 0."""
         if round_ < 0:
@@ -455,7 +438,7 @@ class RunMetrics:
         self._closed = {r: kept for r, kept in self._closed.items() if r > number - REMEMBERED}
         self._members = {r: n for r, n in self._members.items() if r > number - REMEMBERED}
         self._odd = {each for each in self._odd if each[0] > number - REMEMBERED}
-        self._said = {each for each in self._said if each[0] > number - REMEMBERED}
+        self._admissions.forget_lines(number - REMEMBERED)
         if len(self._written) > 2 * WRITTEN:  # Not in every round, to save time at a restart.
             self._written = {r: own for r, own in self._written.items() if r > number - WRITTEN}
 

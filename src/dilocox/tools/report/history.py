@@ -113,6 +113,8 @@ class Admission:
     """Cosine of the angle between the contribution and the mean of the others."""
     gain: float | None
     """Drop of the held-out loss with this contribution alone."""
+    idle: bool = False
+    """Whether the site had taken no inner step yet, so that zero is no anomaly."""
 
 
 @dataclass
@@ -237,6 +239,7 @@ def admission(number: int, site: str, record: Record) -> Admission:
         norm=score("norm", 1e3),
         cosine=score("cosine", 1e3),
         gain=score("gain", 1e6),
+        idle=record.get("idle") is True,
     )
 
 

@@ -169,6 +169,8 @@ def _verdicts(history: History, files: RunFiles) -> list[tuple[str, str, str]]:
     """Return contributions that were refused or flagged, one row per round and site."""
     found: dict[tuple[int, str], Counter[str]] = {}
     for each in history.admissions or _decided(files):
+        if each.idle:
+            continue
         words = [] if each.code in ("", "admitted") else [f"not admitted: {each.code}"]
         words += [f"flagged: {flag}" for flag in each.flags]
         if words:
@@ -212,7 +214,7 @@ def scores(history: History) -> Table:
     rows = []
     for site in dict.fromkeys(each.site for each in history.admissions):
         own = [each for each in history.admissions if each.site == site]
-        refused = sum(1 for each in own if each.code != "admitted")
+        refused = sum(1 for each in own if each.code != "admitted" and not each.idle)
         rows.append(
             (site, f"{len(own):,}", f"{refused:,}",
              _mean([e.norm for e in own], "{:.2f}"), _mean([e.cosine for e in own], "{:.2f}"),
