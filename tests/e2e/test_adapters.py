@@ -120,10 +120,13 @@ def test_a_run_is_verified_audited_and_loaded_by_peft(
 
 @pytest.mark.stops
 def test_a_stop_changes_nothing_and_another_base_is_refused(
-    workshop: Workshop, forge: Forge, base: Path
+    workshop: Workshop, forge: Forge, base: Path, tmp_path: Path
 ) -> None:
-    """Two stages whole; stopped after the first round and resumed, bit for bit."""
-    sets = ("outer.rounds=24", "outer.inner_steps=4", "checkpoint.every_rounds=0")
+    """Two stages whole; stopped after the first round and resumed, bit for bit. A is frozen."""
+    sets = (
+        "outer.rounds=24", "outer.inner_steps=4", "checkpoint.every_rounds=0",
+        "adapter.freeze_a=true",
+    )  # fmt: skip
     whole = forge.command(workshop, "uncut", "train", *words(workshop, base, "uncut", *sets))
     assert whole.wait() == 0, whole.output()
     arguments = words(workshop, base, "cut", *sets)
@@ -146,6 +149,14 @@ def test_a_stop_changes_nothing_and_another_base_is_refused(
     assert adapters_of(last) == adapters_of(whole)
     assert last.summary()["anchor_digest"] == whole.summary()["anchor_digest"]
     assert verdicts(last.folder) == {}
+
+    # A is not sent: it is what the seed gives.
+    adapters = load_file(last.folder / "model" / ADAPTER_FILE)
+    name = next(name for name in adapters if ".lora_A." in name)
+    adapters[name][0, 0] += 1e-6
+    shutil.copytree(last.folder / "model", tmp_path / "model")
+    save_file(adapters, tmp_path / "model" / ADAPTER_FILE)
+    assert verdicts(last.folder, model=tmp_path / "model") == {"model": "FAIL"}
 
 
 def adapters_of(run: Run) -> bytes:

@@ -54,6 +54,20 @@ def test_every_layout_trains_the_same(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_frozen_a_has_no_state(pool: Pool, shards: int, precision: str) -> None:
+    for each in pool.run(
+        shards, *CASE, stages=1, shards=shards, precision=precision, freeze_a=True
+    ):
+        assert each["kept"]
+        assert not each["graded"]
+        assert each["optimized"] == each["names"]
+        assert all(".lora_B." in name for name in each["names"])
+        assert each["dtypes"] == {f"torch.{precision}"}
+        assert len(set(each["values"][::3])) == 3
+
+
+@pytest.mark.parametrize("shards", [1, 2])
 def test_in_bf16_the_base_has_no_fp32_form(pool: Pool, shards: int) -> None:
     for each in pool.run(shards, *CASE, stages=1, shards=shards, precision="bfloat16"):
         assert each["dtypes"] == {"torch.bfloat16"}

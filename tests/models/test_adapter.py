@@ -15,28 +15,36 @@ from dilocox.config.adapter import AdapterSection
 from dilocox.config.run_config import ModelSection
 from dilocox.errors import CheckpointError, ConfigError, ModelError
 from dilocox.models import ModelChunk, Published, build_chunk, materialise, plan_cut
-from dilocox.models.adapter import adapter_shapes, is_adapter, target_names
+from dilocox.models.adapter import adapter_shapes, is_adapter, target_names, trained_shapes
 from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
-from dilocox.models.adapter_weights import AdapterWeights
+from dilocox.models.adapter_weights import AdapterWeights, fixed_values, with_fixed
 from dilocox.models.base_weights import base_digest
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.support.architectures import StateSource, reference_model, run, small_config, token_ids
 
 TYPES = ["qwen3", "gemma3_text", "gpt_neox", "opt-projected", "qwen3_moe"]
 LORA = AdapterSection(rank=3, alpha=6.0)
+B_ALONE = AdapterSection(rank=3, alpha=6.0, freeze_a=True)
 
 
-def adapted(config: Any, chunks: int, reference: torch.nn.Module, seed: int) -> list[ModelChunk]:
+def adapted(
+    config: Any,
+    chunks: int,
+    reference: torch.nn.Module,
+    seed: int,
+    adapter: AdapterSection = LORA,
+) -> list[ModelChunk]:
     """A model with adapters, cut and filled."""
-    source = AdapterWeights(config, LORA, seed, StateSource(reference))
+    source = AdapterWeights(config, adapter, seed, StateSource(reference))
     made = []
-    for spec in plan_cut(config, chunks, 16, LORA):
+    for spec in plan_cut(config, chunks, 16, adapter):
         chunk = build_chunk(
-            config, spec, attention="sdpa", activation_checkpointing=False, adapter=LORA
+            config, spec, attention="sdpa", activation_checkpointing=False, adapter=adapter
         )
         assert all(parameter.is_meta for parameter in chunk.parameters())
         own = sum(p.numel() for p in chunk.parameters() if p.requires_grad)
-        assert (spec.trained, spec.frozen) == (own, spec.parameters)
+        every = sum(p.numel() for name, p in chunk.named_parameters() if ".lora_" in name)
+        assert (spec.trained, spec.frozen) == (own, spec.parameters + every - own)
         materialise(chunk, source, "cpu")
         made.append(chunk.eval())
     return made
@@ -107,6 +115,47 @@ def test_first_values_do_not_depend_on_the_cut_and_are_distributed_as_pefts() ->
             # Uniform over ±1/sqrt(columns): `nn.init.kaiming_uniform_(a=sqrt(5))`.
             bound = value.shape[1] ** -0.5
             assert 0.8 * bound < value.abs().max() <= bound
+
+
+def test_with_a_frozen_pefts_gradients_of_b_alone_are_computed(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    config = small_config("qwen3")
+    reference, ids = reference_model(config), token_ids()
+    chunks = adapted(config, 2, reference, seed=5, adapter=B_ALONE)
+    found = trained(chunks)
+    assert list(found) == list(trained_shapes(config, B_ALONE))
+    assert all(".lora_B." in name for name in found)
+    randomise(found, seed=2)
+    for stage, chunk in enumerate(chunks):
+        whole = with_fixed(trained([chunk]), config, B_ALONE, 5)
+        write_adapter_stage(tmp_path, stage, whole, Published())
+    finish_adapter_folder(tmp_path, config, ModelSection(path="base"), B_ALONE, None)
+    assert list(load_file(tmp_path / ADAPTER_FILE)) == sorted(adapter_shapes(config, B_ALONE))
+
+    loaded: Any = PeftModel.from_pretrained(reference, tmp_path, is_trainable=True)
+    for name, parameter in loaded.named_parameters():
+        parameter.requires_grad_(".lora_B." in name)
+    ours, theirs = run(chunks, ids), loaded(ids).logits
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    ours.square().mean().backward()
+    theirs.square().mean().backward()
+    for name, parameter in loaded.named_parameters():
+        if ".lora_B." in name:
+            mine = found[name.replace(".default.", ".")].grad
+            assert mine is not None
+            assert torch.allclose(mine, parameter.grad, rtol=1e-4, atol=1e-7)
+    assert all(p.grad is None for c in chunks for p in c.parameters() if not p.requires_grad)
+
+
+def test_the_values_of_a_frozen_a_are_the_same_bits_everywhere() -> None:
+    value = fixed_values("base_model.model.x.lora_A.weight", torch.Size([4, 300]), 3)
+    bound = 300**-0.5
+    assert 0.95 * bound < value.abs().max() <= bound
+    # Every value is a multiple of 2^-23 times the bound, rounded once.
+    steps = (value.double() / torch.tensor(bound).double() * 2**23).round()
+    exact = (steps / 2**23).float() * torch.tensor(bound)
+    assert torch.equal(exact, value)
 
 
 def test_frozen_weights_have_the_dtype_that_is_asked_for_and_adapters_are_fp32() -> None:

@@ -32,6 +32,9 @@ class AdapterSection(Section):
     the last parts of their names, such as `["q_proj", "v_proj"]`."""
     use_rslora: bool = False
     """Multiply by `alpha` / sqrt(`rank`) instead (arXiv 2312.03732)."""
+    freeze_a: bool = False
+    """Leave A at its first values and train B alone (FFA-LoRA, arXiv 2403.12313). A is not sent.
+    The mean of the sites' products is then exactly the product of A and the mean of B."""
 
     @field_validator("targets")
     @classmethod

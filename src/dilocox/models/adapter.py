@@ -45,6 +45,14 @@ def is_adapter(full_name: str) -> bool:
     return full_name.startswith(PREFIX)
 
 
+def is_trained(full_name: str, adapter: AdapterSection) -> bool:
+    """Return True if the run trains the adapter's tensor `full_name`.
+
+    With `adapter.freeze_a`, A keeps its first values.
+    """
+    return not (adapter.freeze_a and ".lora_A." in full_name)
+
+
 def stored_name(name: str) -> str:
     """Return the name in files of a tensor of a model with adapters.
 
@@ -58,7 +66,8 @@ def stored_name(name: str) -> str:
 def inject(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
     """Add adapters to a whole model on the meta device, in place, and freeze everything else.
 
-    Adapters are fp32, whatever the dtype of the model. Returns the last parts of the names of the
+    Trained adapters are fp32, whatever the dtype of the model. Matrices that keep their first
+    values have the dtype of the model. Returns the last parts of the names of the
     layers that have one, sorted.
 
     Raises `ConfigError` if peft is not installed, or if the model has no such layers. Raises
@@ -68,6 +77,7 @@ def inject(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
     names = _targets(model, adapter)
     from peft import inject_adapter_in_model
 
+    dtype = next(model.parameters()).dtype
     try:
         inject_adapter_in_model(lora_config(adapter, names), model, _NAME)
     except Exception as error:  # the package raises many kinds
@@ -75,9 +85,11 @@ def inject(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
             f"[adapter]: peft cannot add adapters to {type(model).__name__} ({one_line(error)}); "
             "choose other adapter.targets, or remove [adapter]"
         ) from None
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+            trained = is_trained(name, adapter)
+            parameter.data = parameter.data.to(torch.float32 if trained else dtype)
+            parameter.requires_grad_(trained)
     return names
 
 
@@ -111,17 +123,23 @@ def target_names(hf_config: PretrainedConfig, adapter: AdapterSection) -> tuple[
 
 
 def adapter_shapes(hf_config: PretrainedConfig, adapter: AdapterSection) -> dict[str, torch.Size]:
-    """Return the whole shapes of all trained tensors by PEFT's name, in model order.
+    """Return the whole shapes of all adapters' tensors by PEFT's name, in model order.
 
     Raises the errors of `inject`.
     """
     model = build_skeleton(hf_config)
     inject(model, adapter)
-    return {
-        stored_name(name): parameter.shape
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    names = ((stored_name(name), parameter.shape) for name, parameter in model.named_parameters())
+    return {name: shape for name, shape in names if is_adapter(name)}
+
+
+def trained_shapes(hf_config: PretrainedConfig, adapter: AdapterSection) -> dict[str, torch.Size]:
+    """Return the whole shapes of all trained tensors by PEFT's name, in model order.
+
+    Raises the errors of `inject`.
+    """
+    shapes = adapter_shapes(hf_config, adapter)
+    return {name: shape for name, shape in shapes.items() if is_trained(name, adapter)}
 
 
 def _targets(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:

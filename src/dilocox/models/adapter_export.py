@@ -62,7 +62,8 @@ def write_adapter_stage(
     Args:
         folder: the folder; it is created if there is none.
         stage: number of the stage.
-        tensors: the stage's whole adapters by PEFT's names, on the CPU.
+        tensors: the stage's whole adapters by PEFT's names, on the CPU; also those that are not
+            trained.
         form: form of the published tensors.
 
     Raises:

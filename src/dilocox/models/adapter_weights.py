@@ -1,12 +1,13 @@
 """First values of adapters: A is drawn from the run's seed, B is zero.
 
 So the model computes the same as its base when training begins. The values do not depend on how
-the model is cut into stages and shards.
+the model is cut into stages and shards. With `adapter.freeze_a`, A keeps these values.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from dilocox.config.adapter import AdapterSection
 from dilocox.errors import ModelError
-from dilocox.models.adapter import adapter_shapes, is_adapter
+from dilocox.models.adapter import adapter_shapes, is_adapter, is_trained
 from dilocox.models.weight_source import WeightSource, read_rows, seeded
 
 if TYPE_CHECKING:
@@ -38,27 +39,29 @@ class AdapterWeights:
         seed: int,
         base: WeightSource | None,
     ) -> None:
-        self.shapes = adapter_shapes(hf_config, adapter)
-        """Whole shapes of the adapters' tensors by full name, in model order."""
+        self._all = adapter_shapes(hf_config, adapter)
+        self.shapes = {n: s for n, s in self._all.items() if is_trained(n, adapter)}
+        """Whole shapes of the trained tensors by full name, in model order."""
         self._seed, self._base = seed, base
 
     def tensor(self, full_name: str) -> torch.Tensor:
         """See `WeightSource`. Raises `ModelError` if the model has no such tensor."""
-        if full_name in self.shapes:
-            return first_values(full_name, self.shapes[full_name], self._seed)
+        if full_name in self._all:
+            first = first_values if full_name in self.shapes else fixed_values
+            return first(full_name, self._all[full_name], self._seed)
         if self._base is None or is_adapter(full_name):
             raise ModelError(f"{full_name}: the model has no such adapter")
         return self._base.tensor(full_name)
 
     def rows(self, full_name: str, rows: range) -> torch.Tensor:
         """See `RowSource`. Raises the errors of `tensor`."""
-        if self._base is None or full_name in self.shapes:
+        if self._base is None or full_name in self._all:
             return self.tensor(full_name)[rows.start : rows.stop]
         return read_rows(self._base, full_name, rows)
 
 
 def first_values(full_name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """Return the first values of an adapter's tensor, fp32, as PEFT initialises it.
+    """Return the first values of a trained tensor of an adapter, fp32, as PEFT initialises it.
 
     A has the uniform distribution of a linear layer's weight, and B is zero.
     """
@@ -67,3 +70,39 @@ def first_values(full_name: str, shape: torch.Size, seed: int) -> torch.Tensor:
         with seeded(seed, full_name):
             nn.init.kaiming_uniform_(value, a=math.sqrt(5))
     return value
+
+
+def fixed_values(full_name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """Return the values of an A that is not trained, fp32 [rank, inputs].
+
+    They have the distribution of `first_values`. Unlike those they have the same bits on every
+    processor, since no product is added to before it is rounded. So a reader of the record finds
+    the bits that all sites had.
+    """
+    with seeded(seed, full_name):
+        uniform = torch.rand(shape)
+    # Kaiming's bound for a = sqrt(5) is 1 / sqrt(inputs). The first line is exact.
+    centred = uniform * 2.0 - 1.0
+    return centred * float(shape[1] ** -0.5)
+
+
+def with_fixed(
+    trained: Mapping[str, torch.Tensor],
+    hf_config: PretrainedConfig,
+    adapter: AdapterSection,
+    seed: int,
+) -> dict[str, torch.Tensor]:
+    """Return adapters by full name, with every A beside them that is not trained.
+
+    `trained`: the trained tensors of some layers.
+    """
+    if not adapter.freeze_a:
+        return dict(trained)
+    source = AdapterWeights(hf_config, adapter, seed, None)
+    fixed = (fixed_beside(name) for name in trained)
+    return {**trained, **{name: source.tensor(name) for name in fixed}}
+
+
+def fixed_beside(full_name: str) -> str:
+    """Return the full name of the A that belongs to a B."""
+    return full_name.replace(".lora_B.", ".lora_A.")

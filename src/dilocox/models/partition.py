@@ -44,6 +44,8 @@ class ChunkSpec:
     adapters: int | None = None
     """Number of parameters of the chunk's adapters, which `parameters` does not include. None: the
     run has no adapters, and all parameters are trained."""
+    fixed: int = 0
+    """Number of further parameters of the chunk's adapters, which keep their first values."""
 
     @property
     def trained(self) -> int:
@@ -53,7 +55,7 @@ class ChunkSpec:
     @property
     def frozen(self) -> int:
         """Number of parameters that the run only reads."""
-        return 0 if self.adapters is None else self.parameters
+        return 0 if self.adapters is None else self.parameters + self.fixed
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def plan_cut(
             head=index == chunks - 1,
             parameters=sum(w.parameters for w in weights[first:end]),
             compute=sum(w.compute for w in weights[first:end]),
-            adapters=None if sizes is None else sizes[index],
+            adapters=None if sizes is None else sizes[index][0],
+            fixed=0 if sizes is None else sizes[index][1],
         )
         for index, (first, end) in enumerate(zip(starts, ends, strict=True))
     )
@@ -142,13 +145,19 @@ def _adapter_sizes(
     starts: Sequence[int],
     ends: Sequence[int],
     adapter: AdapterSection,
-) -> list[int]:
-    """Add adapters to the model, and return how many trained parameters each chunk has."""
+) -> list[tuple[int, int]]:
+    """Add adapters to the model, and return how many parameters of them each chunk has.
+
+    A pair has the trained ones, and those that keep their first values.
+    """
+    before = [_size(layer) for layer in layers]
     inject(model, adapter)
     own = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers]
-    sizes = [sum(own[start:end]) for start, end in zip(starts, ends, strict=True)]
-    if 0 in sizes:
-        at = sizes.index(0)
+    fixed = [_size(layer) - b - o for layer, b, o in zip(layers, before, own, strict=True)]
+    sizes = [(sum(own[a:b]), sum(fixed[a:b])) for a, b in zip(starts, ends, strict=True)]
+    empty = [index for index, (trained, _) in enumerate(sizes) if not trained]
+    if empty:
+        at = empty[0]
         raise ConfigError(
             f"adapter.targets: layers {starts[at]} to {ends[at] - 1} would have no adapter, so "
             "their stage would train nothing; choose names that more layers have"

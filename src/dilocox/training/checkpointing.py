@@ -27,6 +27,7 @@ from dilocox.models import (
     write_stage_file,
 )
 from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
+from dilocox.models.adapter_weights import with_fixed
 from dilocox.outer.anchor_state import copy_anchor
 from dilocox.outer.staging import snapshot
 from dilocox.record.verify.model_files import other_files
@@ -237,7 +238,8 @@ class Checkpointer:
 
         def stage() -> None:
             if adapter is not None:
-                write_adapter_stage(folder, rank.place.stage, tensors, self._form)
+                whole = with_fixed(tensors, config, adapter, self._config.run.seed)
+                write_adapter_stage(folder, rank.place.stage, whole, self._form)
                 return
             name = stage_file_name(rank.place.stage, rank.mesh.stages)
             write_stage_file(folder / name, tensors, config, self._form)

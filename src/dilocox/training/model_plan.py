@@ -59,7 +59,7 @@ class ModelPlan:
     @property
     def parameters(self) -> int:
         """Number of parameters of the model, adapters included; tied parameters count once."""
-        adapters = 0 if self.adapter is None else self.trained
+        adapters = 0 if self.adapter is None else self.trained + self._fixed
         return count_parameters(self.hf_config) + adapters
 
     @property
@@ -70,6 +70,11 @@ class ModelPlan:
         return sum(chunk.trained for chunk in self.cut)
 
     @property
+    def _fixed(self) -> int:
+        """Number of parameters of adapters that keep their first values."""
+        return sum(chunk.fixed for chunk in self.cut)
+
+    @property
     def flops_per_token(self) -> float:
         """Floating-point operations of training per token, without recomputation.
 
@@ -77,7 +82,7 @@ class ModelPlan:
         forward passes. Frozen weights get no gradients, so with adapters it is two.
         """
         passes = 3 if self.adapter is None else 2
-        frozen = sum(chunk.compute for chunk in self.cut)
+        frozen = sum(chunk.compute for chunk in self.cut) + self._fixed
         return 2 * (passes * frozen + (0 if self.adapter is None else 3 * self.trained))
 
     def weights(self, config: RunConfig) -> WeightSource:

@@ -29,12 +29,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_base(tmp_path_factory.mktemp("planned") / "base")
 
 
-def config(base: Path, adapters: bool = True, **sections: Any) -> RunConfig:
+def config(base: Path, adapters: bool = True, freeze_a: bool = False, **sections: Any) -> RunConfig:
     """A run from `base`, with adapters or without."""
     raw = run(**sections).model_dump(mode="json", exclude_none=True)
     raw["model"] = {"path": str(base)}
     if adapters:
-        raw["adapter"] = {"rank": RANK}
+        raw["adapter"] = {"rank": RANK, "freeze_a": freeze_a}
     return RunConfig.model_validate(raw)
 
 
@@ -52,6 +52,26 @@ def test_the_outline_counts_adapters_and_base(base: Path) -> None:
     assert whole.frozen == whole.adapter_layer == 0
     assert small.adapter_layer == RANK * sides
     assert small.layer_parameters == whole.layer_parameters
+
+
+def test_a_frozen_a_counts_as_weights_that_are_only_read(base: Path) -> None:
+    both, alone = outline(base), outline(base, freeze_a=True)
+    # The outputs of q, k, v, o, gate, up and down, in two layers.
+    outputs = 32 + 2 * 16 + 32 + 2 * 64 + 32
+    assert alone.parameters == sum(alone.stage_parameters) == 2 * RANK * outputs
+    assert alone.frozen + alone.parameters == both.frozen + both.parameters
+    assert alone.frozen == sum(alone.stage_frozen)
+    assert alone.blueprint.parameters == both.blueprint.parameters
+    assert alone.read_layer - both.read_layer == both.adapter_layer - alone.adapter_layer
+    codec = {"control": {"adapt": "off"}, "compression": {"codec": "none"}}
+    places, links = [GpuPlacement(device(), 1, 1)] * 2, [link(1e6)] * 2
+    plans = [
+        as_json(plan_run(config(base, freeze_a=only, **codec), places, links, 1e10, methods=()))
+        for only in (False, True)
+    ]
+    sent = [each["prediction"]["payload_bytes"] for each in plans]
+    assert sent[1] / sent[0] == pytest.approx(alone.parameters / both.parameters, rel=0.1)
+    assert alone.flops_per_token < both.flops_per_token
 
 
 @pytest.mark.parametrize(

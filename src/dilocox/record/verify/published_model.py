@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dilocox.errors import RecordError
 from dilocox.record.log.digests import TensorDigest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Progress = Callable[[str, float], None]
 
@@ -46,14 +50,18 @@ def compare_model(
     return len(signed), unsigned
 
 
-def compare_adapters(folder: Path, signed: Sequence[TensorDigest], progress: Progress) -> int:
+def compare_adapters(
+    folder: Path, signed: Sequence[TensorDigest], seed: int | None, progress: Progress
+) -> int:
     """Compare the adapters of a PEFT folder with the `signed` ones; return their number.
 
+    `seed`: the run's seed, which gives every A if B alone was trained; None: both were trained.
     Raises `RecordError` if a tensor differs, is missing or is not signed, or if the folder holds
     other weights.
     """
     from safetensors import SafetensorError, safe_open
 
+    from dilocox.models.adapter_weights import fixed_beside
     from dilocox.record.log.digests import tensor_digest
     from dilocox.record.verify.model_weights import check_adapter
     from dilocox.utils.adapter_files import ADAPTER_FILE
@@ -61,13 +69,32 @@ def compare_adapters(folder: Path, signed: Sequence[TensorDigest], progress: Pro
     path = folder / ADAPTER_FILE
     if not path.is_file():
         raise RecordError(f"{path}: missing")
-    check_adapter(folder, {each.name for each in signed})
+    names = [each.name for each in signed]
+    fixed = [] if seed is None else [fixed_beside(name) for name in names]
+    check_adapter(folder, {*names, *fixed})
     try:
         with safe_open(path, framework="pt") as file:
             for number, each in enumerate(signed):
                 progress("comparing the model", number / len(signed))
                 if tensor_digest(each.name, file.get_tensor(each.name)) != each:
                     raise RecordError(f"{path}: {each.name} is not the one that was signed")
+            for name, each in zip(fixed, signed, strict=seed is not None):
+                if not _is_fixed(name, file.get_tensor(name), each, seed):
+                    raise RecordError(f"{path}: {name} is not the one that run.seed = {seed} gives")
     except (OSError, SafetensorError) as error:
         raise RecordError(f"{path}: cannot be read ({error})") from None
     return len(signed)
+
+
+def _is_fixed(name: str, found: Tensor, beside: TensorDigest, seed: int | None) -> bool:
+    """Return True if `found` is the A of a seed, in the dtype and rank of the signed B `beside`."""
+    from dilocox.models.adapter_weights import fixed_values
+    from dilocox.utils.rounding import round_to_bf16
+
+    assert seed is not None
+    if found.dim() != 2 or found.shape[0] != beside.shape[1]:
+        return False
+    expected = fixed_values(name, found.shape, seed)
+    if beside.dtype == "bfloat16":
+        expected = round_to_bf16(expected)
+    return found.dtype == expected.dtype and bool(found.equal(expected))

@@ -422,8 +422,10 @@ class _Verification:
         except RecordError:
             self._need(c.PAYLOADS)
             raise
-        if course.config.get("adapter") is not None:
-            return compare_adapters(folder, signed, self.progress), []
+        adapter = course.config.get("adapter")
+        if adapter is not None:
+            seed = int(course.config["run"]["seed"]) if adapter.get("freeze_a") else None
+            return compare_adapters(folder, signed, seed, self.progress), []
         return compare_model(folder, signed, self.progress)
 
     def base(self) -> str:

@@ -254,8 +254,8 @@ def _gathered_at_a_time(outline: ModelOutline, parameters: int, width: int) -> i
     layer = outline.layer_parameters
     if outline.frozen:
         # Frozen weights have no gradients: two layers at a time, or the last layer with the head.
-        trained, rest = outline.adapter_layer, outline.frozen - outline.inside_layers
-        outside = rest - embedding - closing
+        trained, layer = outline.adapter_layer, outline.read_layer
+        outside = outline.frozen - outline.read_inside_layers - embedding - closing
         return width * (layer + max(layer, closing) + 3 * trained + outside) + 4 * trained
     # A tied embedding and head have no unit of their own: they stay gathered throughout, and their
     # gradients are reduced after the backward pass.

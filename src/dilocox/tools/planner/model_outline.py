@@ -13,7 +13,7 @@ from dilocox.errors import DataError, ModelError
 from dilocox.inner import chunks_of_stage
 from dilocox.inner.fsdp import Units
 from dilocox.models import ChunkSpec, build_chunk
-from dilocox.models.adapter import adapter_shapes
+from dilocox.models.adapter import adapter_shapes, trained_shapes
 from dilocox.models.meta_model import build_skeleton
 from dilocox.outer.layout import layer_number
 from dilocox.training.builder import ModelPlan
@@ -59,9 +59,18 @@ class ModelOutline:
     def whole(self) -> dict[str, Shape]:
         """Shapes of all trained parameters by full name. Tied parameters occur once."""
         if self.blueprint.adapter is not None:
-            found = adapter_shapes(self.hf_config, self.blueprint.adapter)
+            found = trained_shapes(self.hf_config, self.blueprint.adapter)
             return {name: tuple(shape) for name, shape in found.items()}
         return self._base
+
+    @cached_property
+    def _fixed(self) -> dict[int, int]:
+        """Number of adapters' parameters that keep their first values, by layer number."""
+        adapter = self.blueprint.adapter
+        if adapter is None or not adapter.freeze_a:
+            return {}
+        every = adapter_shapes(self.hf_config, adapter)
+        return _by_layer({n: tuple(s) for n, s in every.items() if n not in self.whole})
 
     @cached_property
     def _base(self) -> dict[str, Shape]:
@@ -86,13 +95,27 @@ class ModelOutline:
 
     @property
     def frozen(self) -> int:
-        """Number of frozen parameters, on which adapters are trained; 0 without adapters."""
-        return 0 if self.blueprint.adapter is None else sum(map(math.prod, self._base.values()))
+        """Number of parameters that a run with adapters only reads; 0 without adapters."""
+        if self.blueprint.adapter is None:
+            return 0
+        return sum(map(math.prod, self._base.values())) + sum(self._fixed.values())
 
     @property
     def adapter_layer(self) -> int:
         """Number of adapters' parameters of the largest layer; 0 without adapters."""
         return 0 if self.blueprint.adapter is None else max(_by_layer(self.whole).values())
+
+    @property
+    def read_layer(self) -> int:
+        """Number of parameters of the largest layer that are only read; 0 without adapters."""
+        if self.blueprint.adapter is None:
+            return 0
+        return max(count + self._fixed.get(layer, 0) for layer, count in self._layers.items())
+
+    @property
+    def read_inside_layers(self) -> int:
+        """Number of parameters inside layers that are only read; 0 without adapters."""
+        return self.inside_layers + sum(self._fixed.values()) if self.frozen else 0
 
     @property
     def layer_parameters(self) -> int:

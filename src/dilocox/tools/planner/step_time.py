@@ -92,10 +92,10 @@ def chunk_seconds(
     for chunk in outline.blueprint.cut:
         layers = chunk.compute - outline.head_compute(chunk)
         # Frozen weights get no gradients. Adapters are computed beside them.
-        adapters = chunk.adapters or 0
+        adapters, fixed = chunk.adapters or 0, chunk.fixed
         gradients = 4 * chunk.compute if chunk.adapters is None else 2 * chunk.compute
-        forward.append(2 * (chunk.compute + adapters) * tokens / rate)
-        backward.append((gradients + 4 * adapters + again * layers) * tokens / rate)
+        forward.append(2 * (chunk.compute + adapters + fixed) * tokens / rate)
+        backward.append((gradients + 4 * adapters + 2 * fixed + again * layers) * tokens / rate)
     return forward, backward
 
 
