@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -12,6 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.transparency_log import read_log
+from dilocox.record.verify.run_history import read_history
 from dilocox.utils.adapter_files import ADAPTER_FILE
 from tests.support.base_model import write_base
 from tests.support.forge import Forge
@@ -64,6 +68,11 @@ def test_a_run_is_verified_audited_and_loaded_by_peft(
     assert run.wait() == 0, run.output()
     assert "parameters of adapters on" in run.printed()
     assert verdicts(run.folder) == {"audits": "NOT_RUN", "beacon": "NOT_RUN"}
+    log = read_log(run.folder / "record")
+    assert all(
+        each["versions"]["peft"] == importlib.metadata.version("peft")
+        for each in read_history(log.entries, NoteKey.parse(log.public)).enrolments
+    )
     audit = forge.command(
         workshop, "lora", "audit", str(run.folder), "--round", "1", "--site", "lyon", "--json"
     )

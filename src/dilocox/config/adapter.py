@@ -53,6 +53,11 @@ class AdapterSection(Section):
         return float(self.alpha / (self.rank**0.5 if self.use_rslora else self.rank))
 
 
+def adapter_packages(adapter: AdapterSection | None) -> tuple[str, ...]:
+    """Return the packages that compute adapters. Their versions must be equal at all sites."""
+    return () if adapter is None else ("peft",)
+
+
 def adapter_problem(adapter: AdapterSection | None, model: ModelSection) -> str | None:
     """Returns why `[adapter]` does not fit `[model]`; None if it does, or if there is none."""
     if adapter is None:

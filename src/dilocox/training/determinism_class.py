@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import torch
 
+from dilocox.config.adapter import adapter_packages
 from dilocox.config.run_config import RunConfig
 from dilocox.inner import determinism_facts, resolve_precision
 from dilocox.record.writer.notary import code_digest
@@ -23,4 +25,6 @@ def facts_here(
     facts = determinism_facts(config.site, config.model, device, precision)
     if whole_gradients:
         facts["layout"]["gradient_sync"] = "step"
+    for name in adapter_packages(config.adapter):
+        facts["packages"][name] = importlib.metadata.version(name)
     return {**facts, "code": code_digest()}

@@ -8,7 +8,7 @@ import pytest
 
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.server.refusals import Refused
-from tests.support.coordinator_driver import Driver, replayed, run_config
+from tests.support.coordinator_driver import VERSIONS, Driver, replayed, run_config
 
 pytestmark = pytest.mark.waits
 
@@ -40,3 +40,19 @@ def test_a_digest_is_needed_with_adapters_and_refused_without(tmp_path: Path, tr
     with pytest.raises(Refused, match="use the same run file everywhere"):
         driver.enrol("a", base_digest=digest)
     driver.core.close()
+
+
+@pytest.mark.parametrize("theirs", ["0.21.1", ""])
+def test_another_peft_is_refused(tmp_path: Path, theirs: str) -> None:
+    driver = Driver(tmp_path, adapters())
+    versions = [VERSIONS.model_copy(update={"peft": peft}) for peft in ("0.21.2", theirs)]
+    driver.enrol("a", base_digest="1" * 64, versions=versions[0])
+    with pytest.raises(Refused, match=rf"peft {theirs or 'missing'}, but this run has 0\.21\.2"):
+        driver.enrol("b", base_digest="1" * 64, versions=versions[1])
+    driver.enrol("b", base_digest="1" * 64, versions=versions[0])
+    assert replayed(driver).versions == {**VERSIONS.named(), "peft": "0.21.2"}
+    driver.core.close()
+
+
+def test_a_run_without_adapters_names_no_peft() -> None:
+    assert set(VERSIONS.named()) == {"dilocox", "torch", "python", "defaults"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -22,13 +23,18 @@ from dilocox.errors import JoinError, RetryLaterError
 from dilocox.version import __version__
 
 
-def installed_versions() -> m.Versions:
-    """Return this process's versions of Python, dilocox and torch, without importing torch."""
+def installed_versions(packages: Iterable[str] = ()) -> m.Versions:
+    """Return this process's versions of Python, dilocox and torch, without importing torch.
+
+    `packages`: further packages that the run needs; see `Versions`.
+    """
+    more = {name: importlib.metadata.version(name) for name in packages}
     return m.Versions(
         dilocox=__version__,
         torch=importlib.metadata.version("torch"),
         python=platform.python_version(),
         defaults=digest_of(RunConfig.model_json_schema())[:12],
+        **more,
     )
 
 

@@ -67,6 +67,15 @@ class Versions(Message):
     defaults: Annotated[str, Field(max_length=64)] = ""
     """Digest of the defaults of all run file keys. Copies of dilocox between two releases may
     differ in defaults, and the run digest leaves defaults out."""
+    peft: Annotated[str, Field(max_length=64)] = ""
+    """Version of the package peft; empty if the run has no adapters."""
+
+    def named(self) -> dict[str, str]:
+        """Return the versions by package. Packages that the run does not need are left out."""
+        versions: dict[str, str] = self.model_dump()
+        if not self.peft:
+            del versions["peft"]
+        return versions
 
 
 class EpochMember(Message):

@@ -57,13 +57,14 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
             f"site {site}: {request.stages} stages x {request.shards} shards, but this run has "
             f"{wanted[0]} x {wanted[1]} at every site; start the site with these numbers",
         )
-    theirs = request.versions.model_dump()
+    theirs = request.versions.named()
     for name, version in {**(state.versions or {}), "dilocox": __version__}.items():
-        if _comparable(name, theirs[name]) != _comparable(name, version):
+        own = theirs.get(name, "")
+        if _comparable(name, own) != _comparable(name, version):
             raise Refused(
                 "join",
-                f"site {site}: {name} {theirs[name]}, but this run has {version}; install the same "
-                "version at every site",
+                f"site {site}: {name} {own or 'missing'}, but this run has {version}; install the "
+                "same version at every site",
             )
     _check_base(state, request)
     if request.data_digest is None or state.data_digest is None:

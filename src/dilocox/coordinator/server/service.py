@@ -252,7 +252,7 @@ class Coordinator:
             raise Refused("join", str(error)) from None
         event = e.Enrolled(
             self.run.wall(), request.site, incarnation, digest, certificate,
-            request.versions.model_dump(), request.data_digest, request.record_key or "",
+            request.versions.named(), request.data_digest, request.record_key or "",
             request.base_digest,
         )  # fmt: skip
         self.witness.enrolled(request, incarnation)

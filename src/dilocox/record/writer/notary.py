@@ -127,7 +127,7 @@ class TransparencyLogSink:
             "incarnation": incarnation,
             "key": request.record_key,
             "data": request.data_digest,
-            "versions": request.versions.model_dump(),
+            "versions": request.versions.named(),
             **({} if request.base_digest is None else {"base": request.base_digest}),
         }
         if self.memory.acceptances.enrolments.get(request.site) != said:

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from dilocox.config.adapter import adapter_packages
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
@@ -159,7 +160,8 @@ def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
     files that all sites share, even if it has text of its own, and of the frozen base model if the
     run has adapters. Raises `JoinError` if the coordinator refuses the site.
     """
-    versions, data = installed_versions(), TokenFiles.open(config.data_folder).digest
+    versions = installed_versions(adapter_packages(config.adapter))
+    data = TokenFiles.open(config.data_folder).digest
     base, layout = digest_of_base(config), (config.site.stages, config.site.shards)
     identity, reply = enrol(
         endpoint.url,
@@ -171,7 +173,7 @@ def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
     if reply.record_run:
         own = config.sites[site].data
         own_data = TokenFiles.open(Path(own).expanduser()).digest if own else None
-        facts = OwnFacts(data, own_data, code_digest(), versions.model_dump(), base)
+        facts = OwnFacts(data, own_data, code_digest(), versions.named(), base)
         _accept(config, endpoint, identity, reply.record_manifest, facts)
     return identity
 
