@@ -10,8 +10,8 @@ from dilocox.config.data import DataSection
 from dilocox.data.chat_encoding import ChatEncoder
 from dilocox.data.conversations import Conversation
 from dilocox.data.packing import SHARD_BYTES, Packer
-from dilocox.data.protected_tokens import Encoded
-from dilocox.data.special_text import SpecialText
+from dilocox.data.protected_tokens import Encoded, ProtectedTokenizer
+from dilocox.data.special_text import SpecialText, spelled
 from dilocox.data.tokenizer import Encoder
 from dilocox.errors import DataError
 
@@ -34,6 +34,7 @@ class DocumentEncoder:
         self._data, self._encoder = data, encoder
         self._special = SpecialText(encoder.tokenizer)
         self._chat: ChatEncoder | None = None
+        self._protected: ProtectedTokenizer | None = None
         self.begin_of_text = encoder.begin_of_text if data.begin_of_text else ()
         """Tokens before every document of text; conversations get theirs from the template."""
         if data.has_conversations:
@@ -41,6 +42,10 @@ class DocumentEncoder:
             if self._chat.templates:
                 self.begin_of_text = ()
             self._chat.check_template(given=data.chat_template, needed=data.format == "chat")
+        elif spelled(encoder.tokenizer):
+            known = encoder.tokenizer.get_added_tokens_decoder().values()
+            special = [each.content for each in known if each.special]
+            self._protected = ProtectedTokenizer(encoder.tokenizer, special)
 
     def packer(self, folder: Path, split: str) -> Packer:
         """Returns the writer of a split into `folder`."""
@@ -58,6 +63,8 @@ class DocumentEncoder:
         self._special.look(batch)
         if self._chat is not None:
             return self._chat.encode(cast(Sequence[Conversation], batch))
+        if self._protected is not None:
+            return [Encoded(ids, []) for ids in self._protected.encode_text(batch)]
         return [Encoded(ids, []) for ids in self._encoder.encode(list(batch))]
 
     @property

@@ -1,4 +1,4 @@
-"""Encodes rendered conversations so that no message's text becomes a control token.
+"""Encodes text so that none of it becomes a control token; in conversations, no message's text.
 
 Control tokens are known by name: `<|im_end|>` in a message and `<|im_end|>` of the template are the
 same text. So a second tokenizer is made in which each control token has a private character as its

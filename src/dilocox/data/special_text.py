@@ -17,6 +17,21 @@ LOOKED = 10_000
 documents of a corpus or in nearly none."""
 
 
+def spelled(tokenizer: Tokenizer) -> list[str]:
+    """Returns the names of the special tokens that `tokenizer` makes of text which spells them.
+
+    `tokenizer.encode_special_tokens` is set, so special tokens are not looked for in text. A model
+    of words or of unigrams makes them all the same, since their names are in its vocabulary.
+    """
+    known = tokenizer.get_added_tokens_decoder()
+    special = {id_: each.content for id_, each in known.items() if each.special}
+    probes = [text for name in special.values() for text in (name, f"a {name} b", f"a{name}b")]
+    made = tokenizer.encode_batch_fast(probes, add_special_tokens=False)
+    found = {special[id_] for each in made for id_ in each.ids if id_ in special}
+    # The unknown token stands for any text, also for text that spells another special token.
+    return sorted(found - {getattr(tokenizer.model, "unk_token", None)})
+
+
 class SpecialText:
     """Counts, for each special token, the documents that contain it as text."""
 

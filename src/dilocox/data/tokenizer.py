@@ -34,8 +34,8 @@ class Encoder:
     def encode(self, documents: list[str]) -> list[list[int]]:
         """Returns the token ids of each document.
 
-        Text is never encoded as a special token; only the packer writes begin-of-text and
-        end-of-text tokens.
+        Special tokens are not looked for in text. A vocabulary of words or unigrams may make them
+        all the same (`special_text.spelled`).
         """
         encodings = self.tokenizer.encode_batch_fast(documents, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
