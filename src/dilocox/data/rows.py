@@ -221,7 +221,9 @@ class DocumentRows:
         self._first = np.searchsorted(rows[order], np.arange(count + 1))
         self.counted = np.add.reduceat(counted[order], self._first[:-1])
         lengths = ends - starts - 1
-        long = np.isin(np.flatnonzero(lengths > self._length), document)
+        used = np.zeros(len(ends), dtype=bool)
+        used[document] = True
+        long = used & (lengths > self._length)
         self.filling = Filling(
             rows=count,
             filled=float(taken.sum() / (count * self._length)),
@@ -229,7 +231,7 @@ class DocumentRows:
             documents=len(ends),
             cut=int(long.sum()) if rules.long_documents == "cut" else 0,
             split=int(long.sum()) if rules.long_documents == "split" else 0,
-            left_out=len(ends) - len(np.unique(document)),
+            left_out=len(ends) - int(used.sum()),
         )
 
     def read(self, numbers: Numbers) -> RowBatch:
@@ -268,8 +270,11 @@ class DocumentRows:
         """Returns the counted labels of pieces: of the tokens behind each one's first token."""
         if self._flags is None:
             return taken.copy()
-        before = self._flags.count_before(COUNTED, offset + 1)
-        return self._flags.count_before(COUNTED, offset + 1 + taken) - before
+        # Beginnings and ends of all pieces, in ascending order, so that one pass is enough.
+        bounds = np.stack([offset + 1, offset + 1 + taken], axis=1)
+        return np.diff(self._flags.count_before(COUNTED, bounds.ravel()).reshape(bounds.shape))[
+            :, 0
+        ]
 
 
 def _pieces(starts: Numbers, ends: Numbers, rules: RowRules) -> tuple[Numbers, Numbers, Numbers]:

@@ -78,7 +78,7 @@ class TokenArray:
 
         The whole split is read.
         """
-        return self._where(lambda part: part & bit)
+        return self._where(lambda part: (part & bit) != 0)
 
     def count_before(self, bit: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Returns how many entries below each offset have `bit` set: int64 [n].
@@ -88,7 +88,9 @@ class TokenArray:
         counts = np.empty(len(offsets), dtype=np.int64)
         done, total = 0, 0
         for first, some in self._blocks():
-            sums = np.concatenate([[0], np.cumsum(some & bit != 0)])
+            # 32 bits suffice for a block, and take a third of the time of 64.
+            sums = np.zeros(len(some) + 1, dtype=np.int32)
+            np.cumsum((some & bit) != 0, dtype=np.int32, out=sums[1:])
             end = int(np.searchsorted(offsets, first + len(some), side="right"))
             counts[done:end] = total + sums[offsets[done:end] - first]
             done, total = end, total + int(sums[-1])
