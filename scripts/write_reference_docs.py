@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from markdown_entry import entry
+
 import dilocox
 from dilocox import errors
 from dilocox.cli import main as cli
@@ -77,8 +79,8 @@ RECORDS = {
     "Method": "src/dilocox/config/methods.py",
 }
 """Public classes whose fields users set, with their modules."""
-KINDS = {"Args": "argument", "Attributes": "attribute", "Raises": "error"}
-"""Sections of docstrings that become tables."""
+KINDS = {"Args": "Arguments", "Attributes": "Attributes", "Raises": "Errors"}
+"""Sections of docstrings that become lists, with the lists' titles."""
 
 
 def main() -> int:
@@ -138,7 +140,7 @@ def section(title: str, parser: argparse.ArgumentParser, told: str) -> list[str]
     lines = [f"## {title}", "", sentence(told), ""]
     actions = [action for action in parser._actions if shown(action)]
     if actions:
-        lines += ["| argument | meaning |", "|---|---|", *map(row, actions), ""]
+        lines += [*map(argument, actions), ""]
     for name, inner, more in subcommands(parser):
         lines += section(f"{title} {name}", inner, more)
     return lines
@@ -151,8 +153,8 @@ def shown(action: argparse.Action) -> bool:
     return action.help != argparse.SUPPRESS and action.dest != "debug"
 
 
-def row(action: argparse.Action) -> str:
-    """One argument of a table."""
+def argument(action: argparse.Action) -> str:
+    """One argument of a command."""
     said = (action.help or "") % {"default": action.default, "prog": "dilocox"}
     if action.choices is not None:
         said += f"{'; ' if said else ''}one of {', '.join(map(str, action.choices))}"
@@ -160,9 +162,7 @@ def row(action: argparse.Action) -> str:
             said += f" (default: {action.default})"
     if action.required and action.option_strings:
         said += f"{'; ' if said else ''}required"
-    cell = sentence(said).replace("|", "\\|")
-    name = written(action).replace("|", "\\|")
-    return f"| `{name}` | {literal(cell)} |"
+    return entry(f"**`{written(action)}`**", literal(sentence(said)))
 
 
 def written(action: argparse.Action) -> str:
@@ -196,13 +196,13 @@ def python_page() -> str:
     """The whole of docs/python-api.md."""
     lines = [PYTHON_HEAD]
     for name in ORDER:
-        lines += [f"## `dilocox.{name}`", "", *entry(name), ""]
+        lines += [f"## `dilocox.{name}`", "", *described(name), ""]
         if name == "train":
             lines += [f"### `{RESULT[1]}`", "", *class_from_source(*RESULT), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def entry(name: str) -> list[str]:
+def described(name: str) -> list[str]:
     """What is said of a public name."""
     found = getattr(dilocox, name)
     if name == "__version__":
@@ -216,7 +216,7 @@ def entry(name: str) -> list[str]:
     if name in RECORDS:
         return class_from_source(RECORDS[name], name)
     if inspect.isclass(found):
-        return [*prose(found.__doc__), "", *error_table()]
+        return [*prose(found.__doc__), "", *error_list()]
     return ["```python", signature(name, found), "```", "", *prose(found.__doc__)]
 
 
@@ -236,13 +236,13 @@ def signature(name: str, function: Callable[..., object]) -> str:
 
 
 def prose(docstring: str | None) -> list[str]:
-    """A docstring as Markdown: sections such as `Args:` become tables or paragraphs."""
+    """A docstring as Markdown: sections such as `Args:` become lists or paragraphs."""
     lines: list[str] = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring or "")):
         title, _, rest = block.partition("\n")
         if title.endswith(":") and title.rstrip(":") in KINDS:
             kind = KINDS[title.rstrip(":")]
-            lines += ["", f"| {kind} | meaning |", "|---|---|", *entries(rest)]
+            lines += ["", f"**{kind}**", "", *entries(rest)]
         elif title in ("Returns:", "Yields:"):
             lines += ["", f"**{title.rstrip(':')}**: {' '.join(rest.split())}"]
         else:
@@ -251,7 +251,7 @@ def prose(docstring: str | None) -> list[str]:
 
 
 def entries(text: str) -> Iterator[str]:
-    """Rows of `name: meaning`, whose further lines are indented deeper."""
+    """Entries of `name: meaning`, whose further lines are indented deeper."""
     rows: list[list[str]] = []
     for line in inspect.cleandoc(text).splitlines():
         if line.startswith(" ") and rows:
@@ -260,7 +260,7 @@ def entries(text: str) -> Iterator[str]:
             rows.append([line.strip()])
     for each in rows:
         name, _, meaning = " ".join(each).partition(":")
-        yield f"| `{name}` | {meaning.strip().replace('|', chr(92) + '|')} |"
+        yield entry(f"**`{name}`**", meaning.strip())
 
 
 def class_from_source(path: str, name: str) -> list[str]:
@@ -273,14 +273,12 @@ def class_from_source(path: str, name: str) -> list[str]:
             said = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 said = " ".join(str(after.value.value).split())
-            kind = ast.unparse(node.annotation).replace("|", "\\|")
-            rows.append(f"| `{node.target.id}` | `{kind}` | {said} |")
+            rows.append(entry(f"**`{node.target.id}`** (`{ast.unparse(node.annotation)}`)", said))
         elif isinstance(node, ast.FunctionDef) and is_property(node):
             kind = ast.unparse(node.returns) if node.returns else ""
             said = " ".join((ast.get_docstring(node) or "").split())
-            rows.append(f"| `{node.name}` | `{kind}` | {said} |")
-    table = ["| attribute | type | meaning |", "|---|---|---|", *rows]
-    return [*prose(ast.get_docstring(found)), "", *table]
+            rows.append(entry(f"**`{node.name}`** (`{kind}`)", said))
+    return [*prose(ast.get_docstring(found)), "", *rows]
 
 
 def is_property(node: ast.FunctionDef) -> bool:
@@ -289,16 +287,16 @@ def is_property(node: ast.FunctionDef) -> bool:
     return not node.name.startswith("_") and bool({"property", "cached_property"} & set(names))
 
 
-def error_table() -> list[str]:
+def error_list() -> list[str]:
     """Every error of `dilocox.errors` with its base and what it is."""
     rows = [
-        f"| `{name}` | `{kind.__mro__[1].__name__}` | {' '.join((kind.__doc__ or '').split())} |"
+        entry(f"**`{name}`** (`{kind.__mro__[1].__name__}`)", sentence(kind.__doc__ or ""))
         for name, kind in vars(errors).items()
         if inspect.isclass(kind) and issubclass(kind, errors.DilocoxError)
         and kind is not errors.DilocoxError
     ]  # fmt: skip
     head = ["Classes of `dilocox.errors`; [errors by message](errors.md) has causes and mends.", ""]
-    return [*head, "| class | is a | meaning |", "|---|---|---|", *rows]
+    return [*head, *rows]
 
 
 if __name__ == "__main__":

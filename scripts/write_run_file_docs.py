@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
+from markdown_entry import entry
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -155,7 +156,6 @@ def document() -> str:
     for table, model in sections():
         title, _, rest = (model.__doc__ or "").partition("\n")
         parts.append(f"## `[{table}]`\n\n{_after_colon(title)}{rest and _paragraphs(rest)}\n")
-        parts.append("| key | type | default | meaning |\n|---|---|---|---|")
         for name, hint in get_type_hints(model, include_extras=True).items():
             if name not in model.model_fields:
                 continue
@@ -164,8 +164,8 @@ def document() -> str:
             # Other packages may add methods: the run file's type is a text.
             known = ", ".join(f"`{method}`" for method in METHODS)
             type_ = known if key == "outer.method" else type_text(hint)
-            cells = [f"`{name}`", type_, default_text(model.model_fields[name], table)]
-            parts.append(_row([*cells, meaning]))
+            default = default_text(model.model_fields[name], table)
+            parts.append(entry(f"**`{name}`** ({type_}; {default})", meaning))
         parts.append("")
     parts.append(METHODS_HEAD)
     parts.extend(methods_table())
@@ -252,16 +252,17 @@ def _limits(extras: list[Any]) -> Iterator[str]:
 
 
 def default_text(field: FieldInfo, table: str) -> str:
-    """Returns the default of a key as TOML."""
+    """Returns what is said of a key's default, which is written as TOML."""
     if field.is_required():
-        return "by method" if table in ("outer", "compression", "control") else "required"
+        by_method = table in ("outer", "compression", "control")
+        return "default by method" if by_method else "required"
     if field.default is None:
-        return "not set"
+        return "not set by default"
     if isinstance(field.default, tuple):
-        return f"`[{', '.join(number_text(value) for value in field.default)}]`"
+        return f"default `[{', '.join(number_text(value) for value in field.default)}]`"
     if isinstance(field.default, float):
-        return f"`{number_text(field.default)}`"
-    return f"`{json.dumps(field.default)}`"
+        return f"default `{number_text(field.default)}`"
+    return f"default `{json.dumps(field.default)}`"
 
 
 def number_text(value: float) -> str:
