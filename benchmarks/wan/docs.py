@@ -14,7 +14,7 @@ from benchmarks.wan.grid import ALONE, BY_NAME, NONE
 Row = dict[str, Any]
 _MARKED = re.compile(r"(<!-- wan: begin (\d+) (\d+) -->\n).*?(<!-- wan: end -->)", re.DOTALL)
 HEAD = """\
-| method | tokens/s | of no network | over allreduce | H | payload | on the wire | of the link |
+| method | tokens/s | speed kept | over AllReduce | H | payload | on the wire | of the link |
 |---|---|---|---|---|---|---|---|
 """
 NAMES = {NONE: "no exchange", ALONE: "no exchange, the peers' loop"}
@@ -43,11 +43,11 @@ def about(inside: Sequence[Row]) -> str:
     congestion = ", ".join(sorted({row["congestion"] for row in inside} - {"not noted"}))
     several = any(row["blocks"] > 1 for row in inside)
     return (
-        f"{first['sites']} sites, {first['link']} to each, round trips of "
-        f"{first['round_trip_ms']:.2f} ms, a step of {first['step_ms']:.0f} ms: "
-        f"gradients in fp32 take {first['comm_to_compute']:,.0f} times as long as a step. "
-        f"{f'TCP by `{congestion}`. ' if congestion else ''}One measurement each"
-        f"{', medians and intervals where there are more' if several else ''}.\n"
+        f"{first['sites']} sites with {first['link']} each. Round trips take "
+        f"{first['round_trip_ms']:.2f} ms and a step {first['step_ms']:.0f} ms. "
+        f"Gradients in fp32 take {first['comm_to_compute']:,.0f} times as long as a step. "
+        f"{f'TCP uses `{congestion}`. ' if congestion else ''}A figure is one measurement"
+        f"{', with an interval the median of several' if several else ''}.\n"
     )
 
 

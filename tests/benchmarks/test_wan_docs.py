@@ -42,11 +42,11 @@ ROWS = [
 def test_tables_are_filled_between_their_marks() -> None:
     filled = wan_docs.filled(TEXT, ROWS)
     assert filled.startswith(
-        "a\n<!-- wan: begin 2 400 -->\n2 sites, 1.2 Mbit/s to each, round trips of 0.30 ms, a step"
+        "a\n<!-- wan: begin 2 400 -->\n2 sites with 1.2 Mbit/s each. Round trips take 0.30 ms and a"
     )
-    assert "416 times as long as a step. TCP by `cubic`. One measurement each.\n" in filled
+    assert "416 times as long as a step. TCP uses `cubic`. A figure is one measurement.\n" in filled
     twice = [*ROWS, row("diloco", 9_000.0, 0.45, blocks=2)]
-    assert "One measurement each, medians and intervals where" in wan_docs.filled(TEXT, twice)
+    assert "one measurement, with an interval the median of several.\n" in wan_docs.filled(TEXT, twice)
     assert "| no exchange | 20,000 |  | 400x |  |  |  |  |\n" in filled
     assert "| allreduce | 50.0 | 0.25% | 1x | 1 | 3.68 MB | 3.85 MB | 95% |\n" in filled
     assert "| dilocox | 19,600 | 98.0% (96.1% to 99.0%) | 392x | 50 | 70.3 kB |" in filled

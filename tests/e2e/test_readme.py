@@ -82,6 +82,7 @@ RUN_ELSEWHERE = {
         "tests/benchmarks"
     ),
     "python -m benchmarks.wan.beside --ratio 40 --blocks 2 --json NEW.json": "tests/benchmarks",
+    "python -m benchmarks.wan.beside --ratio 4000 --batch 4 --json NEW.json": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python -m benchmarks.gpu --minutes 9 --json FILE": "tests/benchmarks",
     "python scripts/draw_measured.py": "tests/test_docs.py",
