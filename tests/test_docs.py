@@ -103,6 +103,31 @@ def test_a_broken_link_is_found() -> None:
     assert missing_paths("see tests/test_docs.py, `src/x.py`") == ["src/x.py"]
 
 
+# --- tables ---------------------------------------------------------------------------------
+
+CELL = 120
+"""Most characters of a table's cell, without the targets of links."""
+
+
+def wide_cells(text: str) -> list[str]:
+    """Cells of tables that are too wide to be read at a glance."""
+    rows = [line.strip() for line in prose(text).splitlines() if line.lstrip().startswith("|")]
+    cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    return [cell for cell in cells if len(re.sub(r"\]\([^)]*\)", "]", cell)) > CELL]
+
+
+@each_document
+def test_cells_of_tables_are_short(path: Path) -> None:
+    assert wide_cells(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_wide_cell_is_found() -> None:
+    wide, linked = "w" * (CELL + 1), f"[{'l' * (CELL - 2)}](page.md#{'x' * CELL})"
+    text = f"{wide}\n\n| a | b |\n|---|---|\n| {linked} | {wide} |\n| a\\|{wide[2:]} | c |"
+    assert wide_cells(text) == [wide, f"a\\|{wide[2:]}"]
+    assert wide_cells(f"```\n| {wide} |\n```") == []
+
+
 # --- commands -------------------------------------------------------------------------------
 
 
