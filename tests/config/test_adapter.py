@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
+from dilocox.config.adapter import adapter_packages, compile_setting
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
 
 PATH = {"path": "org/base", "pretrained": True}
 
 
-def resolved(adapter: dict[str, Any] | None, model: dict[str, Any] = PATH) -> RunConfig:
-    raw: dict[str, Any] = {"model": dict(model), "sites": {"a": {}, "b": {}}}
+def resolved(
+    adapter: dict[str, Any] | None, model: dict[str, Any] = PATH, **site: Any
+) -> RunConfig:
+    raw: dict[str, Any] = {"model": dict(model), "site": site, "sites": {"a": {}, "b": {}}}
     if adapter is not None:
         raw["adapter"] = adapter
     return resolve_run(raw)
@@ -59,3 +62,29 @@ def test_what_is_refused(adapter: dict[str, Any], model: dict[str, Any], message
     with pytest.raises(ConfigError) as caught:
         resolved(adapter, model)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "site", "message"),
+    [
+        (PATH, {"shards": 2}, "cannot be divided among shards"),
+        (PATH, {"replicas": 2}, "cannot be divided among shards"),
+        ({**PATH, "compile": True}, {}, "are not compiled: set model.compile = false"),
+    ],
+)
+def test_what_a_base_in_four_bits_refuses(
+    model: dict[str, Any], site: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved({"base": "nf4"}, model, **site)
+    resolved({}, model, **site)
+
+
+def test_a_base_in_four_bits_is_said_and_never_compiled() -> None:
+    plain, packed = resolved({}), resolved({"base": "nf4"}, stages=2)
+    assert plain.digest() != packed.digest()
+    assert adapter_packages(None) == ()
+    assert adapter_packages(plain.adapter) == ("peft",)
+    assert adapter_packages(packed.adapter) == ("peft", "bitsandbytes")
+    assert compile_setting(plain.adapter, plain.model) == "auto"
+    assert compile_setting(packed.adapter, packed.model) is False

@@ -198,3 +198,41 @@ def test_a_site_that_comes_later_fetches_adapters_alone(
     assert run.printed().count("lyon contributes from round") == 2
     assert run.records("round")[-1]["sites"] == 2
     assert verdicts(run.folder) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.runs
+def test_a_run_on_a_base_in_four_bits_is_audited(
+    workshop: Workshop, forge: Forge, base: Path
+) -> None:
+    """Adapters alone are published: the base that they are added to is the original one."""
+    pytest.importorskip("bitsandbytes")
+    sets = (
+        "outer.rounds=2", "record.states_every=1", "adapter.base=nf4", "adapter.freeze_a=true",
+        PATIENT,
+    )  # fmt: skip
+    run = forge.command(workshop, "packed", "train", *words(workshop, base, "packed", *sets))
+    assert run.wait() == 0, run.output()
+    assert "frozen ones in NF4" in run.printed()
+    assert verdicts(run.folder) == {"audits": "NOT_RUN", "beacon": "NOT_RUN"}
+    log = read_log(run.folder / "record")
+    for each in read_history(log.entries, NoteKey.parse(log.public)).enrolments:
+        assert each["versions"]["bitsandbytes"] == importlib.metadata.version("bitsandbytes")
+    audit = forge.command(
+        workshop, "packed", "audit", str(run.folder), "--round", "1", "--site", "lyon", "--json"
+    )
+    assert audit.wait() == 0, audit.output()
+    (verdict,) = json.loads(audit.printed())["verdicts"]
+    assert verdict["verdict"] == "EXACT"
+    merged = run.folder.parent / "packed-merged"
+    export = forge.command(
+        workshop, "packed", "export", str(run.folder), "--to", str(merged), "--merge"
+    )
+    assert export.wait() == 0, export.output()
+    found, stored = (load_file(each / "model.safetensors") for each in (merged, base))
+    adapters = load_file(run.folder / "model" / ADAPTER_FILE)
+    name = "model.layers.0.mlp.up_proj"
+    b, a = (adapters[f"base_model.model.{name}.lora_{each}.weight"] for each in "BA")
+    product = 32.0 / 4 * b @ a
+    assert product.norm() > 0.0
+    assert torch.allclose(found[f"{name}.weight"], stored[f"{name}.weight"] + product, atol=1e-6)

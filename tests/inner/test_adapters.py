@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -65,6 +67,31 @@ def test_a_frozen_a_has_no_state(pool: Pool, shards: int, precision: str) -> Non
         assert all(".lora_B." in name for name in each["names"])
         assert each["dtypes"] == {f"torch.{precision}"}
         assert len(set(each["values"][::3])) == 3
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"stages": 1},
+        {"stages": 2, "checkpointing": "selective"},
+        {"stages": 2, "schedule": "zbv", "precision": "bfloat16"},
+        {"stages": 2, "schedule": "interleaved-1f1b", "checkpointing": True},
+    ],
+    ids=lambda each: "-".join(str(value) for value in each.values()),
+)
+def test_a_base_in_four_bits_trains_the_same_however_it_is_cut(
+    pool: Pool, alone: dict[str, object], layout: dict[str, Any]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    precision = layout.get("precision", "float32")
+    (whole,) = pool.run(1, *CASE, stages=1, shards=1, precision=precision, base="nf4")
+    assert whole["names"] == alone["names"]
+    for each in pool.run(layout["stages"], *CASE, shards=1, **layout, base="nf4"):
+        assert each["kept"]
+        assert not each["graded"]
+        tolerance = 2e-5 if precision == "float32" else 2e-2
+        np.testing.assert_allclose(each["values"], whole["values"], rtol=tolerance)
+    assert not np.allclose(whole["values"], alone["values"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("shards", [1, 2])

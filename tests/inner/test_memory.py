@@ -243,19 +243,19 @@ def test_frozen_weights_need_their_own_bytes_and_no_state() -> None:
     """Of the compute dtype, divided by shards, and gathered in a pipeline; a gate has more."""
     for layout, gathered in (({}, 0), ({"shards": 2}, 0), ({"stages": 2, "shards": 2}, 4000)):
         run = config(**layout)
-        more = memory.gpu_bytes(run, 100, 5, width=2, frozen=2000) - memory.gpu_bytes(
+        more = memory.gpu_bytes(run, 100, 5, width=2, frozen=4000) - memory.gpu_bytes(
             run, 100, 5, width=2
         )
-        assert more == 2 * 2000 // run.site.shards + gathered
+        assert more == 4000 // run.site.shards + gathered
     plain = config()
     section = plain.admission.model_copy(update={"gate": True})
     gated = plain.model_copy(update={"admission": section})
-    assert memory.frozen_bytes(gated, 1000, 2) == (2 + 4) * 1000
+    assert memory.frozen_bytes(gated, 2000, 2) == (2 + 4) * 1000
     # On a CPU in fp32 every replica has all of them.
     run = config(precision="fp32")
     needed = int(100 * memory.host_bytes_per_parameter(run, on_gpu=False)) + 4 * 2000
-    assert memory.host_problem(run, [100], 1, needed, False, False, [2000]) is None
-    assert memory.host_problem(run, [100], 1, needed - 1, False, False, [2000]) is not None
+    assert memory.host_problem(run, [100], 1, needed, False, False, [8000]) is None
+    assert memory.host_problem(run, [100], 1, needed - 1, False, False, [8000]) is not None
 
 
 def test_what_bf16_and_pipelines_add_on_a_gpu() -> None:

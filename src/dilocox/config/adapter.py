@@ -35,6 +35,9 @@ class AdapterSection(Section):
     freeze_a: bool = False
     """Leave A at its first values and train B alone (FFA-LoRA, arXiv 2403.12313). A is not sent.
     The mean of the sites' products is then exactly the product of A and the mean of B."""
+    base: Literal["full", "nf4"] = "full"
+    """How the frozen weights are kept. `full`: in `site.precision`. `nf4`: those of linear layers
+    in four bits, which is QLoRA (arXiv 2305.14314); needs the package bitsandbytes."""
 
     @field_validator("targets")
     @classmethod
@@ -55,11 +58,22 @@ class AdapterSection(Section):
 
 def adapter_packages(adapter: AdapterSection | None) -> tuple[str, ...]:
     """Return the packages that compute adapters. Their versions must be equal at all sites."""
-    return () if adapter is None else ("peft",)
+    if adapter is None:
+        return ()
+    return ("peft", "bitsandbytes") if adapter.base == "nf4" else ("peft",)
 
 
-def adapter_problem(adapter: AdapterSection | None, model: ModelSection) -> str | None:
-    """Returns why `[adapter]` does not fit `[model]`; None if it does, or if there is none."""
+def compile_setting(adapter: AdapterSection | None, model: ModelSection) -> bool | Literal["auto"]:
+    """Return `model.compile`. Layers in NF4 are not compiled, so `auto` is false for them."""
+    automatic = model.compile == "auto"
+    return False if automatic and adapter and adapter.base == "nf4" else model.compile
+
+
+def adapter_problem(adapter: AdapterSection | None, model: ModelSection, parts: int) -> str | None:
+    """Returns why `[adapter]` does not fit `[model]`; None if it does, or if there is none.
+
+    `parts`: shards times replicas of a site.
+    """
     if adapter is None:
         return None
     if model.path is None or not model.pretrained:
@@ -71,5 +85,15 @@ def adapter_problem(adapter: AdapterSection | None, model: ModelSection) -> str 
         return (
             "[adapter]: cannot be used with model.handover, whose outer momentum is of all "
             "parameters: set model.handover = false, or remove [adapter]"
+        )
+    if adapter.base == "nf4" and parts > 1:
+        return (
+            'adapter.base = "nf4": weights in four bits cannot be divided among shards or '
+            'replicas: set site.shards and site.replicas to 1, or adapter.base = "full"'
+        )
+    if adapter.base == "nf4" and model.compile is True:
+        return (
+            'adapter.base = "nf4": layers in four bits are not compiled: set model.compile = '
+            'false, or adapter.base = "full"'
         )
     return None

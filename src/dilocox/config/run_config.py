@@ -135,7 +135,7 @@ class RunConfig(Section):
             or privacy_problem(
                 self.privacy, self.outer, self.admission, self.own_data, self.site.ranks
             )
-            or adapter_problem(self.adapter, self.model)
+            or adapter_problem(self.adapter, self.model, self.site.parts)
         )
         if problem is not None:
             raise ValueError(problem)

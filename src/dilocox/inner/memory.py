@@ -201,17 +201,17 @@ def frozen_bytes(config: RunConfig, frozen: int, width: int) -> int:
     """Return the bytes that the frozen weights of an adapter run take at a rank, on its device.
 
     Shards divide them. A pipeline of shards gathers them for all of a step. A gate's second model
-    has its own in fp32.
+    has its own in fp32, or in four bits as the first one.
 
     Args:
         config: the run file.
-        frozen: frozen parameters of the rank's stage, over all shards.
+        frozen: bytes of the frozen parameters of the rank's stage, over all shards.
         width: bytes of the compute dtype.
     """
     site = config.site
-    gathered = width * frozen if site.parts > 1 and site.stages > 1 else 0
-    gate = gate_model_bytes_per_parameter(config) * frozen
-    return -(-width * frozen // site.shards) + gathered + gate
+    gathered = frozen if site.parts > 1 and site.stages > 1 else 0
+    gate = gate_model_bytes_per_parameter(config) * frozen // width
+    return -(-frozen // site.shards) + gathered + gate
 
 
 def gpu_bytes(
@@ -227,7 +227,7 @@ def gpu_bytes(
         parameters: trained parameters of the rank's stage, over all shards.
         activations: bytes of activations, see `activation_bytes`.
         width: bytes of the compute dtype.
-        frozen: frozen parameters of the rank's stage, over all shards.
+        frozen: bytes of the frozen parameters of the rank's stage, over all shards.
     """
     site, outer = config.site, config.outer
     own = parameters / site.shards
@@ -292,12 +292,12 @@ def sums_whole_gradients(
     if memory is None:
         return False
     parameters = sum(chunk.trained for chunk in chunks)
-    frozen = sum(chunk.frozen for chunk in chunks)
+    frozen = sum(chunk.frozen_bytes(width) for chunk in chunks)
     layers = int(hf_config.num_hidden_layers)
     head = activation_bytes(config, hf_config, 0, 0, True, width)
     kept = activation_bytes(config, hf_config, 0, layers, False, width)
     sure = gpu_bytes(config, parameters, SURE_ACTIVATIONS * kept + head, width, frozen)
-    whole = whole_gradient_bytes(parameters, width) + width * frozen
+    whole = whole_gradient_bytes(parameters, width) + frozen
     return sure + whole <= SURE_SHARE * memory
 
 
@@ -347,11 +347,11 @@ def check_gpu(
         width=width,
     )
     parameters = sum(chunk.trained for chunk in chunks)
-    frozen = sum(chunk.frozen for chunk in chunks)
+    frozen = sum(chunk.frozen_bytes(width) for chunk in chunks)
     needed = gpu_bytes(config, parameters, activations, width, frozen)
     # `auto` holds whole gradients only if they fit.
     if config.site.asks_for_whole_gradients:
-        needed += whole_gradient_bytes(parameters, width) + width * frozen
+        needed += whole_gradient_bytes(parameters, width) + frozen
     free, total = torch.cuda.mem_get_info(device)
     sharing = 1
     # A launcher may make one GPU alone visible to each rank, under the same number.
@@ -413,7 +413,7 @@ def host_problem(
         available: bytes of memory that are free.
         on_gpu: True if the ranks train on GPUs.
         windows: True if `record.keep` limits the record.
-        frozen: frozen parameters of each stage; empty if all parameters are trained.
+        frozen: bytes of each stage's frozen parameters; empty if all parameters are trained.
     """
     per_parameter = host_bytes_per_parameter(config, on_gpu, windows)
     beside = [0 if on_gpu else _frozen_on_host(config, each) for each in frozen]

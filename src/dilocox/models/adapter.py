@@ -19,6 +19,7 @@ from dilocox.config.adapter import AdapterSection
 from dilocox.errors import ConfigError, ModelError
 from dilocox.models.architecture import one_line
 from dilocox.models.meta_model import build_skeleton, find_layout
+from dilocox.models.nf4 import ignore_optional_kernels
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,6 +39,7 @@ def check_peft() -> None:
             "[adapter]: needs the package peft, which is not installed here; run: "
             "pip install peft, or remove [adapter]"
         )
+    ignore_optional_kernels()
 
 
 def is_adapter(full_name: str) -> bool:

@@ -13,6 +13,7 @@ from dilocox.config.adapter import AdapterSection
 from dilocox.models.activation_checkpointing import Checkpointing, recompute
 from dilocox.models.adapter import inject, stored_name
 from dilocox.models.meta_model import Layout, build_skeleton, find_layout, tied_names
+from dilocox.models.nf4 import pack_layers
 from dilocox.models.packed_rows import packed_arguments, packed_rows, unpacked_rows
 from dilocox.models.partition import ChunkSpec
 
@@ -156,10 +157,16 @@ class ModelChunk(nn.Module):
             if name.startswith(prefix):
                 number, dot, rest = name[len(prefix) :].partition(".")
                 full = f"{prefix}{int(number) + self.spec.first_layer}{dot}{rest}"
-            names[f"lm.{name}"] = stored_name(full) if self._adapted else full
+            names[f"lm.{name}"] = stored_name(_unpacked(full)) if self._adapted else full
         if tied is not None and self.spec.embeds and self.spec.head:
             del names[f"lm.{tied[1]}"]
         return names
+
+
+def _unpacked(name: str) -> str:
+    """Returns the name of the weight that a layer in NF4 keeps as `packed`."""
+    weight, dot, last = name.rpartition(".")
+    return f"{weight}{dot}weight" if last == "packed" else name
 
 
 class _Given(nn.Module):
@@ -240,6 +247,8 @@ def build_chunk(
         parent, _, name = layout.head.rpartition(".")
         setattr(lm.get_submodule(parent), name, None)
     for layer in kept:
+        if adapter is not None and adapter.base == "nf4":
+            pack_layers(layer)
         recompute(layer, activation_checkpointing)
     return ModelChunk(lm, spec, layout, tied, adapter is not None)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dilocox.models.chunk import ModelChunk
+from dilocox.models.nf4 import Nf4Linear
 from dilocox.models.weight_source import WeightSource, initialise_module, read_rows
 
 if TYPE_CHECKING:
@@ -32,8 +33,16 @@ def materialise(chunk: ModelChunk, source: WeightSource, device: torch.device | 
             owner = chunk.get_submodule(owner_path)._parameters[owner_name]
             chunk.get_submodule(path)._parameters[name] = owner
     state = chunk.state_dict(keep_vars=True)
+    packed = {
+        f"{path}.packed": module
+        for path, module in chunk.named_modules()
+        if isinstance(module, Nf4Linear)
+    }
     with torch.no_grad():
         for local, full in chunk.full_names().items():
+            if local in packed:
+                packed[local].fill(source.tensor(full))
+                continue
             rows = own_rows(state[local])
             if rows is None:
                 value = local_part(state[local], source.tensor(full))

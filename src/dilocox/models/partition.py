@@ -16,6 +16,7 @@ from dilocox.config.adapter import AdapterSection
 from dilocox.errors import ConfigError, ModelError
 from dilocox.models.adapter import inject
 from dilocox.models.meta_model import build_skeleton, find_layout
+from dilocox.models.nf4 import linear_layers, nf4_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,11 +47,20 @@ class ChunkSpec:
     run has no adapters, and all parameters are trained."""
     fixed: int = 0
     """Number of further parameters of the chunk's adapters, which keep their first values."""
+    packed: int = 0
+    """Number of parameters that are kept in NF4. `parameters` includes them."""
 
     @property
     def trained(self) -> int:
         """Number of parameters that the run trains."""
         return self.parameters if self.adapters is None else self.adapters
+
+    def frozen_bytes(self, width: int) -> int:
+        """Return the bytes of the parameters that the run only reads.
+
+        `width`: bytes of the compute dtype.
+        """
+        return width * (self.frozen - self.packed) + nf4_bytes(self.packed)
 
     @property
     def frozen(self) -> int:
@@ -121,6 +131,7 @@ def plan_cut(
     ]
     ends = balanced_ends(costs, chunks)
     starts = [0, *ends[:-1]]
+    packed = None if adapter is None or adapter.base == "full" else _packed_sizes(model, layers)
     sizes = None if adapter is None else _adapter_sizes(model, layers, starts, ends, adapter)
     return tuple(
         ChunkSpec(
@@ -134,9 +145,24 @@ def plan_cut(
             compute=sum(w.compute for w in weights[first:end]),
             adapters=None if sizes is None else sizes[index][0],
             fixed=0 if sizes is None else sizes[index][1],
+            packed=0 if packed is None else sum(packed[first:end]),
         )
         for index, (first, end) in enumerate(zip(starts, ends, strict=True))
     )
+
+
+def _packed_sizes(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
+    """Return how many parameters of each layer are kept in NF4.
+
+    Raises `ConfigError` if a layer has none.
+    """
+    sizes = [sum(each.weight.numel() for _, each in linear_layers(layer)) for layer in layers]
+    if 0 in sizes:
+        raise ConfigError(
+            f'adapter.base = "nf4": layer {sizes.index(0)} of {type(model).__name__} has no layer '
+            'of torch.nn.Linear, and no others can be kept in four bits: set adapter.base = "full"'
+        )
+    return sizes
 
 
 def _adapter_sizes(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dilocox.config.adapter import compile_setting
 from dilocox.config.run_config import RunConfig
 from dilocox.config.site import SiteSection
 from dilocox.errors import ConfigError
@@ -254,7 +255,7 @@ def build_rank(
             precision=precision,
             tied=blueprint.tied,
             frozen_base=blueprint.adapter is not None,
-            compile_layers=config.model.compile,
+            compile_layers=compile_setting(config.adapter, config.model),
             whole_gradients=_sums_whole_gradients(config, blueprint, mesh),
         ),
         loss=hooks.loss,

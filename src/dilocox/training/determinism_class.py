@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dilocox.config.adapter import adapter_packages
+from dilocox.config.adapter import adapter_packages, compile_setting
 from dilocox.config.run_config import RunConfig
 from dilocox.inner import determinism_facts, resolve_precision
 from dilocox.record.writer.notary import code_digest
@@ -22,9 +22,13 @@ def facts_here(
     earlier versions do not have it.
     """
     precision = resolve_precision(config.site, device)
-    facts = determinism_facts(config.site, config.model, device, precision)
+    compiled = compile_setting(config.adapter, config.model)
+    model = config.model.model_copy(update={"compile": compiled})
+    facts = determinism_facts(config.site, model, device, precision)
     if whole_gradients:
         facts["layout"]["gradient_sync"] = "step"
     for name in adapter_packages(config.adapter):
         facts["packages"][name] = importlib.metadata.version(name)
+    if config.adapter is not None and config.adapter.base != "full":
+        facts["base"] = config.adapter.base
     return {**facts, "code": code_digest()}

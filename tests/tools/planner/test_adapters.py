@@ -13,6 +13,7 @@ from tests.support.planned_runs import device, link, run
 from dilocox.config.run_config import RunConfig
 from dilocox.inner.pipeline import Computation
 from dilocox.models import build_chunk, materialise
+from dilocox.models.nf4 import nf4_bytes
 from dilocox.tools.planner import activations
 from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.memory_footprint import footprints
@@ -100,6 +101,29 @@ def test_memory_is_of_adapters_and_a_base_of_two_bytes(base: Path, layout: dict[
         else:
             # Both layers and all gradients of one: as cast, and as summed in fp32.
             assert part.copies == 2 * (own + frozen) + 6 * each.adapter_layer
+
+
+def test_a_base_in_four_bits_needs_half_a_byte_per_weight(base: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    site = {"precision": "bf16", "stages": 2}
+    plans = []
+    for kept in ("full", "nf4"):
+        raw = config(base, site=site).model_dump(mode="json", exclude_none=True)
+        raw["adapter"]["base"] = kept
+        each = ModelOutline.of(RunConfig.model_validate(raw))
+        found = activations.kept(each.config, each)
+        assert found.exact
+        place = GpuPlacement(device(), 2, 2)
+        plans.append((found, footprints(each.config, each, place, found)))
+    (whole, of_whole), (packed, of_packed) = plans
+    # The weights of q, k, v, o, gate, up and down, of one layer in each stage.
+    weights = 32 * (32 + 2 * 16 + 32 + 3 * 64)
+    for one, other in zip(of_whole, of_packed, strict=True):
+        assert one.weights - other.weights == 2 * weights - nf4_bytes(weights)
+        assert one.frozen == other.frozen
+        # One weight is dequantised at a time.
+        assert other.copies - one.copies == 2 * 32 * 64
+    assert packed.layer == whole.layer
 
 
 def test_activations_are_those_of_real_tensors(base: Path) -> None:

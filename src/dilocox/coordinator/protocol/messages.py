@@ -69,13 +69,14 @@ class Versions(Message):
     differ in defaults, and the run digest leaves defaults out."""
     peft: Annotated[str, Field(max_length=64)] = ""
     """Version of the package peft; empty if the run has no adapters."""
+    bitsandbytes: Annotated[str, Field(max_length=64)] = ""
+    """Version of the package bitsandbytes; empty unless a frozen base is in NF4."""
 
     def named(self) -> dict[str, str]:
         """Return the versions by package. Packages that the run does not need are left out."""
         versions: dict[str, str] = self.model_dump()
-        if not self.peft:
-            del versions["peft"]
-        return versions
+        optional = {"peft", "bitsandbytes"}
+        return {name: said for name, said in versions.items() if said or name not in optional}
 
 
 class EpochMember(Message):

@@ -20,6 +20,7 @@ from dilocox.inner.memory import activation_bytes, holds_whole_logits, logits_by
 from dilocox.models import ChunkSpec, build_chunk
 from dilocox.models.activation_checkpointing import SelectedBytes
 from dilocox.models.chunk import HeadLoss, Logits
+from dilocox.models.nf4 import Nf4Linear
 from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.utils.torch_internals import storage_key, tensors_without_memory
 
@@ -104,6 +105,9 @@ def _saved(
     chunk.head_loss = loss
     with tensors_without_memory():
         chunk.to_empty(device="cpu")
+        for module in chunk.modules():
+            if isinstance(module, Nf4Linear):
+                module.leave_blank()
         hidden = int(outline.hf_config.hidden_size)
         inputs = torch.empty(rows, length, hidden, dtype=dtype, requires_grad=True)
         selected = SelectedBytes()

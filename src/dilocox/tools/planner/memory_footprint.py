@@ -166,6 +166,7 @@ def footprints(
     in_memory = shared or config.outer.device == "cpu"
     once = reduces_once(config, outline, place.device)
     windows = has_windows(config, outline.parameters)
+    of_frozen = outline.stage_frozen_bytes(_width(config))
     found = []
     for stage, chunks in enumerate(outline.stages):
         parameters, frozen = outline.stage_parameters[stage], outline.stage_frozen[stage]
@@ -183,7 +184,7 @@ def footprints(
                 layers=(layers, chunks[0].first_layer),
                 parameters=parameters,
                 frozen=frozen,
-                weights=4 * own + -(-_width(config) * frozen // site.shards),
+                weights=4 * own + -(-of_frozen[stage] // site.shards),
                 gradients=gradients,
                 optimizer=optimizer,
                 copies=copies,
@@ -235,7 +236,10 @@ def _stepped(
         copies = _gathered_at_a_time(outline, parameters, width)
     elif width == 2:
         copies = lasting = CAST * parameters
-    gate = gate_model_bytes_per_parameter(config) * (parameters + frozen)
+    # A weight in NF4 is dequantised while it is used.
+    copies += width * outline.unpacked
+    of_frozen = outline.stage_frozen_bytes(width)[stage]
+    gate = gate_model_bytes_per_parameter(config) * (parameters + of_frozen // width)
     if config.admission.gate and site.ranks > 1:
         # The gate measures slopes with gradients. It needs a copy of the trained parameters and
         # the points at which slopes are measured (Evaluator.gradient_probe).

@@ -14,7 +14,8 @@ from dilocox.inner import chunks_of_stage
 from dilocox.inner.fsdp import Units
 from dilocox.models import ChunkSpec, build_chunk
 from dilocox.models.adapter import adapter_shapes, trained_shapes
-from dilocox.models.meta_model import build_skeleton
+from dilocox.models.meta_model import build_skeleton, find_layout
+from dilocox.models.nf4 import linear_layers
 from dilocox.outer.layout import layer_number
 from dilocox.training.builder import ModelPlan
 from dilocox.training.launch.tokenizer_check import check_trained_tokenizer, tokenizer_size
@@ -168,6 +169,24 @@ class ModelOutline:
     def stage_frozen(self) -> list[int]:
         """Number of frozen parameters of each stage; 0 without adapters."""
         return [sum(chunk.frozen for chunk in chunks) for chunks in self.stages]
+
+    def stage_frozen_bytes(self, width: int) -> list[int]:
+        """Return the bytes of each stage's frozen parameters.
+
+        `width`: bytes of the compute dtype.
+        """
+        return [sum(chunk.frozen_bytes(width) for chunk in chunks) for chunks in self.stages]
+
+    @cached_property
+    def unpacked(self) -> int:
+        """Number of values of the largest weight that is kept in NF4; 0 if there is none."""
+        adapter = self.blueprint.adapter
+        if adapter is None or adapter.base == "full":
+            return 0
+        model = build_skeleton(self.hf_config)
+        layout = find_layout(model)
+        layers = model.get_submodule(f"{layout.body}.{layout.layers}")
+        return max(each.weight.numel() for _, each in linear_layers(layers))
 
     @property
     def compute(self) -> float:

@@ -59,11 +59,11 @@ def check_capacity(
 
 
 def _frozen(config: RunConfig, blueprint: ModelPlan) -> list[int]:
-    """Return the number of frozen parameters of each stage."""
-    site = config.site
+    """Return the bytes of each stage's frozen parameters."""
+    site, width = config.site, 4 if config.site.precision == "fp32" else 2
     return [
         sum(
-            blueprint.cut[number].frozen
+            blueprint.cut[number].frozen_bytes(width)
             for number in chunks_of_stage(site.schedule, site.stages, site.chunks, stage)
         )
         for stage in range(site.stages)

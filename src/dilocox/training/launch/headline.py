@@ -45,7 +45,9 @@ def _size(blueprint: ModelPlan) -> str:
     if blueprint.adapter is None:
         return f"{number(blueprint.parameters)} parameters"
     frozen = blueprint.parameters - blueprint.trained
-    return f"{number(blueprint.trained)} parameters of adapters on {number(frozen)} frozen ones"
+    kept = " in NF4" if blueprint.adapter.base == "nf4" else ""
+    trained = number(blueprint.trained)
+    return f"{trained} parameters of adapters on {number(frozen)} frozen ones{kept}"
 
 
 def _course(config: RunConfig) -> str:

@@ -16,6 +16,7 @@ from dilocox.models import (
     probe_weights,
 )
 from dilocox.models.adapter import check_peft
+from dilocox.models.nf4 import check_bitsandbytes
 from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
 from dilocox.training.builder import ModelPlan
@@ -33,6 +34,8 @@ def check_model(config: RunConfig) -> None:
     check_transformers()
     if config.adapter is not None:
         check_peft()
+        if config.adapter.base == "nf4":
+            check_bitsandbytes()
     _check_attention(config)
     known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
     blueprint = ModelPlan.of(config, known)
