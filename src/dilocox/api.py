@@ -67,6 +67,7 @@ def train(
         loss: `loss(logits [b, L, V], labels int64 [b, L])` returns the mean over the micro-batch,
             or (sum, count): the sums of the site's batch are then divided by its counts. Labels
             that do not count are -100.
+            A parameter named `columns` gets `data.columns` by name, float32 [b, L] each.
         validation: a function like `dataset`. It is called once, for sequences from 0 on, and
             evaluations read these sequences instead of the held-out text. Give this function if
             your `loss` expects sequences of its own format.

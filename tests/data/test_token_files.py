@@ -96,9 +96,9 @@ def test_folders_without_token_files_are_refused(tmp_path: Path) -> None:
 def test_other_format_is_refused(copy: TokenFiles) -> None:
     path = copy.folder / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["format"] = 4
+    manifest["format"] = 5
     path.write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="format 4, this version of dilocox reads 1 to 3"):
+    with pytest.raises(DataError, match="format 5, this version of dilocox reads 1 to 4"):
         TokenFiles.open(copy.folder)
 
 

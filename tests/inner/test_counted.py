@@ -65,6 +65,13 @@ def test_own_losses_count_alike(pool: Pool, name: str, told: bool, setting: dict
     check(pool, name, setting, told=told)
 
 
+@pytest.mark.parametrize("setting", SPLITS[4:6] + SPLITS[7:], ids=named)
+def test_columns_reach_the_loss_however_the_batch_is_split(
+    pool: Pool, setting: dict[str, Any]
+) -> None:
+    check(pool, "own columns", setting)
+
+
 @pytest.mark.parametrize("small", [False, True], ids=["at once", "in parts"])
 def test_sums_without_labels_are_zero_and_so_is_the_gradient(
     monkeypatch: pytest.MonkeyPatch, small: bool

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dilocox.config.site import InnerSection
+from dilocox.data.columns import targets
 from dilocox.data.rows import NOT_COUNTED
 from dilocox.inner import mean_cross_entropy
+from dilocox.inner.columns import ColumnLoss
 from dilocox.inner.counted import CountedLabels, OwnLoss
 from tests.support import site_cases, toy_model
 
@@ -27,10 +29,20 @@ def own_sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(rows, targets, reduction="sum"), (targets >= 0).sum()
 
 
+def own_columns(
+    logits: Tensor, labels: Tensor, columns: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    assert columns["a"].equal(columns["weight"] + 1)
+    rows, known = logits.flatten(0, 1), labels.flatten()
+    each = F.cross_entropy(rows, known, reduction="none", ignore_index=NOT_COUNTED)
+    return (each * columns["weight"].flatten()).sum(), (known >= 0).sum()
+
+
 LOSSES: dict[str, OwnLoss] = {
     "built in": mean_cross_entropy,
     "own mean": own_mean,
     "own sums": own_sums,
+    "own columns": ColumnLoss(own_columns, ("a", "weight")),
 }
 
 
@@ -64,11 +76,18 @@ def gradients(name: str, told: bool = True, **setting: Any) -> dict[str, Any]:
     for step, empty in enumerate((NOTHING, tuple(range(rows // 2)))):
         ids, labels = batch(rows, step, empty)
         whole.zero_grad()
-        loss = F.cross_entropy(whole(ids).flatten(0, 1), labels.flatten())
+        weights = torch.ones(labels.shape)
+        if name == "own columns":
+            weights = torch.randint(0, 5, labels.shape, generator=torch.Generator()) / 4
+        each = F.cross_entropy(whole(ids).flatten(0, 1), labels.flatten(), reduction="none")
+        count = int((labels >= 0).sum())
+        loss = (each * weights.double().flatten()).sum() / count
         loss.backward()
         largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
-        count = int((labels >= 0).sum())
         counted = CountedLabels(count, float(count)) if told else None
+        if name == "own columns":
+            beside = {"weight": weights.numpy(), "a": (weights + 1).numpy()}
+            labels = torch.from_numpy(targets(labels.numpy(), beside))
         mine = tuple(site_cases.rows_of(shard, shards, part) for part in (ids, labels))
         looked, found = model.loss_and_gradients(*mine, [*model.local_tensors()], counted)
         evaluated = model.evaluate(*mine, counted)

@@ -17,7 +17,7 @@ from dilocox.errors import ConfigError
 from dilocox.training.builder import Hooks
 from dilocox.training.held_out_batches import validation_batches
 from dilocox.training.launch import local, preflight
-from dilocox.training.own_code import ZERO, check_code, code_digest, evaluated
+from dilocox.training.own_code import ZERO, check_code, check_columns, code_digest, evaluated
 from tests.support import own_functions
 
 pytestmark = pytest.mark.waits
@@ -103,6 +103,29 @@ def test_an_optimizer_goes_with_a_run_file_that_expects_no_moments() -> None:
         hooks.check(a_run(), required=False)
     hooks.check(a_run(optimizer="sgd"), required=False)
     assert hooks.replaced == ["optimizer"]
+
+
+def with_columns(logits: Any, labels: Any, columns: Any) -> Any:
+    raise AssertionError("not called")
+
+
+@pytest.mark.parametrize(
+    ("columns", "functions", "reason"),
+    [
+        (["weight"], {}, r"data\.columns weight: no loss reads them; give dilocox\.train or"),
+        (["weight"], {"loss": own_functions.loss}, r"data\.columns weight: no loss reads them"),
+        ([], {"loss": with_columns}, "loss: has a parameter named columns, and data"),
+        (["weight"], {"loss": with_columns, "dataset": own_functions.dataset}, "dataset: gives"),
+        (["w"], {"loss": with_columns, "validation": own_functions.validation}, "validation: giv"),
+    ],
+)
+def test_columns_and_the_loss_that_reads_them_go_together(
+    columns: list[str], functions: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_columns(columns, functions)
+    check_columns(["weight"], {"loss": with_columns})
+    check_columns([], {"loss": own_functions.loss, "dataset": own_functions.dataset})
 
 
 def test_a_join_from_python_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,11 @@ class DataSection(Section):
     the last message of the assistant in each conversation. `all`: every token."""
     subset: str | None = None
     """Hub datasets: the configuration name."""
+    columns: list[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,30}$")]] = Field(
+        default=[]
+    )
+    """Fields of the records that hold a number, such as `["weight"]`. Every token of a record's
+    document gets it, and a [loss of your own](rows.md#columns-beside-tokens) reads it."""
     split: str = "train"
     """Hub datasets: the split."""
     revision: str | None = None
@@ -147,6 +152,19 @@ class DataSection(Section):
             raise ValueError(
                 f'filter needs records with fields, and format "{self.format}" has none: leave it '
                 "out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _columns_consistent(self) -> DataSection:
+        if len(set(self.columns)) < len(self.columns):
+            raise ValueError("columns names one column twice: leave it out once")
+        formats = {each.format or self.format for each in self.sources or ()} or {self.format}
+        wrong = sorted(formats.intersection(("auto", "text", "code")))
+        if self.columns and wrong:
+            raise ValueError(
+                f'columns needs records, and format is "{wrong[0]}": set format to "jsonl", '
+                '"parquet", "hub", "chat" or "instruction", or leave columns out'
             )
         return self
 

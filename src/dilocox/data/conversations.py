@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config.data import DataSection
+from dilocox.data.columns import Document, numbers_of
 from dilocox.data.readers import clean, json_records, kind_of, parquet_records
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
@@ -24,7 +25,7 @@ _MESSAGES = "set data.messages_field to the name of one that holds messages"
 _PAIRS = "set data.prompt_field and data.completion_field"
 
 
-class Conversation(str):
+class Conversation(Document):
     """Canonical JSON text of one conversation, with the place of its record for messages.
 
     The JSON object has `messages` and perhaps `tools`, or `prompt` and `completion`.
@@ -55,13 +56,16 @@ class Layout:
     messages: str = "messages"
     prompt: str = "prompt"
     completion: str = "completion"
+    columns: tuple[str, ...] = ()
+    """Fields that hold the number of each column."""
 
     @classmethod
     def of(cls, data: DataSection) -> Layout | None:
         """Returns the layout that `data` names, or None if its format is text."""
         if not data.has_conversations:
             return None
-        return cls(data.format, data.messages_field, data.prompt_field, data.completion_field)
+        fields = (data.messages_field, data.prompt_field, data.completion_field)
+        return cls(data.format, *fields, tuple(data.columns))
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -71,7 +75,7 @@ class Layout:
     @property
     def optional(self) -> tuple[str, ...]:
         """Fields that records may have."""
-        return ("tools",) if self.format == "chat" else ()
+        return (*(("tools",) if self.format == "chat" else ()), *self.columns)
 
     @property
     def mend(self) -> str:
@@ -83,6 +87,12 @@ class Layout:
 
         Raises `DataError`, which begins with `where`, if the fields hold something else.
         """
+        made = self._conversation(record, where)
+        if made is not None and self.columns:
+            made.columns = numbers_of(record, self.columns, where)
+        return made
+
+    def _conversation(self, record: Mapping[str, Any], where: str) -> Conversation | None:
         if self.format == "chat":
             messages = _list_of(record.get(self.messages), where, self.messages)
             if not messages:

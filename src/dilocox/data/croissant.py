@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dilocox.data.columns import COLUMN_DTYPE
 from dilocox.data.flags import COUNTED, STARTS
 from dilocox.data.manifest import held_out_whole
 from dilocox.data.record_filter import filter_text
@@ -195,12 +196,18 @@ def _token_files(content: dict[str, Any]) -> list[dict[str, Any]]:
         _file(f"tokenizer/{name}", file["sha256"], file["bytes"])
         for name, file in sorted(content["tokenizer"]["files"].items())
     ]
-    return shards + flags + tokenizer
+    columns = [
+        _file(column["file"], column["sha256"], shard["tokens"] * COLUMN_DTYPE.itemsize)
+        for _, part in sorted(content["splits"].items())
+        for shard in part["shards"]
+        for _, column in sorted(shard.get("columns", {}).items())
+    ]
+    return shards + flags + columns + tokenizer
 
 
 def _file(name: str, sha256: str, size: int) -> dict[str, Any]:
     ending = Path(name).suffix.lower()
-    usual = "application/octet-stream" if ending in (".bin", ".flags") else "text/plain"
+    usual = "application/octet-stream" if ending in (".bin", ".flags", ".col") else "text/plain"
     return {
         "@type": "cr:FileObject",
         "@id": name,

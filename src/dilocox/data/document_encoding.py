@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from dilocox.config.data import DataSection
 from dilocox.data.chat_encoding import ChatEncoder
+from dilocox.data.columns import columns_of
 from dilocox.data.conversations import Conversation
 from dilocox.data.packing import SHARD_BYTES, Packer
 from dilocox.data.protected_tokens import Encoded, ProtectedTokenizer
@@ -50,9 +51,11 @@ class DocumentEncoder:
     def packer(self, folder: Path, split: str) -> Packer:
         """Returns the writer of a split into `folder`."""
         size, end = self._encoder.vocabulary_size, self._encoder.end_of_text
+        names = self._data.columns
         if self._chat is not None:
-            return Packer(folder, split, size, None, SHARD_BYTES, flagged=True)
-        return Packer(folder, split, size, end, SHARD_BYTES, self.begin_of_text)
+            return Packer(folder, split, size, None, SHARD_BYTES, flagged=True, columns=names)
+        begin, flagged = self.begin_of_text, bool(names)
+        return Packer(folder, split, size, end, SHARD_BYTES, begin, flagged=flagged, columns=names)
 
     def encode(self, batch: Sequence[str]) -> list[Encoded | None]:
         """Returns the tokens of each document, or None for a conversation to be left out.
@@ -62,10 +65,19 @@ class DocumentEncoder:
         """
         self._special.look(batch)
         if self._chat is not None:
-            return self._chat.encode(cast(Sequence[Conversation], batch))
-        if self._protected is not None:
-            return [Encoded(ids, []) for ids in self._protected.encode_text(batch)]
-        return [Encoded(ids, []) for ids in self._encoder.encode(list(batch))]
+            made = self._chat.encode(cast(Sequence[Conversation], batch))
+        else:
+            encoded = (
+                self._encoder.encode(list(batch))
+                if self._protected is None
+                else self._protected.encode_text(batch)
+            )
+            flagged = bool(self._data.columns)
+            made = [Encoded(ids, [True] * len(ids) if flagged else []) for ids in encoded]
+        if not self._data.columns:
+            return made
+        both = zip(made, batch, strict=True)
+        return [each and each._replace(columns=columns_of(document)) for each, document in both]
 
     @property
     def special_text(self) -> Mapping[str, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dilocox.config.data import DataSection
 from dilocox.config.run_config import load_written
+from dilocox.data.columns import check_same_columns
 from dilocox.data.manifest import MANIFEST
 from dilocox.data.source_groups import Named
 from dilocox.data.sources import list_files
@@ -169,6 +170,7 @@ def reuse(
             f"{made_with.get(key)!r} instead of {options[key]!r}); set data.folder to another "
             "folder or delete this one, or give the same options"
         )
+    check_same_columns(folder, files.column_names, options.get("columns", []))
     names = [(name, group.data) for group in named for name in group.names]
     for (name, data), source in zip(names, files.content["sources"], strict=True):
         if source["kind"] == "files" and Path(name).expanduser().exists():

@@ -11,7 +11,7 @@ from typing import Any
 
 from dilocox.config.data import DataSection
 from dilocox.data.conversations import Layout
-from dilocox.data.readers import FIELD, UNPACKED, clean
+from dilocox.data.readers import FIELD, UNPACKED, clean, with_columns
 from dilocox.data.record_filter import RecordFilter, columns_of
 from dilocox.errors import DataError
 
@@ -66,6 +66,7 @@ class HubSource:
             ) from None
         columns = self.rows.column_names
         self._layout = Layout.of(data)
+        self._columns = tuple(data.columns)
         needed = (self.field,) if self._layout is None else self._layout.fields
         mend = FIELD if self._layout is None else self._layout.mend
         for field in needed:
@@ -140,7 +141,8 @@ class HubSource:
                 f'data.source {self.name}: column "{self.field}" of row {number} holds '
                 f"{type(text).__name__}, not text; {FIELD}"
             )
-        return clean(text) if text else text
+        where = f"data.source {self.name}: row {number}"
+        return with_columns(clean(text) if text else text, row, self._columns, where)
 
     def placed(self) -> Iterator[tuple[int, str]]:
         """Yield (file number, text) of every document; the whole dataset counts as file 0."""

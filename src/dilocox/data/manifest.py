@@ -33,6 +33,11 @@ FORMAT_WITH_PARTS = 3
 parts, one per source (`data.parts`)."""
 
 
+FORMAT_WITH_COLUMNS = 4
+"""Version of the layout of token files with flags and columns (`data.columns`), of one source or of
+several: shards have one more file per column."""
+
+
 def canonical(content: Any) -> bytes:
     """Returns `content` as canonical JSON: sorted keys, no spaces, ASCII."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -45,6 +50,8 @@ def digest_of(content: Any) -> str:
 
 def format_of(content: dict[str, Any]) -> int:
     """Returns the version of the layout of token files whose manifest has `content`."""
+    if column_names(content):
+        return FORMAT_WITH_COLUMNS
     if "mixture" in content:
         return FORMAT_WITH_PARTS
     return FORMAT_WITH_FLAGS if has_flags(content) else FORMAT
@@ -54,6 +61,13 @@ def has_flags(content: dict[str, Any]) -> bool:
     """Returns whether token files whose manifest has `content` have flags."""
     splits = content.get("splits", {}).values()
     return any("flags" in shard for split in splits for shard in split.get("shards", ()))
+
+
+def column_names(content: dict[str, Any]) -> list[str]:
+    """Returns the sorted names of the columns of token files whose manifest has `content`."""
+    splits = content.get("splits", {}).values()
+    shards = [shard for split in splits for shard in split.get("shards", ())]
+    return sorted({name for shard in shards for name in shard.get("columns", ())})
 
 
 def held_out_whole(content: dict[str, Any]) -> list[bool]:
@@ -108,10 +122,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from None
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise DataError(f"{path}: not a manifest of token files; name another folder")
-    if manifest["format"] not in (FORMAT, FORMAT_WITH_FLAGS, FORMAT_WITH_PARTS):
+    if manifest["format"] not in range(FORMAT, FORMAT_WITH_COLUMNS + 1):
         raise DataError(
             f"{path}: format {manifest['format']!r}, this version of dilocox reads {FORMAT} to "
-            f"{FORMAT_WITH_PARTS}; prepare the data again in another folder"
+            f"{FORMAT_WITH_COLUMNS}; prepare the data again in another folder"
         )
     content, made_with = manifest.get("content"), manifest.get("made_with")
     if (

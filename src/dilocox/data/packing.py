@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dilocox.data.columns import COLUMN_DTYPE
 from dilocox.data.flags import COUNTED, FLAGS_DTYPE, document_flags
 
 Place = tuple[int, int]
 """Origin of a document: the number of its source, and the number of its file in the source."""
 
 Entries = npt.NDArray[Any]
-"""Tokens or flags."""
+"""Tokens, flags or numbers of a column."""
 
 SHARD_BYTES = 256 * 1024 * 1024
 """Size of a token shard in bytes; the last shard of a split may be smaller."""
@@ -65,6 +66,7 @@ class Packer:
         begin_of_text: tuple[int, ...] = (),
         *,
         flagged: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
         """Prepare to write; the first shard is created by `add`.
 
@@ -76,6 +78,7 @@ class Packer:
             shard_bytes: size of a shard in bytes, without its flags.
             begin_of_text: tokens that precede every document.
             flagged: write the flags of `data.flags` beside the tokens.
+            columns: names of the columns (`data.columns`) that are written beside the tokens.
         """
         self.folder = folder
         self.split = split
@@ -89,6 +92,8 @@ class Packer:
         self._end_of_text = [] if end_of_text is None else [end_of_text]
         self._tokens: _File | None = None
         self._flags: _File | None = None
+        self._names = tuple(columns)
+        self._columns: list[_File] = []
         self._room = 0
 
     def add(
@@ -97,6 +102,7 @@ class Packer:
         text_bytes: int,
         places: Iterable[Place],
         counted: Iterable[Sequence[int] | Entries] | None = None,
+        columns: Iterable[Sequence[float]] = (),
     ) -> None:
         """Append documents to the split.
 
@@ -108,6 +114,7 @@ class Packer:
             places: origin of each document, in the same order.
             counted: per document and token id, whether the token counts as a label (0 or 1). None:
                 all do. Only with `flagged`.
+            columns: per document, the number of each column, which all tokens of it get.
 
         Raises:
             ValueError: with `flagged`: if a document is empty, or has more or fewer tokens than
@@ -121,10 +128,13 @@ class Packer:
         packed: list[int] = []
         flags: list[Entries] = []
         said = iter(counted) if counted is not None else None
+        lengths: list[int] = []
         for ids in documents:
+            before = len(packed)
             packed.extend(self._begin_of_text)
             packed.extend(ids)
             packed.extend(self._end_of_text)
+            lengths.append(len(packed) - before)
             self.documents += 1
             if self.flagged:
                 flags.append(self._flags_of(len(ids), next(said) if said is not None else None))
@@ -133,12 +143,16 @@ class Packer:
         self.tokens += len(tokens)
         beside = np.concatenate(flags) if flags else np.empty(0, dtype=FLAGS_DTYPE)
         self.counted += int(np.count_nonzero(beside & COUNTED))
+        numbers = self._numbers(columns, lengths)
         while len(tokens):
             if self._room == 0:
                 self._next_shard()
             if self._flags is not None:
                 self._flags.write(beside[: self._room])
                 beside = beside[self._room :]
+            for writer, column in zip(self._columns, numbers, strict=True):
+                writer.write(column[: self._room])
+            numbers = numbers[:, self._room :]
             part, tokens = tokens[: self._room], tokens[self._room :]
             self._write(part)
 
@@ -150,6 +164,9 @@ class Packer:
         if self._flags is not None:
             self.shards[-1]["flags"]["sha256"] = self._flags.close()
             self._flags = None
+        for name, file in zip(self._names, self._columns, strict=False):
+            self.shards[-1]["columns"][name]["sha256"] = file.close()
+        self._columns = []
 
     def describe(self) -> dict[str, Any]:
         """Returns the manifest's entry of this split."""
@@ -170,6 +187,16 @@ class Packer:
         before, behind = len(self._begin_of_text), len(self._end_of_text)
         return document_flags(np.concatenate([[False] * before, said, [True] * behind]))
 
+    def _numbers(self, columns: Iterable[Sequence[float]], lengths: Sequence[int]) -> Entries:
+        """Returns the numbers of all columns: float32 [columns, tokens]."""
+        shape = (len(lengths), len(self._names))
+        if not self._names:
+            return np.empty((0, sum(lengths)), dtype=COLUMN_DTYPE)
+        given = np.array(list(columns), dtype=COLUMN_DTYPE)
+        if (len(given) and given.shape != shape) or len(given) != len(lengths):
+            raise ValueError(f"numbers of columns of shape {given.shape}, not {shape}")
+        return np.repeat(given.reshape(shape), lengths, axis=0).T
+
     def _next_shard(self) -> None:
         self.close()
         name = f"{self.split}-{len(self.shards):05d}"
@@ -178,6 +205,10 @@ class Packer:
         if self.flagged:
             self.shards[-1]["flags"] = {"file": f"{name}.flags", "sha256": ""}
             self._flags = _File(self.folder / f"{name}.flags")
+        if self._names:
+            files = {each: f"{name}.{each}.col" for each in self._names}
+            self.shards[-1]["columns"] = {k: {"file": f, "sha256": ""} for k, f in files.items()}
+            self._columns = [_File(self.folder / file) for file in files.values()]
         self._room = self.per_shard
 
     def _write(self, part: Entries) -> None:

@@ -37,6 +37,12 @@ class PartFiles(TokenFiles):
         flags = self._files.flags(self._own(split))
         return flags and flags.window(self._first, self._part["tokens"])
 
+    def columns(self, split: str) -> dict[str, TokenArray]:
+        """Returns the columns of the part by name."""
+        whole = self._files.columns(self._own(split))
+        first, length = self._first, self._part["tokens"]
+        return {name: array.window(first, length) for name, array in whole.items()}
+
     def token_count(self, split: str) -> int:
         """Returns the number of tokens of the part."""
         self._own(split)

@@ -126,7 +126,7 @@ def prepare(
     """
     check_place(folder)
     unused = set[str]() if data.has_conversations else set(CONVERSATION_KEYS)
-    unused |= {"sources"} if data.sources is None else set()
+    unused |= {key for key in ("sources", "columns") if not getattr(data, key)}
     options = without_unset(data.model_dump(mode="json", exclude=_READING | unused))
     options |= {"seed": seed}
     named = named_groups(data)
@@ -382,9 +382,9 @@ def _pack(
         origins[split].append((first + place[0], place[1]))
         sizes[split] += len(raw)
     for split in SPLITS:
-        ids, counted = zip(*parts[split], strict=True) if parts[split] else ((), ())
+        ids, counted, columns = zip(*parts[split], strict=True) if parts[split] else ((), (), ())
         said = counted if packers[split].flagged else None
-        packers[split].add(ids, sizes[split], origins[split], said)
+        packers[split].add(ids, sizes[split], origins[split], said, columns)
     return done
 
 

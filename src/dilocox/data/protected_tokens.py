@@ -89,6 +89,8 @@ class Encoded(NamedTuple):
     ids: list[int]
     counted: list[bool]
     """For each token, whether it is learned."""
+    columns: tuple[float, ...] = ()
+    """Number of each column, which all tokens get."""
 
 
 class ProtectedTokenizer:

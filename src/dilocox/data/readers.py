@@ -10,12 +10,13 @@ import io
 import json
 import shlex
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from dilocox.config.data_sources import TEXT_FORMATS as TEXT_FORMATS
+from dilocox.data.columns import Document, numbers_of
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
@@ -35,6 +36,9 @@ BLOCK = 1 << 20
 FIELD = "set data.text_field to the name of one that holds text"
 """Remedy in messages about records whose text is not found."""
 
+COLUMN = "set data.columns to the names of columns that hold numbers"
+"""Remedy in messages about columns that are not found."""
+
 
 def read_documents(
     path: Path,
@@ -42,6 +46,7 @@ def read_documents(
     text_field: str,
     without_text: Callable[[], None] = lambda: None,
     filter_: RecordFilter | None = None,
+    columns: Sequence[str] = (),
 ) -> Iterator[str]:
     """Yield the documents of `path` in file order, without blank ones.
 
@@ -57,6 +62,7 @@ def read_documents(
         without_text: is called for every record whose text is null or missing. Such a record is
             left out.
         filter_: decides which records are taken; None: all records.
+        columns: fields of a record that hold a number; the document is a `Document` then.
 
     Raises:
         DataError: if the file cannot be read or holds no text. The message names the file and, for
@@ -64,9 +70,9 @@ def read_documents(
     """
     documents: Iterator[str | None]
     if kind == "jsonl":
-        documents = _texts(json_records(path), text_field, filter_)
+        documents = _texts(json_records(path), text_field, filter_, columns)
     elif kind == "parquet":
-        documents = _parquet(path, text_field, filter_)
+        documents = _parquet(path, text_field, filter_, columns)
     else:
         documents = _text(path, CUT[kind])
     for document in documents:
@@ -233,7 +239,10 @@ def _parsed(line: bytes, where: str) -> object:
 
 
 def _texts(
-    records: Iterator[tuple[str, object]], field: str, filter_: RecordFilter | None
+    records: Iterator[tuple[str, object]],
+    field: str,
+    filter_: RecordFilter | None,
+    columns: Sequence[str],
 ) -> Iterator[str | None]:
     """Yield the text of every record; None for a record whose text is null or missing.
 
@@ -262,9 +271,21 @@ def _texts(
             )
             kind = kind_of(text)
             raise DataError(f'{where}: field "{field}" is not text but {kind}; {FIELD}{chat}')
-        yield text
+        yield with_columns(text, record, columns, where)
     if missing is not None and not found:
         raise DataError(f"{missing}; {FIELD}")
+
+
+def with_columns(
+    text: str | None, record: Mapping[str, Any], columns: Sequence[str], where: str
+) -> str | None:
+    """Returns the text of a record with the numbers of its columns; the text without columns.
+
+    Raises `DataError` as `numbers_of`.
+    """
+    if not columns or text is None:
+        return text
+    return Document(clean(text)).with_columns(numbers_of(record, columns, where))
 
 
 def kind_of(value: object) -> str:
@@ -278,21 +299,28 @@ def kind_of(value: object) -> str:
     return "a list" if isinstance(value, list) else "an object"
 
 
-def _parquet(path: Path, field: str, filter_: RecordFilter | None) -> Iterator[str | None]:
+def _parquet(
+    path: Path, field: str, filter_: RecordFilter | None, columns: Sequence[str]
+) -> Iterator[str | None]:
     with _opened(path) as table:
         schema = table.schema_arrow
         kind = schema.field(_column(path, schema, field, FIELD)).type
         if not _holds_text(kind):
             raise DataError(f'{path}: column "{field}" holds {kind}, not text; {FIELD}')
+        for name in columns:
+            _column(path, schema, name, COLUMN)
         others = _columns_of(filter_, schema)
+        read = _union([field, *columns], others)
         row = 0
-        for batch in table.iter_batches(batch_size=256, columns=_union([field], others)):
+        for batch in table.iter_batches(batch_size=256, columns=read):
             taken = _taken(batch, others, filter_)
-            for value, wanted in zip(batch.column(field).to_pylist(), taken, strict=True):
+            records = batch.select([field, *columns]).to_pylist()
+            for record, wanted in zip(records, taken, strict=True):
                 row += 1
                 if not wanted:
                     continue
-                yield _decoded(value, f'{path}: column "{field}", row {row}')
+                text = _decoded(record[field], f'{path}: column "{field}", row {row}')
+                yield with_columns(text, record, columns, f"{path}:row {row}")
 
 
 def _columns_of(filter_: RecordFilter | None, schema: pa.Schema) -> list[str]:

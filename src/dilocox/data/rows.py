@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from dilocox.config.data import RowRules
 from dilocox.data.best_fit import best_fit
+from dilocox.data.columns import Columns
 from dilocox.data.flags import COUNTED
 from dilocox.data.parts import parts_of
 from dilocox.data.token_files import SPLITS, TokenFiles
@@ -40,11 +41,14 @@ class RowBatch(NamedTuple):
     """Labels, int64 [n, L]; `NOT_COUNTED` where a token does not count."""
     positions: Numbers | None
     """Position of each token in its document, int64 [n, L]. None: each row is one sequence."""
+    columns: Columns | None = None
+    """Columns of the labels by name, float32 [n, L]; 0 in padding. None: there are none."""
 
     def take(self, rows: Numbers | slice) -> RowBatch:
         """Returns some of the rows."""
         positions = None if self.positions is None else self.positions[rows]
-        return RowBatch(self.inputs[rows], self.labels[rows], positions)
+        columns = self.columns and {name: each[rows] for name, each in self.columns.items()}
+        return RowBatch(self.inputs[rows], self.labels[rows], positions, columns)
 
     @property
     def counted(self) -> int:
@@ -144,12 +148,19 @@ def _together(fillings: Sequence[Filling]) -> Filling:
 
 
 def joined(rows: Sequence[Numbers | RowBatch]) -> Numbers | RowBatch:
-    """Returns rows of several sources behind each other. All have one kind."""
+    """Returns rows of several reads or sources behind each other. All have one kind."""
     first = rows[0]
+    if len(rows) == 1:
+        return first
     if not isinstance(first, RowBatch):
         return np.concatenate(rows)  # type: ignore[arg-type]
-    columns = zip(*rows, strict=True)
-    return RowBatch(*(None if some[0] is None else np.concatenate(some) for some in columns))  # type: ignore[arg-type]
+    *kinds, columns = zip(*rows, strict=True)
+    inputs, labels, positions = (
+        None if some[0] is None else np.concatenate(some) for some in kinds
+    )
+    names = columns[0] or ()
+    beside = {name: np.concatenate([each[name] for each in columns]) for name in names}
+    return RowBatch(inputs, labels, positions, beside or None)  # type: ignore[arg-type]
 
 
 def rows_line(described: dict[str, Any], split: str) -> str:
@@ -169,6 +180,7 @@ class StreamRows:
         flags = files.flags(split)
         assert flags is not None
         self._tokens, self._flags, self._length = files.tokens(split), flags, rules.length
+        self._columns = files.columns(split)
         number = max(0, (len(flags) - 1) // rules.length)
         offsets = np.arange(number, dtype=np.int64) * rules.length
         before = flags.count_before(COUNTED, np.append(offsets, number * rules.length) + 1)
@@ -191,7 +203,12 @@ class StreamRows:
         offsets = self._kept[numbers] * self._length
         tokens = self._tokens.gather(offsets, self._length + 1)
         counts = self._flags.gather(offsets, self._length + 1)[:, 1:] & COUNTED
-        return RowBatch(tokens[:, :-1], np.where(counts > 0, tokens[:, 1:], NOT_COUNTED), None)
+        columns = {
+            name: each.gather(offsets, self._length + 1)[:, 1:]
+            for name, each in self._columns.items()
+        }
+        labels = np.where(counts > 0, tokens[:, 1:], NOT_COUNTED)
+        return RowBatch(tokens[:, :-1], labels, None, columns or None)
 
     def seen(self, numbers: Numbers, starts: Numbers, ends: Numbers) -> Numbers:
         """See `Rows`."""
@@ -204,6 +221,7 @@ class DocumentRows:
 
     def __init__(self, files: TokenFiles, split: str, rules: RowRules) -> None:
         self._tokens, self._flags = files.tokens(split), files.flags(split)
+        self._columns = files.columns(split)
         self._length, self._padding = rules.length, files.end_of_text
         self._restart = rules.packing == "documents"
         ends = files.document_ends(split)
@@ -240,6 +258,7 @@ class DocumentRows:
         inputs = np.full(shape, self._padding, dtype=np.int64)
         labels = np.full(shape, NOT_COUNTED, dtype=np.int64)
         positions = np.zeros(shape, dtype=np.int64)
+        columns = {name: np.zeros(shape, dtype=np.float32) for name in self._columns}
         for row, number in enumerate(numbers.tolist()):
             at = 0
             for piece in range(int(self._first[number]), int(self._first[number + 1])):
@@ -248,12 +267,14 @@ class DocumentRows:
                 tokens = self._tokens.gather(offset, taken + 1)[0]
                 inputs[row, place], labels[row, place] = tokens[:-1], tokens[1:]
                 positions[row, place] = np.arange(taken)
+                for name, each in self._columns.items():
+                    columns[name][row, place] = each.gather(offset, taken + 1)[0, 1:]
                 if self._flags is not None:
                     counts = self._flags.gather(offset, taken + 1)[0, 1:] & COUNTED
                     labels[row, place][counts == 0] = NOT_COUNTED
                 at += taken
             positions[row, at:] = np.arange(self._length - at)
-        return RowBatch(inputs, labels, positions if self._restart else None)
+        return RowBatch(inputs, labels, positions if self._restart else None, columns or None)
 
     def seen(self, numbers: Numbers, starts: Numbers, ends: Numbers) -> Numbers:
         """See `Rows`."""

@@ -67,6 +67,9 @@ def show(files: TokenFiles, rules: RowRules | None = None) -> str:
                 f"left out     {_plural(empty, 'record')} whose {lacking} is null or missing"
             )
     lines += conversation_lines(content)
+    if files.column_names:
+        named = ", ".join(files.column_names)
+        lines.append(f"columns      {named}: one float32 number per token")
     lines += [f"warning      {line}" for line in files.warnings]
     return "\n".join(lines)
 

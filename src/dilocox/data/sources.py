@@ -127,6 +127,8 @@ class FileSource:
     layout: Layout | None = None
     """Fields of conversations; None: the documents are text."""
     filter: RecordFilter | None = None
+    columns: tuple[str, ...] = ()
+    """Fields of text records that hold the number of each column."""
     _without_text: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
@@ -147,7 +149,8 @@ class FileSource:
     def _read(self, file: SourceFile) -> Iterator[str]:
         if self.layout is not None:
             return read_conversations(file.path, file.format, self.layout, self._count, self.filter)
-        return read_documents(file.path, file.format, self.text_field, self._count, self.filter)
+        about = (self.text_field, self._count, self.filter, self.columns)
+        return read_documents(file.path, file.format, *about)
 
     def placed(self) -> Iterator[tuple[int, str]]:
         self._without_text.clear()
@@ -295,6 +298,7 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
         left_out=left,
         layout=Layout.of(data),
         filter=RecordFilter(data.filter) if data.filter else None,
+        columns=tuple(data.columns),
     )
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dilocox.data.columns import COLUMN_DTYPE
 from dilocox.data.croissant import check_croissant
 from dilocox.data.flags import FLAGS_DTYPE, STARTS
 from dilocox.data.list_files import HIDDEN
-from dilocox.data.manifest import has_flags, hash_file, read_manifest
+from dilocox.data.manifest import column_names, has_flags, hash_file, read_manifest
 from dilocox.data.special_text import warning
 from dilocox.errors import DataError
 
@@ -31,7 +32,7 @@ Part = npt.NDArray[Any]
 class TokenArray:
     """All tokens of one split, in order, memory-mapped from its files and read on access.
 
-    The flags of a split are such an array, too.
+    The flags and each column of a split are such an array, too.
     """
 
     def __init__(self, files: list[Path], counts: list[int], dtype: np.dtype[Any]) -> None:
@@ -39,6 +40,7 @@ class TokenArray:
         self._maps = [np.memmap(file, dtype=dtype, mode="r") for file in files]
         self._per_file = counts[0]
         self._first, self._length = 0, sum(counts)
+        self._read_as = np.dtype(np.int64) if dtype.kind == "u" else dtype.newbyteorder("=")
 
     def __len__(self) -> int:
         return self._length
@@ -49,12 +51,14 @@ class TokenArray:
         part._first, part._length = self._first + first, length
         return part
 
-    def gather(self, offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+    def gather(self, offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[Any]:
         """Returns the `length` tokens at each offset: int64 [len(offsets), length].
+
+        Numbers of a column are float32.
 
         Raises `IndexError` if a range goes beyond the split.
         """
-        tokens = np.empty((len(offsets), length), dtype=np.int64)
+        tokens = np.empty((len(offsets), length), dtype=self._read_as)
         for row, offset in zip(tokens, offsets.tolist(), strict=True):
             if not 0 <= offset <= self._length - length:
                 raise IndexError(f"tokens {offset}..{offset + length} of {self._length}")
@@ -130,6 +134,9 @@ class TokenFiles:
         self.dtype = np.dtype(self.content["dtype"]).newbyteorder("<")
         self._arrays: dict[str, TokenArray] = {}
         self._flags: dict[str, TokenArray] = {}
+        self._columns: dict[str, dict[str, TokenArray]] = {}
+        self.column_names = column_names(self.content)
+        """Sorted names of the columns (`data.columns`)."""
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenFiles:
@@ -182,6 +189,20 @@ class TokenFiles:
                 FLAGS_DTYPE,
             )
         return self._flags[split]
+
+    def columns(self, split: str) -> dict[str, TokenArray]:
+        """Returns the columns of a split by name, one float32 per token; empty without columns."""
+        if split not in self._columns:
+            shards = self.content["splits"][split]["shards"]
+            self._columns[split] = {
+                name: TokenArray(
+                    [self.folder / shard["columns"][name]["file"] for shard in shards],
+                    [shard["tokens"] for shard in shards],
+                    COLUMN_DTYPE,
+                )
+                for name in self.column_names
+            }
+        return self._columns[split]
 
     def token_count(self, split: str) -> int:
         """Returns the number of tokens in a split, including end-of-text tokens."""
@@ -258,6 +279,11 @@ class TokenFiles:
             (shard["flags"]["file"], shard["tokens"], shard["flags"]["sha256"])
             for shard in shards
             if "flags" in shard
+        ]
+        recorded += [
+            (column["file"], shard["tokens"] * COLUMN_DTYPE.itemsize, column["sha256"])
+            for shard in shards
+            for _, column in sorted(shard.get("columns", {}).items())
         ]
         for name, file in sorted(self.content["tokenizer"]["files"].items()):
             recorded.append((f"{TOKENIZER}/{name}", file["bytes"], file["sha256"]))

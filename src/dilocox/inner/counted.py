@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dilocox.inner.columns import labels_of, with_labels
+
 OwnLoss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """(logits [b, L, V], labels int64 [b, L]) -> mean over the micro-batch, or (sum, count)."""
 
@@ -65,28 +67,32 @@ class MicroBatchLoss:
         self._loss = loss
         self._counts: list[Tensor] = []
 
-    def __call__(self, logits: Tensor, labels: Tensor, whole: float, scale: float | None) -> Tensor:
+    def __call__(
+        self, logits: Tensor, targets: Tensor, whole: float, scale: float | None
+    ) -> Tensor:
         """Return the micro-batch's part of the batch's loss, an fp32 scalar.
 
         A loss that returns (sum, count) gives its sum; `take_count` gives the divisor.
 
         Args:
             logits: [b, L, V].
-            labels: int64 [b, L].
+            targets: labels int64 [b, L], or these with columns, see `dilocox.inner.columns`.
             whole: micro-batches of the batch, by which a mean is divided.
             scale: factor of a sum over counted labels; None: all labels count.
         """
         if scale is None:
-            found = self._loss(logits, labels)
+            found = self._loss(logits, targets)
             if isinstance(found, tuple):
                 return self._sum(*found)
             return found.float() / whole
+        labels = labels_of(targets)
         counted = (labels >= 0).sum()
         # A mean over no label is NaN. So a micro-batch without counted labels gets one, and its
         # loss is multiplied by 0.
-        first = torch.zeros_like(labels, dtype=torch.bool)
+        first = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
         first.view(-1)[:1] = True
-        found = self._loss(logits, torch.where(first & (counted == 0), 0, labels))
+        labels = torch.where(first & (counted == 0), 0, labels)
+        found = self._loss(logits, with_labels(targets, labels))
         if isinstance(found, tuple):
             total, count = found
             return self._sum(

@@ -60,6 +60,8 @@ class Order:
     """Divisor of the sum of the losses, if `labels` is given."""
     positions: bool = False
     """True if positions of tokens in their documents come with the batch."""
+    columns: int = 0
+    """Columns beside the labels (see `dilocox.inner.columns`)."""
     seed: int = 0
     """Seed of random numbers, such as those of dropout."""
 
@@ -171,11 +173,12 @@ class Leader:
             labels=None if counted is None else counted.labels,
             divisor=0.0 if counted is None else counted.divisor,
             positions=counted is not None and counted.positions is not None,
+            columns=labels.shape[1] - 1 if labels.dim() == 3 else 0,
             seed=_seed(self._mesh.device),
         )
         _send(self._mesh, order)
         _share_state(self._model, self._mesh, order)
-        parts = [input_ids, labels]
+        parts = [input_ids, *(labels.unbind(1) if labels.dim() == 3 else [labels])]
         if counted is not None and counted.positions is not None:
             parts.append(counted.positions)
         batch = torch.stack([each.to(self._mesh.device, non_blocking=True) for each in parts])
@@ -219,7 +222,7 @@ def follow(model: ReplicatedModel, mesh: SiteMesh, step_done: Callable[[], None]
         if order.call == "end":
             return
         _share_state(model, mesh, order)
-        parts = 3 if order.positions else 2
+        parts = 2 + order.columns + order.positions
         batch = torch.empty(parts, order.rows, order.length, dtype=torch.int64, device=mesh.device)
         dist.broadcast(batch, group=mesh.replica_group, group_src=0)
         input_ids, labels, counted = _own_rows(batch, order, mesh)
@@ -245,10 +248,12 @@ def _nothing_of_its_own(gradients: dict[str, Tensor]) -> None:
 def _own_rows(batch: Tensor, order: Order, mesh: SiteMesh) -> Rows:
     share = batch.shape[1] // mesh.replicas
     mine = batch[:, mesh.replica * share : (mesh.replica + 1) * share]
+    behind = 2 + order.columns
+    labels = mine[1:behind].transpose(0, 1) if order.columns else mine[1]
     if order.labels is None:
-        return mine[0], mine[1], None
-    positions = mine[2] if order.positions else None
-    return mine[0], mine[1], CountedLabels(order.labels, order.divisor, positions)
+        return mine[0], labels, None
+    positions = mine[behind] if order.positions else None
+    return mine[0], labels, CountedLabels(order.labels, order.divisor, positions)
 
 
 def _share_state(model: ReplicatedModel, mesh: SiteMesh, order: Order) -> None:

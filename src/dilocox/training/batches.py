@@ -14,7 +14,8 @@ import torch
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.protocol.round_plan import MemberPlan
 from dilocox.data import SequenceSpace, TokenFiles
-from dilocox.data.rows import RowBatch
+from dilocox.data.columns import targets
+from dilocox.data.rows import RowBatch, joined
 from dilocox.inner.counted import CountedLabels
 from dilocox.utils.background import BackgroundQueue
 
@@ -24,7 +25,7 @@ Dataset = Callable[[int, int], Sequences]
 Read = Callable[[int, int], Sequences | RowBatch]
 """A dataset that may also give rows with labels that do not count."""
 Loaded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Inputs, labels and positions of a shard's rows, int64 [b, L] each."""
+"""Inputs, targets and positions of a shard's rows, int64; see `Batch`."""
 SHARED = "shared"
 """Space of the token ranges of token files that all sites have."""
 Ranges = Sequence[tuple[int, int]]
@@ -37,7 +38,7 @@ class Batch(NamedTuple):
     inputs: torch.Tensor
     """int64 [b, L]."""
     labels: torch.Tensor
-    """int64 [b, L]."""
+    """int64 [b, L]; with columns int64 [b, 1 + columns, L], see `dilocox.inner.columns`."""
     counted: CountedLabels | None = None
     """How many labels of the site's batch count, and positions; None: all labels count."""
 
@@ -164,17 +165,14 @@ class Batches:
             return error
 
     def _load(self, parts: tuple[tuple[int, int], ...]) -> Loaded:
-        rows = [self._read(start, count) for start, count in parts]
-        if isinstance(rows[0], RowBatch):
-            columns = tuple(
-                None if some[0] is None else np.concatenate(some)
-                for some in zip(*rows, strict=True)
-            )
+        mine = joined([self._read(start, count) for start, count in parts])
+        found: tuple[Sequences, Sequences, Sequences | None]
+        if isinstance(mine, RowBatch):
+            found = (mine.inputs, targets(mine.labels, mine.columns), mine.positions)
         else:
-            mine = rows[0] if len(rows) == 1 else np.concatenate(rows)  # type: ignore[arg-type]
-            columns = (mine[:, :-1], mine[:, 1:], None)
+            found = (mine[:, :-1], mine[:, 1:], None)
         # Copied by numpy, which uses one thread; PyTorch may use several.
-        copied = [None if each is None else np.array(each, order="C") for each in columns]
+        copied = [None if each is None else np.array(each, order="C") for each in found]
         tensors = [None if each is None else torch.from_numpy(each) for each in copied]
         if self._device.type != "cuda":
             return tuple(tensors)  # type: ignore[return-value]

@@ -33,6 +33,7 @@ from dilocox.inner import (
     use_expandable_segments,
 )
 from dilocox.inner.affinity import stay_near
+from dilocox.inner.columns import ColumnLoss, plain_targets, takes_columns
 from dilocox.inner.counted import CountedLabels, OwnLoss
 from dilocox.inner.lr_schedule import learning_rate
 from dilocox.inner.memory import check_gpu, sums_whole_gradients
@@ -52,10 +53,11 @@ from dilocox.training.batches import Batches as Batches
 from dilocox.training.batches import Dataset as Dataset
 from dilocox.training.batches import Sequences as Sequences
 from dilocox.training.model_plan import ModelPlan as ModelPlan
-from dilocox.training.own_code import check_code
+from dilocox.training.own_code import check_code, check_columns
 
-Loss = OwnLoss
-"""(logits [b, L, V], labels int64 [b, L]) -> scalar mean."""
+Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+"""(logits [b, L, V], labels int64 [b, L]) -> scalar mean, or (sum, count). A parameter named
+`columns` gets {name: float32 [b, L]}."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Hooks:
         `required`: see `own_code.check_code`. Raises `ConfigError` if one of the two fails.
         """
         check_code(config.run.code, self.functions, required=required)
+        check_columns(config.data.columns, self.functions)
         if self.optimizer is None:
             return
         if config.inner.optimizer != "sgd":
@@ -110,6 +113,12 @@ class Hooks:
                 "optimizer: replicas only exchange moments of dilocox's own optimizers; set "
                 "site.replicas = 1, and raise site.shards instead"
             )
+
+    def loss_of(self, config: RunConfig) -> OwnLoss:
+        """Return the loss, of logits and targets: a loss that takes columns gets them by name."""
+        if not takes_columns(self.loss):
+            return self.loss
+        return ColumnLoss(self.loss, tuple(sorted(config.data.columns)))
 
     def learning_rate(self, step: int, config: RunConfig) -> float:
         """Return the learning rate of inner step `step` of the run, counted from 0."""
@@ -258,7 +267,7 @@ def build_rank(
             compile_layers=compile_setting(config.adapter, config.model),
             whole_gradients=_sums_whole_gradients(config, blueprint, mesh),
         ),
-        loss=hooks.loss,
+        loss=hooks.loss_of(config),
         optimizer=hooks.optimizer,
     )
     live = model.local_tensors()
@@ -311,7 +320,8 @@ def _example(config: RunConfig, blueprint: ModelPlan) -> Batch:
         positions = (torch.arange(length) % -(-length // 2)).repeat(rows, 1)
         whole = rows * length * config.site.parts
         counted = CountedLabels(whole, float(whole), positions)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), counted)
+    targets = plain_targets(tokens[:, 1:].contiguous(), len(config.data.columns))
+    return Batch(tokens[:, :-1].contiguous(), targets, counted)
 
 
 def _sums_whole_gradients(config: RunConfig, blueprint: ModelPlan, mesh: SiteMesh) -> bool:

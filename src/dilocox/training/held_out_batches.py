@@ -9,6 +9,7 @@ import torch
 
 from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles, held_out
+from dilocox.data.columns import targets
 from dilocox.data.rows import RowBatch
 from dilocox.errors import ConfigError
 from dilocox.inner.counted import CountedLabels
@@ -116,7 +117,7 @@ def of_shard(config: RunConfig, rows: Sequences | RowBatch, shard: int) -> Batch
     assert isinstance(rows, RowBatch)
     positions = None if mine.positions is None else _tensor(mine.positions)
     counted = CountedLabels(rows.counted, float(rows.counted), positions)
-    return Batch(_tensor(mine.inputs), _tensor(mine.labels), counted)
+    return Batch(_tensor(mine.inputs), _tensor(targets(mine.labels, mine.columns)), counted)
 
 
 def _tensor(values: Sequences) -> torch.Tensor:

@@ -10,12 +10,13 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from dilocox.coordinator.protocol.held_out_figures import BY_SOURCE
 from dilocox.errors import ConfigError
+from dilocox.inner.columns import takes_columns
 
 ZERO = (
     "the held-out loss is exactly 0: the loss leaves out every label of the held-out text, or the "
@@ -89,6 +90,33 @@ def check_code(
         f"run.code: the run file has {agreed[:12]}…, the code of {names} here is {digest[:12]}…; "
         "copy the same modules to every site, or set run.code everywhere to " + digest
     )
+
+
+def check_columns(
+    columns: Sequence[str], functions: Mapping[str, Callable[..., Any] | None]
+) -> None:
+    """Check that a loss reads the columns of the data, and that the data have columns to read.
+
+    `columns`: `data.columns`. Raises `ConfigError` otherwise.
+    """
+    loss = functions.get("loss")
+    takes = loss is not None and takes_columns(loss)
+    if columns and not takes:
+        raise ConfigError(
+            f"data.columns {', '.join(columns)}: no loss reads them; give dilocox.train or "
+            "dilocox.join a loss with a parameter named columns, or leave data.columns out"
+        )
+    if takes and not columns:
+        raise ConfigError(
+            "loss: has a parameter named columns, and data.columns names none; name fields of the "
+            "records there, or give the parameter another name"
+        )
+    own = [name for name in ("dataset", "validation") if functions.get(name) is not None]
+    if takes and own:
+        raise ConfigError(
+            f"{own[0]}: gives tokens alone, and the loss reads columns; leave {own[0]} out, or the "
+            "loss's parameter columns"
+        )
 
 
 class Reporter(Protocol):

@@ -62,6 +62,11 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
             f"sites.{site}.data {own.folder}: {has[own.has_flags]}, but the run's data "
             f"{has[files.has_flags]}; prepare both with the same data.format"
         )
+    if own.column_names != files.column_names:
+        raise DataError(
+            f"sites.{site}.data {own.folder}: has the columns {own.column_names}, the run's data "
+            f"{files.column_names}; prepare both with the same data.columns"
+        )
     # Digests of the files may differ, because a tokenizer changes when it is loaded and saved.
     ours, theirs = (each.tokenizer_folder / "tokenizer.json" for each in (own, files))
     if read_vocabulary(ours) != read_vocabulary(theirs):
