@@ -29,6 +29,7 @@ from dilocox.config import (
     data,
     data_sources,
     outputs,
+    preference,
     privacy,
     run_config,
     site,
@@ -191,8 +192,8 @@ def source_texts() -> dict[tuple[str, str], str]:
     """Returns the text below each key in the source, on one line, by (class name, key)."""
     texts: dict[tuple[str, str], str] = {}
     sources = (
-        run_config, config_model, adapter, admission, data, data_sources, outputs, privacy,
-        config_rounds, site,
+        run_config, config_model, adapter, admission, data, data_sources, outputs, preference,
+        privacy, config_rounds, site,
     )  # fmt: skip
     written = [inspect.getsource(module) for module in sources]
     for node in ast.parse("\n".join(written)).body:

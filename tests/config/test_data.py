@@ -24,7 +24,7 @@ def test_keys_of_conversations_need_such_a_format() -> None:
         ("chat_template", "chat.jinja"),
         ("loss_on", "all"),
     ):
-        with pytest.raises(ConfigError, match=rf'data\.{key} needs format = "chat" or "instruc'):
+        with pytest.raises(ConfigError, match=rf'data\.{key} needs format = "chat", "instruc'):
             run(**{key: value})
         run(format="instruction", **{key: value})
 

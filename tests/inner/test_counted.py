@@ -65,6 +65,14 @@ def test_own_losses_count_alike(pool: Pool, name: str, told: bool, setting: dict
     check(pool, name, setting, told=told)
 
 
+@pytest.mark.parametrize("setting", SPLITS[:6] + SPLITS[7:], ids=named)
+def test_pairs_of_answers_count_alike_however_the_batch_is_split(
+    pool: Pool, setting: dict[str, Any]
+) -> None:
+    """The loss is the mean over the pairs of the whole batch, as in float64 by hand."""
+    check(pool, "dpo", setting)
+
+
 @pytest.mark.parametrize("setting", SPLITS[4:6] + SPLITS[7:], ids=named)
 def test_columns_reach_the_loss_however_the_batch_is_split(
     pool: Pool, setting: dict[str, Any]

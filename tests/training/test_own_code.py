@@ -17,7 +17,14 @@ from dilocox.errors import ConfigError
 from dilocox.training.builder import Hooks
 from dilocox.training.held_out_batches import validation_batches
 from dilocox.training.launch import local, preflight
-from dilocox.training.own_code import ZERO, check_code, check_columns, code_digest, evaluated
+from dilocox.training.own_code import (
+    ZERO,
+    check_code,
+    check_columns,
+    check_preference,
+    code_digest,
+    evaluated,
+)
 from tests.support import own_functions
 
 pytestmark = pytest.mark.waits
@@ -126,6 +133,14 @@ def test_columns_and_the_loss_that_reads_them_go_together(
         check_columns(columns, functions)
     check_columns(["weight"], {"loss": with_columns})
     check_columns([], {"loss": own_functions.loss, "dataset": own_functions.dataset})
+
+
+def test_preference_training_has_its_own_loss() -> None:
+    check_preference("preference", {"optimizer": own_functions.optimizer})
+    check_preference("chat", {"loss": own_functions.loss})
+    for name in ("loss", "dataset", "validation"):
+        with pytest.raises(ConfigError, match=f'{name}: data.format "preference" has a loss for'):
+            check_preference("preference", {name: own_functions.FUNCTIONS[name]})
 
 
 def test_a_join_from_python_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 
 from dilocox.config.base import Positive, Section
 from dilocox.config.data_filter import Filter
-from dilocox.config.data_sources import TEXT_FORMATS, SourceSection, sources_problem
+from dilocox.config.data_sources import CONVERSATIONS, TEXT_FORMATS, SourceSection, sources_problem
 
 Packing = Literal["stream", "documents", "none"]
-LongDocuments = Literal["cut", "split", "refuse"]
+LongDocuments = Literal["cut", "split", "leave_out", "refuse"]
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,15 @@ class DataSection(Section):
     """`python-stdlib`, files and folders, or the name of a hub dataset (with `format = "hub"`). In
     folders, links are followed; hidden files and files of other formats are left out. `dilocox data
     show` counts the files that are left out."""
-    format: Literal["auto", "text", "jsonl", "parquet", "code", "hub", "chat", "instruction"] = (
-        "auto"
-    )
+    format: Literal[
+        "auto", "text", "jsonl", "parquet", "code", "hub", "chat", "instruction", "preference"
+    ] = "auto"
     """Format of the source. `auto`: by the file names. `jsonl`: JSON objects, one per line or all
     in one array; `.json` files in folders are read with this format, `chat` and `instruction` only.
     `chat`: records with a list of messages, in JSON or Parquet files or in a hub dataset.
     `instruction`: the same with a prompt and a completion. See [fine-tune on
-    conversations](fine-tune.md). Text and JSON files may be compressed (`.gz`, `.zst`)."""
+    conversations](fine-tune.md). `preference`: a prompt, a better and a worse answer, see
+    [preferences](preferences.md). Text and JSON files may be compressed (`.gz`, `.zst`)."""
     text_field: str = "text"
     """Field or column that holds the text in JSONL, Parquet and hub datasets. Records whose text is
     null or missing are left out and counted by `dilocox data show`."""
@@ -93,8 +94,9 @@ class DataSection(Section):
     `documents` with conversations, else `stream`."""
     long_documents: LongDocuments | None = None
     """A document longer than a row, unless `packing` is `stream`. `cut`: its end is left out.
-    `split`: it becomes several documents. `refuse`: no token files are made. The default is
-    `cut` with conversations, else `split`."""
+    `split`: it becomes several documents. `leave_out`: it is not trained on. `refuse`: no token
+    files are made. The default is `leave_out` with pairs, which are not cut, `cut` with other
+    conversations, else `split`."""
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
     validation_source: str | list[str] | None = None
     """Separate held-out text, written like `source`. All of it is held out, and all of `source` is
@@ -137,12 +139,14 @@ class DataSection(Section):
         """How tokens become rows, with the defaults of `format`."""
         packing: Packing = "documents" if self.has_conversations else "stream"
         long: LongDocuments = "cut" if self.has_conversations else "split"
+        if self.format == "preference":
+            long = "leave_out"
         return RowRules(self.sequence_length, self.packing or packing, self.long_documents or long)
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the source holds conversations (format `chat` or `instruction`), not text."""
-        return self.format in ("chat", "instruction")
+        """Whether the source holds conversations (`CONVERSATIONS`), not text."""
+        return self.format in CONVERSATIONS
 
     @model_validator(mode="after")
     def _filter_consistent(self) -> DataSection:
@@ -153,6 +157,26 @@ class DataSection(Section):
                 f'filter needs records with fields, and format "{self.format}" has none: leave it '
                 "out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_consistent(self) -> DataSection:
+        if self.format != "preference":
+            return self
+        kept = {"packing": "documents", "loss_on": "assistant"}
+        for key, only in kept.items():
+            if getattr(self, key) not in (None, only):
+                raise ValueError(
+                    f'{key} "{getattr(self, key)}" cannot be used with format "preference", '
+                    "whose rows hold both answers of a pair: leave it out"
+                )
+        if self.long_documents in ("cut", "split"):
+            raise ValueError(
+                f'long_documents "{self.long_documents}" would cut a pair of answers: set '
+                '"leave_out" or "refuse", or leave it out'
+            )
+        if self.columns:
+            raise ValueError('columns cannot be used with format "preference": leave it out')
         return self
 
     @model_validator(mode="after")
@@ -176,8 +200,8 @@ class DataSection(Section):
             ]
             if given:
                 raise ValueError(
-                    f'{given[0]} needs format = "chat" or "instruction": set it, or leave the key '
-                    "out"
+                    f'{given[0]} needs format = "chat", "instruction" or "preference": set it, or '
+                    "leave the key out"
                 )
         elif self.format == "chat" and self.tokenizer == "train" and self.chat_template is None:
             raise ValueError(

@@ -16,6 +16,9 @@ SHARE_TOLERANCE = Fraction(1, 1000)
 """Largest difference from 1 of the sum of shares, so that three times 0.333 is accepted."""
 
 TEXT_FORMATS = ("text", "code")
+
+CONVERSATIONS = ("chat", "instruction", "preference")
+"""Formats of `[data]` whose records hold conversations."""
 """Formats of files that are text as a whole, without records and fields."""
 
 OWN_KEYS = ("name", "source", "weight", "epochs")
@@ -96,7 +99,7 @@ def sources_problem(
     if number > 1:
         return f'sources has {number} tables named "{name}": give each a name of its own'
     for each in sources:
-        conversations = usual_format in ("chat", "instruction")
+        conversations = usual_format in CONVERSATIONS
         if conversations and each.format is not None:
             return (
                 f'sources "{each.name}" sets format "{each.format}" beside data.format '

@@ -42,6 +42,7 @@ from dilocox.config.outputs import (
     RecordSection,
     keeping_problem,
 )
+from dilocox.config.preference import PAIR, REFERENCE, PreferenceSection, preference_problem
 from dilocox.config.privacy import PrivacySection, privacy_problem
 from dilocox.config.site import ZERO_BUBBLE, InnerSection, SiteName, SiteOverride, SiteSection
 from dilocox.errors import ConfigError
@@ -105,6 +106,7 @@ class RunConfig(Section):
     model: ModelSection
     adapter: AdapterSection | None = None
     data: DataSection = DataSection()
+    preference: PreferenceSection = PreferenceSection()
     site: SiteSection = SiteSection()
     inner: InnerSection = InnerSection()
     outer: OuterSection
@@ -136,6 +138,7 @@ class RunConfig(Section):
                 self.privacy, self.outer, self.admission, self.own_data, self.site.ranks
             )
             or adapter_problem(self.adapter, self.model, self.site.parts)
+            or preference_problem(self.preference, self.data, self.model, self.adapter)
         )
         if problem is not None:
             raise ValueError(problem)
@@ -177,6 +180,13 @@ class RunConfig(Section):
     def data_folder(self) -> Path:
         """Folder of the token files that all sites share."""
         return Path(self.data.folder.replace("{run}", str(self.folder))).expanduser()
+
+    @property
+    def loss_columns(self) -> tuple[str, ...]:
+        """Sorted names of the columns that the loss reads beside labels."""
+        if self.data.format == "preference":
+            return (PAIR, REFERENCE)
+        return tuple(sorted(self.data.columns))
 
     @property
     def record_store(self) -> str:

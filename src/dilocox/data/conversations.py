@@ -22,13 +22,18 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have."""
 
 _MESSAGES = "set data.messages_field to the name of one that holds messages"
+ANSWERS = ("chosen", "rejected")
+"""Fields of a pair of answers."""
+
+_ANSWERS = "each record needs the better answer in chosen and the other one in rejected"
 _PAIRS = "set data.prompt_field and data.completion_field"
 
 
 class Conversation(Document):
     """Canonical JSON text of one conversation, with the place of its record for messages.
 
-    The JSON object has `messages` and perhaps `tools`, or `prompt` and `completion`.
+    The JSON object has `messages` and perhaps `tools`, or `prompt` and `completion`. A pair of
+    answers has `chosen` and `rejected`, each of which is such an object.
     """
 
     where: str
@@ -42,9 +47,16 @@ class Conversation(Document):
     def texts(self) -> str:
         """Returns the texts of the messages, for the training of a tokenizer."""
         content = json.loads(self)
+        if "chosen" in content:
+            return "\n".join(each.texts() for each in self.answers())
         if "prompt" in content:
             return f"{content['prompt']}\n{content['completion']}"
         return "\n".join(each["content"] for each in content["messages"] if each.get("content"))
+
+    def answers(self) -> list[Conversation]:
+        """Returns the chosen and the rejected conversation of a pair."""
+        content = json.loads(self)
+        return [Conversation(content[name], self.where) for name in ANSWERS]
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ class Layout:
     """The fields in which records keep their conversation."""
 
     format: str
-    """`chat` or `instruction`."""
+    """`chat`, `instruction` or `preference`."""
     messages: str = "messages"
     prompt: str = "prompt"
     completion: str = "completion"
@@ -70,16 +82,22 @@ class Layout:
     @property
     def fields(self) -> tuple[str, ...]:
         """Fields that records must have."""
+        if self.format == "preference":
+            return ANSWERS
         return (self.messages,) if self.format == "chat" else (self.prompt, self.completion)
 
     @property
     def optional(self) -> tuple[str, ...]:
         """Fields that records may have."""
+        if self.format == "preference":
+            return (self.prompt, "tools")
         return (*(("tools",) if self.format == "chat" else ()), *self.columns)
 
     @property
     def mend(self) -> str:
         """Remedy in messages about records without the fields."""
+        if self.format == "preference":
+            return _ANSWERS
         return _MESSAGES if self.format == "chat" else _PAIRS
 
     def parse(self, record: Mapping[str, Any], where: str) -> Conversation | None:
@@ -93,16 +111,13 @@ class Layout:
         return made
 
     def _conversation(self, record: Mapping[str, Any], where: str) -> Conversation | None:
+        if self.format == "preference":
+            return _pair(record, self.prompt, where)
         if self.format == "chat":
             messages = _list_of(record.get(self.messages), where, self.messages)
             if not messages:
                 return None
-            content: dict[str, Any] = {
-                "messages": [
-                    _message(each, f"{where}: message {number}")
-                    for number, each in enumerate(messages, start=1)
-                ]
-            }
+            content: dict[str, Any] = {"messages": _checked(messages, where)}
             tools = _list_of(record.get("tools"), where, "tools")
             if tools:
                 content["tools"] = tools
@@ -191,6 +206,51 @@ def conversation_lines(content: dict[str, Any]) -> list[str]:
         noun = "conversation" if left == 1 else "conversations"
         lines.append(f"left out     {left:,} {noun} of which no token is learned")
     return lines
+
+
+def _pair(record: Mapping[str, Any], prompt_field: str, where: str) -> Conversation | None:
+    """Returns a pair of answers, or None if one of them is missing, null or empty.
+
+    Raises `DataError`, which begins with `where`, if the two cannot be compared.
+    """
+    given = [record.get(name) for name in ANSWERS]
+    if any(not each or (isinstance(each, str) and not each.strip()) for each in given):
+        return None
+    prompt = record.get(prompt_field)
+    if all(isinstance(each, str) for each in given):
+        if not isinstance(prompt, str):
+            raise DataError(
+                f'{where}: field "{prompt_field}" is not text, and chosen and rejected are; give '
+                "text, or lists of messages in all three"
+            )
+        made: list[dict[str, Any]] = [{"prompt": prompt, "completion": each} for each in given]
+    else:
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        before = _list_of(prompt, where, prompt_field) or []
+        tools = _list_of(record.get("tools"), where, "tools")
+        made = []
+        for name, each in zip(ANSWERS, given, strict=True):
+            messages = _checked([*before, *(_list_of(each, where, name) or [])], where)
+            made.append({"messages": messages} | ({"tools": tools} if tools else {}))
+        chosen, rejected = (each["messages"] for each in made)
+        if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
+            raise DataError(f"{where}: chosen and rejected must end with a message of assistant")
+        if chosen[:-1] != rejected[:-1]:
+            raise DataError(
+                f"{where}: chosen and rejected differ before their last message; answers can be "
+                "compared after the same messages only"
+            )
+    if made[0] == made[1]:
+        raise DataError(f"{where}: chosen and rejected are equal; remove the record")
+    return Conversation(dict(zip(ANSWERS, made, strict=True)), where)
+
+
+def _checked(messages: list[Any], where: str) -> list[dict[str, Any]]:
+    return [
+        _message(each, f"{where}: message {number}")
+        for number, each in enumerate(messages, start=1)
+    ]
 
 
 def _list_of(value: object, where: str, field: str) -> list[Any] | None:

@@ -10,6 +10,7 @@ from dilocox.config.data import DataSection
 from dilocox.data.chat_encoding import ChatEncoder
 from dilocox.data.columns import columns_of
 from dilocox.data.conversations import Conversation
+from dilocox.data.flags import SECOND
 from dilocox.data.packing import SHARD_BYTES, Packer
 from dilocox.data.protected_tokens import Encoded, ProtectedTokenizer
 from dilocox.data.special_text import SpecialText, spelled
@@ -39,7 +40,8 @@ class DocumentEncoder:
         self.begin_of_text = encoder.begin_of_text if data.begin_of_text else ()
         """Tokens before every document of text; conversations get theirs from the template."""
         if data.has_conversations:
-            self._chat = ChatEncoder(folder, encoder, data.loss_on)
+            pairs = data.format == "preference"
+            self._chat = ChatEncoder(folder, encoder, "last" if pairs else data.loss_on)
             if self._chat.templates:
                 self.begin_of_text = ()
             self._chat.check_template(given=data.chat_template, needed=data.format == "chat")
@@ -65,7 +67,10 @@ class DocumentEncoder:
         """
         self._special.look(batch)
         if self._chat is not None:
-            made = self._chat.encode(cast(Sequence[Conversation], batch))
+            conversations = cast(Sequence[Conversation], batch)
+            if self._data.format == "preference":
+                return self._pairs(self._chat, conversations)
+            made = self._chat.encode(conversations)
         else:
             encoded = (
                 self._encoder.encode(list(batch))
@@ -78,6 +83,19 @@ class DocumentEncoder:
             return made
         both = zip(made, batch, strict=True)
         return [each and each._replace(columns=columns_of(document)) for each, document in both]
+
+    def _pairs(self, chat: ChatEncoder, pairs: Sequence[Conversation]) -> list[Encoded | None]:
+        """Returns chosen and rejected answer of each pair, one behind the other."""
+        encoded = chat.encode([answer for pair in pairs for answer in pair.answers()])
+        made: list[Encoded | None] = []
+        for chosen, rejected in zip(encoded[::2], encoded[1::2], strict=True):
+            if chosen is None or rejected is None:
+                made.append(None)
+                continue
+            # No token stands before the second answer's first one, so that it is no label.
+            counted = [*map(int, chosen.counted), SECOND, *map(int, rejected.counted[1:])]
+            made.append(Encoded(chosen.ids + rejected.ids, counted))
+        return made
 
     @property
     def special_text(self) -> Mapping[str, int]:
@@ -107,7 +125,7 @@ class DocumentEncoder:
         ends = self._chat.ends_of_turn()
         return {
             "format": self._data.format,
-            "loss_on": self._data.loss_on,
+            "loss_on": "last" if self._data.format == "preference" else self._data.loss_on,
             "chat_template": bool(self._chat.templates),
             "end_of_turn": [
                 {"token": self._encoder.tokenizer.id_to_token(end), "id": end} for end in ends

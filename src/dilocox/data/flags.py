@@ -19,6 +19,9 @@ COUNTED = 1
 STARTS = 2
 """Bit of the first token of a document."""
 
+SECOND = 4
+"""Bit of the first token of a pair's second answer, whose positions begin at 0 again."""
+
 FLAGS_DTYPE: np.dtype[Any] = np.dtype("u1")
 """Type of the flags on disk."""
 
@@ -27,12 +30,13 @@ def document_flags(counted: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.
     """Returns the flags of one document: uint8 [n].
 
     Args:
-        counted: for each token, whether the token counts as a label (0 or 1).
+        counted: for each token, whether the token counts as a label (0 or 1); `SECOND` for the
+            first token of the second answer, if the document is a pair.
 
     Raises:
         ValueError: if the document has no token.
     """
-    flags = np.asarray(counted, dtype=bool) * np.uint8(COUNTED)
+    flags = np.asarray(counted, dtype=np.uint8) & np.uint8(COUNTED | SECOND)
     if not len(flags):
         raise ValueError("a document without tokens")
     flags[0] |= STARTS

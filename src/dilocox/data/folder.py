@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config.data import DataSection
+from dilocox.config.preference import REFERENCE
 from dilocox.config.run_config import load_written
 from dilocox.data.columns import check_same_columns
 from dilocox.data.manifest import MANIFEST
@@ -170,7 +171,9 @@ def reuse(
             f"{made_with.get(key)!r} instead of {options[key]!r}); set data.folder to another "
             "folder or delete this one, or give the same options"
         )
-    check_same_columns(folder, files.column_names, options.get("columns", []))
+    pairs = options["format"] == "preference"
+    wanted = [REFERENCE] if pairs else options.get("columns", [])
+    check_same_columns(folder, files.column_names, wanted)
     names = [(name, group.data) for group in named for name in group.names]
     for (name, data), source in zip(names, files.content["sources"], strict=True):
         if source["kind"] == "files" and Path(name).expanduser().exists():

@@ -112,8 +112,8 @@ class Packer:
             documents: token ids of each document.
             text_bytes: UTF-8 size of all these documents together.
             places: origin of each document, in the same order.
-            counted: per document and token id, whether the token counts as a label (0 or 1). None:
-                all do. Only with `flagged`.
+            counted: per document and token id, whether the token counts as a label, see
+                `document_flags`. None: all do. Only with `flagged`.
             columns: per document, the number of each column, which all tokens of it get.
 
         Raises:
@@ -181,7 +181,7 @@ class Packer:
         return entry | {"counted": self.counted} if self.flagged else entry
 
     def _flags_of(self, length: int, counted: Sequence[int] | Entries | None) -> Entries:
-        said = np.ones(length, dtype=bool) if counted is None else np.asarray(counted, dtype=bool)
+        said = np.ones(length) if counted is None else np.asarray(counted)
         if len(said) != length:
             raise ValueError(f"a document of {length} tokens with {len(said)} counted flags")
         before, behind = len(self._begin_of_text), len(self._end_of_text)

@@ -106,6 +106,7 @@ def prepare(
     progress: Progress | None = None,
     changed: Callable[[str], None] | None = None,
     replaced: Callable[[str], None] | None = None,
+    finish: Callable[[Path, dict[str, Any]], None] = lambda _folder, _content: None,
 ) -> TokenFiles:
     """Make the token files of `data` in `folder`, or open them if they exist already.
 
@@ -119,6 +120,8 @@ def prepare(
         changed: see `reuse`; passed by a run that resumes.
         replaced: if given, token files that do not fit `data` are made again, and the function is
             called with the reason. The old files are removed when the new ones are complete.
+        finish: is called with the new folder and the content of its manifest, before both are
+            described; may add columns.
 
     Raises:
         DataError: if text is missing, unreadable, empty or too short, or if `folder` holds other
@@ -152,6 +155,7 @@ def prepare(
             _check_disk(total, partial)
             text = _Text(groups, [_held(group, seed) for group in groups], total)
             content, spelled = _fill(partial, data, seed, text, report)
+            finish(partial, content)
             write_croissant(partial, content)
             made_with = _made_with(options, text.sources) | {"special_text": dict(spelled)}
             made_with |= _rows(partial, content, data)

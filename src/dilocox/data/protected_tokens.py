@@ -87,8 +87,8 @@ class Encoded(NamedTuple):
     """Tokens of one conversation."""
 
     ids: list[int]
-    counted: list[bool]
-    """For each token, whether it is learned."""
+    counted: Sequence[int]
+    """For each token, whether it is learned (0 or 1), see `document_flags`."""
     columns: tuple[float, ...] = ()
     """Number of each column, which all tokens get."""
 

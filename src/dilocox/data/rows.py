@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dilocox.config.data import RowRules
+from dilocox.config.preference import PAIR
 from dilocox.data.best_fit import best_fit
 from dilocox.data.columns import Columns
-from dilocox.data.flags import COUNTED
+from dilocox.data.flags import COUNTED, SECOND
 from dilocox.data.parts import parts_of
 from dilocox.data.token_files import SPLITS, TokenFiles
 from dilocox.errors import DataError
@@ -52,7 +53,9 @@ class RowBatch(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """Counted labels of these rows."""
+        """Counted labels of these rows; of rows of pairs, the number of pairs."""
+        if self.columns and PAIR in self.columns:
+            return int(self.columns[PAIR].max(axis=1).sum())
         return int(np.count_nonzero(self.labels >= 0))
 
 
@@ -72,7 +75,7 @@ class Filling:
     split: int
     """Documents that were split into several pieces."""
     left_out: int
-    """Documents without any counted label in a row; 0 for a stream."""
+    """Documents without any counted label in a row, or too long and so left out; 0 for a stream."""
 
     @property
     def line(self) -> str:
@@ -82,7 +85,7 @@ class Filling:
         for count, what in (
             (self.cut, "cut"),
             (self.split, "split"),
-            (self.left_out, "without a label that counts left out"),
+            (self.left_out, "left out"),
         ):
             if count:
                 parts.append(f"{count:,} of {self.documents:,} documents {what}")
@@ -93,7 +96,7 @@ class Rows(Protocol):
     """All rows of a split that an epoch visits."""
 
     counted: Numbers
-    """Counted labels of each row, int64 [rows]; each is 1 or more."""
+    """Counted labels of each row, int64 [rows]; each is 1 or more. Of rows of pairs: pairs."""
     filling: Filling
 
     def read(self, numbers: Numbers) -> RowBatch:
@@ -237,7 +240,10 @@ class DocumentRows:
         self._document, self._offset, self._taken = document[order], offset[order], taken[order]
         count = int(rows.max()) + 1
         self._first = np.searchsorted(rows[order], np.arange(count + 1))
+        self._pairs = files.has_pairs
         self.counted = np.add.reduceat(counted[order], self._first[:-1])
+        if self._pairs:
+            self.counted = np.diff(self._first)
         lengths = ends - starts - 1
         used = np.zeros(len(ends), dtype=bool)
         used[document] = True
@@ -258,7 +264,8 @@ class DocumentRows:
         inputs = np.full(shape, self._padding, dtype=np.int64)
         labels = np.full(shape, NOT_COUNTED, dtype=np.int64)
         positions = np.zeros(shape, dtype=np.int64)
-        columns = {name: np.zeros(shape, dtype=np.float32) for name in self._columns}
+        names = [*self._columns, *([PAIR] if self._pairs else [])]
+        columns = {name: np.zeros(shape, dtype=np.float32) for name in names}
         for row, number in enumerate(numbers.tolist()):
             at = 0
             for piece in range(int(self._first[number]), int(self._first[number + 1])):
@@ -270,8 +277,14 @@ class DocumentRows:
                 for name, each in self._columns.items():
                     columns[name][row, place] = each.gather(offset, taken + 1)[0, 1:]
                 if self._flags is not None:
-                    counts = self._flags.gather(offset, taken + 1)[0, 1:] & COUNTED
-                    labels[row, place][counts == 0] = NOT_COUNTED
+                    flags = self._flags.gather(offset, taken + 1)[0]
+                    labels[row, place][flags[1:] & COUNTED == 0] = NOT_COUNTED
+                    if self._pairs:
+                        second = int(np.flatnonzero(flags & SECOND)[0])
+                        positions[row, at + second : at + taken] = np.arange(taken - second)
+                        number_in_row = piece - int(self._first[number]) + 1
+                        columns[PAIR][row, place] = number_in_row
+                        columns[PAIR][row, at + second - 1 : at + taken] = -number_in_row
                 at += taken
             positions[row, at:] = np.arange(self._length - at)
         return RowBatch(inputs, labels, positions if self._restart else None, columns or None)
@@ -305,7 +318,8 @@ def _pieces(starts: Numbers, ends: Numbers, rules: RowRules) -> tuple[Numbers, N
     """
     lengths, room = ends - starts - 1, rules.length
     if rules.long_documents != "split":
-        whole = np.flatnonzero(lengths > 0)
+        longest = room if rules.long_documents == "leave_out" else int(lengths.max(initial=0))
+        whole = np.flatnonzero((lengths > 0) & (lengths <= longest))
         return whole, starts[whole], np.minimum(lengths[whole], room)
     number = -(-lengths // room)
     document = np.repeat(np.arange(len(lengths)), number)
@@ -317,11 +331,12 @@ def _pieces(starts: Numbers, ends: Numbers, rules: RowRules) -> tuple[Numbers, N
 def _refuse_long(files: TokenFiles, split: str, lengths: Numbers, rules: RowRules) -> None:
     long = int(np.count_nonzero(lengths > rules.length))
     if long and rules.long_documents == "refuse":
+        others = '"leave_out"' if files.has_pairs else '"cut" or "split"'
         raise DataError(
             f"data.long_documents: {long:,} of {len(lengths):,} documents of the {split} split of "
             f"{files.folder} are longer than data.sequence_length {rules.length:,} (the longest "
             f"needs {int(lengths.max()):,}): raise data.sequence_length, or set "
-            'data.long_documents to "cut" or "split"'
+            f"data.long_documents to {others}"
         )
 
 

@@ -177,6 +177,11 @@ class TokenFiles:
         """Whether the tokens have flags (`data.flags`). Token files of text have none."""
         return has_flags(self.content)
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether every document is a pair of answers."""
+        return bool(self.content.get("conversations", {}).get("format") == "preference")
+
     def flags(self, split: str) -> TokenArray | None:
         """Returns the flags of a split, one per token, or None if the tokens have none."""
         if not self.has_flags:

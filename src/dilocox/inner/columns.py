@@ -62,6 +62,8 @@ class ColumnLoss:
     """(logits [b, L, V], labels int64 [b, L], columns={name: float32 [b, L]}) -> as `OwnLoss`."""
     names: tuple[str, ...]
     """Names of the columns, sorted."""
+    counts_known: bool = False
+    """True if the loss gives (sum, count), and the counts are those of `CountedLabels`."""
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return what the user's loss gives for a micro-batch."""

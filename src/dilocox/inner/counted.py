@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dilocox.inner.columns import labels_of, with_labels
+from dilocox.inner.columns import ColumnLoss, labels_of, with_labels
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """(logits [b, L, V], labels int64 [b, L]) -> mean over the micro-batch, or (sum, count)."""
@@ -66,6 +66,7 @@ class MicroBatchLoss:
     def __init__(self, loss: OwnLoss) -> None:
         self._loss = loss
         self._counts: list[Tensor] = []
+        self._counts_known = isinstance(loss, ColumnLoss) and loss.counts_known
 
     def __call__(
         self, logits: Tensor, targets: Tensor, whole: float, scale: float | None
@@ -85,6 +86,10 @@ class MicroBatchLoss:
             if isinstance(found, tuple):
                 return self._sum(*found)
             return found.float() / whole
+        if self._counts_known:
+            found = self._loss(logits, targets)
+            assert isinstance(found, tuple)
+            return found[0].float() * scale
         labels = labels_of(targets)
         counted = (labels >= 0).sum()
         # A mean over no label is NaN. So a micro-batch without counted labels gets one, and its

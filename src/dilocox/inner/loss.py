@@ -43,6 +43,18 @@ def sum_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return -likelihoods.sum()
 
 
+def log_likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the logarithm of the probability of each label, fp32 [b, L]; 0 for labels below 0.
+
+    Arguments and memory as for `mean_cross_entropy`.
+    """
+    rows, targets = logits.flatten(0, -2), labels.flatten()
+    known = targets.clamp(min=0)
+    compute = _of_some if rows.numel() <= AT_ONCE else _Likelihoods.apply
+    found: Tensor = compute(rows, known)
+    return torch.where(targets >= 0, found, 0.0).view(labels.shape)
+
+
 def loss_bytes(logits: int, width: int) -> int:
     """Return the bytes that `mean_cross_entropy` holds at its peak, logits included.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,6 +39,7 @@ from dilocox.inner.counted import CountedLabels, OwnLoss
 from dilocox.inner.lr_schedule import learning_rate
 from dilocox.inner.memory import check_gpu, sums_whole_gradients
 from dilocox.inner.own_optimizer import OptimizerFactory
+from dilocox.inner.preference import dpo_loss
 from dilocox.models import (
     WeightSource,
     build_chunk,
@@ -53,7 +55,7 @@ from dilocox.training.batches import Batches as Batches
 from dilocox.training.batches import Dataset as Dataset
 from dilocox.training.batches import Sequences as Sequences
 from dilocox.training.model_plan import ModelPlan as ModelPlan
-from dilocox.training.own_code import check_code, check_columns
+from dilocox.training.own_code import check_code, check_columns, check_preference
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 """(logits [b, L, V], labels int64 [b, L]) -> scalar mean, or (sum, count). A parameter named
@@ -101,6 +103,7 @@ class Hooks:
         """
         check_code(config.run.code, self.functions, required=required)
         check_columns(config.data.columns, self.functions)
+        check_preference(config.data.format, self.functions)
         if self.optimizer is None:
             return
         if config.inner.optimizer != "sgd":
@@ -116,9 +119,13 @@ class Hooks:
 
     def loss_of(self, config: RunConfig) -> OwnLoss:
         """Return the loss, of logits and targets: a loss that takes columns gets them by name."""
+        if config.data.format == "preference":
+            keys = config.preference.model_dump()
+            loss = functools.partial(dpo_loss, **keys)
+            return ColumnLoss(loss, config.loss_columns, counts_known=True)
         if not takes_columns(self.loss):
             return self.loss
-        return ColumnLoss(self.loss, tuple(sorted(config.data.columns)))
+        return ColumnLoss(self.loss, config.loss_columns)
 
     def learning_rate(self, step: int, config: RunConfig) -> float:
         """Return the learning rate of inner step `step` of the run, counted from 0."""
@@ -320,7 +327,7 @@ def _example(config: RunConfig, blueprint: ModelPlan) -> Batch:
         positions = (torch.arange(length) % -(-length // 2)).repeat(rows, 1)
         whole = rows * length * config.site.parts
         counted = CountedLabels(whole, float(whole), positions)
-    targets = plain_targets(tokens[:, 1:].contiguous(), len(config.data.columns))
+    targets = plain_targets(tokens[:, 1:].contiguous(), len(config.loss_columns))
     return Batch(tokens[:, :-1].contiguous(), targets, counted)
 
 

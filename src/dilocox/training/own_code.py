@@ -119,6 +119,19 @@ def check_columns(
         )
 
 
+def check_preference(format_: str, functions: Mapping[str, Callable[..., Any] | None]) -> None:
+    """Check that preference training uses its own loss and data. Raises `ConfigError` otherwise.
+
+    `format_`: `data.format`.
+    """
+    own = [name for name in ("loss", "dataset", "validation") if functions.get(name) is not None]
+    if format_ == "preference" and own:
+        raise ConfigError(
+            f'{own[0]}: data.format "preference" has a loss for its pairs; leave {own[0]} out, or '
+            "use another format"
+        )
+
+
 class Reporter(Protocol):
     """The part of a `CoordinatorClient` that this module needs."""
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from dilocox.config.preference import REFERENCE
 from dilocox.config.run_config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.data.chat_encoding import TEMPLATE_FILE
@@ -66,6 +67,11 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
         raise DataError(
             f"sites.{site}.data {own.folder}: has the columns {own.column_names}, the run's data "
             f"{files.column_names}; prepare both with the same data.columns"
+        )
+    if own.content.get(REFERENCE) != files.content.get(REFERENCE):
+        raise DataError(
+            f"sites.{site}.data {own.folder}: its reference log-probabilities are of another model "
+            "or precision than the run's; prepare it with the run's [model]"
         )
     # Digests of the files may differ, because a tokenizer changes when it is loaded and saved.
     ours, theirs = (each.tokenizer_folder / "tokenizer.json" for each in (own, files))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
 from dilocox.training.launch.console import Display
+from dilocox.training.launch.reference import add_reference, check_reference
 from dilocox.training.launch.supervisor import print_error
 from dilocox.utils import processes
 
@@ -48,6 +50,10 @@ def _prepare(
         said.append(f"token files were made again (--overwrite), because the earlier ones did not "
                     f"fit: {why.partition(';')[0]}")  # fmt: skip
 
+    def finish(folder: Path, content: dict[str, Any]) -> None:
+        if config.data.format == "preference":
+            add_reference(config, folder, content, progress)
+
     files = prepare_token_files(
         config.data,
         config.data_folder,
@@ -55,7 +61,10 @@ def _prepare(
         progress,
         said.append if begun else None,
         replaced if overwrite and _is_the_runs(config) else None,
+        finish,
     )
+    if config.data.format == "preference":
+        check_reference(config, files)
     return files.folder, said + files.warnings
 
 

@@ -1,0 +1,141 @@
+"""Reference log-probabilities of preference training, computed once when the data are prepared.
+
+The reference is the model that the run starts from. Its log-probabilities are a column of the token
+files, so no process of the run holds a second model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dilocox.config.preference import REFERENCE
+from dilocox.config.run_config import RunConfig
+from dilocox.data import TokenFiles
+from dilocox.data.columns import COLUMN_DTYPE
+from dilocox.data.flags import COUNTED, SECOND, STARTS
+from dilocox.data.token_files import SPLITS
+from dilocox.errors import DataError
+from dilocox.inner.device import resolve_device, resolve_precision
+from dilocox.inner.loss import log_likelihoods
+from dilocox.models.base_weights import base_digest
+from dilocox.models.hf_weights import locate_weights
+
+LOGITS = 2**27
+"""Most logits that are computed at once."""
+Progress = Callable[[str, float], None]
+Numbers = npt.NDArray[np.int64]
+
+
+def add_reference(
+    config: RunConfig, folder: Path, content: dict[str, Any], progress: Progress
+) -> None:
+    """Write the reference's column beside token files of pairs, and name both in `content`.
+
+    Args:
+        config: the run, whose `[model]` is the reference.
+        folder: folder of the token files, which are not published yet.
+        content: content of their manifest, which is changed.
+        progress: is called with the name of the step and the finished fraction, 0 to 1.
+
+    Raises:
+        ModelError: if the model cannot be read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    files = TokenFiles(folder, {"content": content, "digest": ""})
+    place = locate_weights(str(config.model.path), config.model.revision)
+    device = resolve_device(config.site)
+    precision = resolve_precision(config.site, device)
+    model = AutoModelForCausalLM.from_pretrained(
+        place,
+        dtype=precision,
+        attn_implementation="sdpa",
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    model.eval().to(device)
+    total, done = sum(files.token_count(split) for split in SPLITS), 0
+    for split in SPLITS:
+        values = np.zeros(files.token_count(split), dtype=COLUMN_DTYPE)
+        for start, length, found in _documents(files, split, model, device):
+            values[start : start + length] = found
+            progress("computing the reference", (done + start) / total)
+        done += len(values)
+        _write(folder, content["splits"][split]["shards"], values)
+    content[REFERENCE] = {"model": base_digest(place), "precision": str(precision).split(".")[1]}
+
+
+def check_reference(config: RunConfig, files: TokenFiles) -> None:
+    """Raise `DataError` if the reference was computed with another model than the run's."""
+    begun = files.content.get(REFERENCE, {}).get("model")
+    here = base_digest(locate_weights(str(config.model.path), config.model.revision))
+    if begun != here:
+        raise DataError(
+            f"{files.folder}: its reference log-probabilities are of the model with digest "
+            f"{str(begun)[:12]}…, and model.path {config.model.path} has {here[:12]}…; set "
+            "data.folder to another folder or delete this one, or name that model"
+        )
+
+
+def _documents(
+    files: TokenFiles, split: str, model: Any, device: torch.device
+) -> Iterator[tuple[int, int, npt.NDArray[np.float32]]]:
+    """Yield (offset, tokens, log-probability of each counted token) of every answer of a split."""
+    flags, tokens = files.flags(split), files.tokens(split)
+    assert flags is not None
+    starts = flags.places_with(STARTS | SECOND)
+    lengths = np.diff(np.append(starts, len(flags)))
+    most = getattr(model.config, "max_position_embeddings", None) or int(lengths.max())
+    for some in _batches(lengths, max(1, LOGITS // model.config.vocab_size)):
+        # An answer that is longer than the model's positions is in no row.
+        some = some[lengths[some] <= most]
+        if not len(some):
+            continue
+        ids = np.zeros((len(some), int(lengths[some].max())), dtype=np.int64)
+        labels = np.full_like(ids, -1)
+        for row, number in enumerate(some.tolist()):
+            at, length = starts[number : number + 1], int(lengths[number])
+            ids[row, :length] = tokens.gather(at, length)[0]
+            counts = (flags.gather(at, length)[0] & COUNTED) > 0
+            labels[row, :length] = np.where(counts, ids[row, :length], -1)
+        given, wanted = (torch.from_numpy(each).to(device) for each in (ids, labels))
+        # Padding is behind the tokens, which do not see it.
+        with torch.no_grad():
+            logits = model(given[:, :-1], use_cache=False).logits
+            found = log_likelihoods(logits, wanted[:, 1:]).cpu().numpy()
+        for row, number in enumerate(some.tolist()):
+            length = int(lengths[number])
+            yield int(starts[number]), length, np.append([0.0], found[row, : length - 1])
+
+
+def _batches(lengths: Numbers, most: int) -> Iterator[Numbers]:
+    """Yield consecutive numbers of documents that, padded, have at most `most` tokens together."""
+    first, longest = 0, 0
+    for number, length in enumerate(lengths.tolist()):
+        if number > first and max(longest, length) * (number + 1 - first) > most:
+            yield np.arange(first, number)
+            first, longest = number, 0
+        longest = max(longest, length)
+    if first < len(lengths):
+        yield np.arange(first, len(lengths))
+
+
+def _write(folder: Path, shards: list[dict[str, Any]], values: npt.NDArray[Any]) -> None:
+    at = 0
+    for shard in shards:
+        raw = values[at : at + shard["tokens"]].tobytes()
+        name = f"{Path(shard['file']).stem}.{REFERENCE}.col"
+        with (folder / name).open("xb") as stream:
+            stream.write(raw)
+            stream.flush()
+            os.fsync(stream.fileno())
+        shard["columns"] = {REFERENCE: {"file": name, "sha256": hashlib.sha256(raw).hexdigest()}}
+        at += shard["tokens"]
