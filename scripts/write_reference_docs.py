@@ -162,7 +162,8 @@ def argument(action: argparse.Action) -> str:
             said += f" (default: {action.default})"
     if action.required and action.option_strings:
         said += f"{'; ' if said else ''}required"
-    return entry(f"**`{written(action)}`**", literal(sentence(said)))
+    line: str = entry(f"**`{written(action)}`**", literal(sentence(said)))
+    return line
 
 
 def written(action: argparse.Action) -> str:
