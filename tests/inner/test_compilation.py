@@ -13,12 +13,15 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from dilocox.config.adapter import AdapterSection
 from dilocox.config.run_config import ModelSection
 from dilocox.config.site import InnerSection, SiteSection
 from dilocox.errors import ConfigError
 from dilocox.inner import ChunkSettings, SiteMesh, SiteModel, determinism_facts
 from dilocox.inner.compilation import Compile, compiles, fallback
+from dilocox.models import build_chunk, materialise, plan_cut
 from dilocox.models.activation_checkpointing import Checkpointing
+from dilocox.models.adapter_weights import AdapterWeights
 from tests.support import toy_model
 from tests.support.architectures import (
     StateSource,
@@ -68,6 +71,52 @@ def test_equal_layers_are_one_graph_with_checkpointing_too(
     assert not counters["graph_break"]
     for plain, compiled_ones in zip(*gradients, strict=True):
         assert torch.equal(plain, compiled_ones)
+
+
+def adapted(config: Any, checkpointing: Checkpointing, dropout: float, backend: str | None) -> Any:
+    """A chunk with adapters, whose layers are compiled unless `backend` is None."""
+    adapter = AdapterSection(rank=3, dropout=dropout)
+    (spec,) = plan_cut(config, 1, 16, adapter)
+    chunk = build_chunk(
+        config, spec, attention="sdpa", activation_checkpointing=checkpointing, adapter=adapter
+    )
+    source = AdapterWeights(config, adapter, 1, StateSource(reference_model(config)))
+    materialise(chunk, source, "cpu")
+    for layer in chunk.train().layers if backend else []:
+        _plain_compile(layer, backend=backend)
+    return chunk
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_with_adapters_are_two_graphs_however_many_there_are(packed: bool) -> None:
+    """The first layer's input has no gradient. Rows may be packed."""
+    config = small_config("qwen3", num_hidden_layers=4)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4], [*range(12)]])
+    gradients = []
+    for backend in (None, "eager"):
+        chunk = adapted(config, False, 0.0, backend)
+        for seed in (0, 1):
+            output = chunk(token_ids(seed=seed), None, positions if packed else None)
+            output.square().mean().backward()
+        gradients.append([each.grad for each in chunk.parameters() if each.requires_grad])
+    assert counters["frames"]["ok"] == counters["frames"]["total"] == 2
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    for plain, compiled_ones in zip(*gradients, strict=True):
+        assert torch.equal(plain, compiled_ones)
+
+
+def test_a_compiled_layer_recomputes_the_dropout_of_its_adapters() -> None:
+    config = small_config("qwen3")
+    gradients = []
+    for checkpointing in (False, True):
+        torch._dynamo.reset()
+        chunk = adapted(config, checkpointing, 0.3, "aot_eager")
+        torch.manual_seed(1)
+        chunk(token_ids()).square().mean().backward()
+        gradients.append([each.grad for each in chunk.parameters() if each.requires_grad])
+    for kept, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(kept, recomputed)
 
 
 def test_auto_is_on_for_gpus_and_off_where_the_backward_pass_is_split() -> None:
