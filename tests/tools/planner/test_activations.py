@@ -43,17 +43,34 @@ def really_saved(config: Any, bf16: bool) -> int:
     x = torch.randn(rows, length, 32, dtype=chunk.layers[0].input_layernorm.weight.dtype)  # type: ignore[union-attr, arg-type]
     x.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        chunk(x).sum()
+        packed = config.data.rows.packing == "documents"
+        positions = torch.arange(length).remainder(7).expand(rows, length)
+        chunk(x, None, positions if packed else None).sum()
     return sum(found.values())
 
 
+@pytest.mark.parametrize("packing", ["stream", "documents"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_layers_activations_are_those_of_real_tensors(precision: str) -> None:
-    config = run(site={"precision": precision}, data={"sequence_length": 15, "tokenizer": "given"})
+def test_a_layers_activations_are_those_of_real_tensors(precision: str, packing: str) -> None:
+    data = {"sequence_length": 15, "tokenizer": "given", "packing": packing}
+    config = run(site={"precision": precision}, data=data)
     found = activations.kept(config, ModelOutline.of(config))
     assert found.exact
     assert found.layer == really_saved(config, precision == "bf16")
     assert found.entry == 2 * 15 * 32 * (2 if precision == "bf16" else 4)
+
+
+def test_the_mask_of_packed_rows_grows_with_the_square_of_their_length() -> None:
+    found = {}
+    for packing in ("stream", "documents"):
+        data = {"sequence_length": 64, "tokenizer": "given", "packing": packing}
+        config = run(site={"precision": "bf16"}, data=data)
+        found[packing] = activations.kept(config, ModelOutline.of(config))
+    mask = config.site.micro_batch_size * 64 * 64
+    more = found["documents"].layer - found["stream"].layer
+    # As truth values, and as numbers that are added to scores; the positions are small.
+    assert 3 * mask <= more < 3.5 * mask
+    assert found["documents"].head == found["stream"].head
 
 
 def test_the_head_needs_its_logits_three_times_and_its_inputs() -> None:

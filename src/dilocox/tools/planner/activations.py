@@ -111,10 +111,13 @@ def _saved(
         hidden = int(outline.hf_config.hidden_size)
         inputs = torch.empty(rows, length, hidden, dtype=dtype, requires_grad=True)
         selected = SelectedBytes()
+        numbers = torch.empty(rows, length, dtype=torch.int64)
+        # Documents that do not see each other need a mask [rows, 1, length, length].
+        positions = numbers if config.data.rows.packing == "documents" else None
 
         def forward() -> Any:
             with selected:
-                return chunk(inputs, torch.empty(rows, length, dtype=torch.int64))
+                return chunk(inputs, numbers, positions)
 
         return _count_saved(forward, chunk), selected.total
 
