@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -234,7 +235,7 @@ def _watch(
     """Show the coordinator's records until the run ends, and return how it ended.
 
     Raises `KeyboardInterrupt` at the user's second request to end, and `TrainingError` if the
-    coordinator fails, or if the run can never begin because a site has ended.
+    coordinator fails, or if the run cannot begin or go on because a site has failed.
     """
     stopping = False
     with listening(second_interrupts=True) as asked:
@@ -250,10 +251,11 @@ def _watch(
                         if kind == "record":
                             display.show(value)
                         elif kind == "end":
+                            sites.check_end()
                             return dict(value)
                         else:
                             raise TrainingError(value)
-                sites.look(stopping)
+                sites.look(stopping, time.monotonic())
             except EOFError:
                 coordinator.join()
                 raise TrainingError(f"the coordinator {processes.why_ended(coordinator)}") from None

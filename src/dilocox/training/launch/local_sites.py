@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -10,12 +11,18 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol.messages import Status
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.errors import DilocoxError, TrainingError
 from dilocox.training.launch.supervisor import print_error
 
-NOT_BEGUN = ("enrolling", "starting")
-"""Phases in which the coordinator waits for all sites of the run."""
+PAUSE = 2.0
+"""Seconds between two questions whether the run waits for sites."""
+
+
+def _has_not_begun(status: Status) -> bool:
+    """Return whether the coordinator still waits for all sites of the run."""
+    return status.phase in ("enrolling", "starting")
 
 
 class LocalSites:
@@ -38,6 +45,10 @@ class LocalSites:
         """
         self._config, self._endpoint = config, endpoint
         self._stopped = False
+        self._ending = ""
+        self._too_few = ""
+        """Why a site has failed that a run with fewer than `outer.min_sites` sites waits for."""
+        self._asks_next = 0.0
         self._running, self._queue = dict(processes), reasons
 
     @property
@@ -54,28 +65,45 @@ class LocalSites:
     def _timeouts(self) -> Timeouts:
         return Timeouts.derive(self._config.network)
 
-    def look(self, stopping: bool) -> None:
+    def look(self, stopping: bool, now: float) -> None:
         """Take notice of processes that have ended, and say why a site has failed.
 
-        A run that has not begun waits for all of its sites, and a site that has failed does not
-        come back. So the run is stopped then, unless it is `stopping` already.
+        A site that has failed does not come back. So the run is stopped, unless it is `stopping`
+        already, if it has not begun and waits for all of its sites, or if fewer than
+        `outer.min_sites` are left. `now`: clock in seconds.
 
-        Raises `TrainingError` with the reason if the run is stopped.
+        Raises `TrainingError` with the reason if the run is stopped before it began.
         """
         ended = {name: p for name, p in self._running.items() if not p.is_alive()}
         for name in ended:
             del self._running[name]
         reasons = self._reasons()
         failed = [name for name, process in ended.items() if process.exitcode]
-        if failed and not stopping and self._stopped_before_it_began(failed[0]):
-            self._stopped = True
-            raise TrainingError(
-                reasons.get(failed[0])
-                or f"site {failed[0]}: its process ended with code {ended[failed[0]].exitcode} "
-                "before the run began"
+        if failed and not stopping:
+            reason = reasons.get(failed[0]) or (
+                f"site {failed[0]}: its process ended with code {ended[failed[0]].exitcode}"
             )
+            if self._stop_if(_has_not_begun, f"site {failed[0]} cannot take part"):
+                self._stopped = True
+                raise TrainingError(reason)
+            if len(self._running) < self._config.outer.min_sites:
+                self._too_few = self._too_few or reason
         for reason in reasons.values():
             print_error(reason)
+        if self._too_few and not stopping and not self._ending and now >= self._asks_next:
+            # The coordinator may learn of the site's end only by its missing heartbeats.
+            self._asks_next = now + PAUSE
+            if self._stop_if(self._waits_for_sites, "too few sites are left"):
+                self._ending = self._too_few
+
+    def check_end(self) -> None:
+        """Raise `TrainingError` if this object has stopped a run that had begun."""
+        if self._ending:
+            raise TrainingError(
+                f"run {self._config.run.name} was stopped, since fewer than outer.min_sites "
+                f"{self._config.outer.min_sites} are left ({self._ending}); the same command with "
+                "--resume goes on from the last checkpoint"
+            )
 
     def say_rest(self) -> None:
         """Say why sites have failed since the last look.
@@ -93,8 +121,14 @@ class LocalSites:
             found[site] = reason
         return found
 
-    def _stopped_before_it_began(self, site: str) -> bool:
-        """Stop the run if it still waits for its sites. Returns whether it was stopped.
+    def _waits_for_sites(self, status: Status) -> bool:
+        """Return whether the run goes on, and decides nothing because it has too few sites."""
+        roles = [site.role for site in status.sites]
+        few = roles.count("active") < self._config.outer.min_sites
+        return status.phase == "running" and "finished" not in roles and few
+
+    def _stop_if(self, condition: Callable[[Status], bool], reason: str) -> bool:
+        """Stop the run if its status meets a condition. Returns whether it was stopped.
 
         False also if the coordinator does not answer: it says itself how the run has ended.
         """
@@ -102,9 +136,9 @@ class LocalSites:
         identity = Identity.load(self._endpoint.operator)
         client = CoordinatorClient(self._endpoint.url, identity, patience)
         try:
-            if client.status().phase not in NOT_BEGUN:
+            if not condition(client.status()):
                 return False
-            client.stop(f"site {site} cannot take part")
+            client.stop(reason)
         except DilocoxError:
             return False
         finally:
