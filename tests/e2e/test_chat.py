@@ -34,7 +34,7 @@ def test_a_model_learns_to_answer_and_to_stop(workshop: Workshop) -> None:
         "chat", "outer.rounds=12", "site.stages=1", PATIENT, "data.format=chat",
         f"data.source={source}", f"data.chat_template={place / 'template.jinja'}",
         f"data.folder={place / 'data'}", "data.vocabulary_size=290", "data.sequence_length=64",
-        "data.validation_fraction=0.1",
+        "data.validation_fraction=0.1", "checkpoint.best=true", "evaluation.every_rounds=4",
     )  # fmt: skip
     files = TokenFiles.open(place / "data")
     assert "[[It is so.<|im_end|>]]" in example(files, 0)
@@ -45,4 +45,9 @@ def test_a_model_learns_to_answer_and_to_stop(workshop: Workshop) -> None:
     assert [end["token"] for end in ends] == ["<|endoftext|>", "<|im_end|>"]
     answer = dilocox.generate(run.folder, "Is 7 more than 6?", chat=True, temperature=0, tokens=20)
     assert answer == "It is so."
+    best = json.loads((run.folder / "model-best" / "held_out.json").read_text())
+    losses = {row["after_round"]: row["val_loss"] for row in run.records("evaluation", "paris")}
+    assert len(losses) >= 4
+    assert best["val_loss"] == losses[best["after_round"]] == min(losses.values())
+    assert (run.folder / "model-best" / "chat_template.jinja").read_text() == CHATML
     assert not verdicts(run.folder)
