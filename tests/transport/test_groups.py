@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -80,6 +82,31 @@ def test_groups_one_after_the_other_and_two_at_a_time() -> None:
     with shared_store() as store:
         found = run_each({me: partial(epochs, store, "abc", me) for me in "abc"})
     assert all(found[me] == {"same": [True] * 5, "left": True} for me in "abc")
+
+
+def forgets(store: MemoryStore, me: str) -> bool:
+    """Whether transfers are freed after their end without a garbage collection."""
+    other = "b" if me == "a" else "a"
+    group = group_of(store, "forgets", "ab", me)
+    gc.disable()
+    arrived = group.receive(torch.zeros(9, dtype=torch.uint8), other, 1)
+    sent = group.send(noise(me, other, 9), other, 1)
+    assert arrived.poll(LIMIT)
+    assert sent.poll(LIMIT)
+    left = [weakref.ref(arrived), weakref.ref(sent)]
+    del arrived, sent
+    # A message that was sent stays until the peer has acknowledged it, and the link's threads hold
+    # the latest message until the next one.
+    assert swap(group, 9, 2)
+    freed = until(lambda: not any(each() for each in left), limit=5.0)
+    together(store, "freed", "ab", me)
+    return freed
+
+
+def test_payloads_are_freed_without_a_garbage_collection() -> None:
+    with shared_store() as store:
+        found = run_each({me: partial(forgets, store, me) for me in "ab"})
+    assert found == {"a": True, "b": True}
 
 
 class Tap:

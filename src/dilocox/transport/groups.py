@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -136,9 +137,9 @@ class PeerGroup:
             if ended():
                 raise EpochChangedError(f"the members changed during a transfer with {site}")
 
-        def withdraw() -> None:
-            link.withdraw(tag, transfer)
-
+        # The transfer comes as an argument: a closure that held the transfer would make a
+        # cycle, and the payload would stay in memory until the next garbage collection.
+        withdraw = partial(link.withdraw, tag)
         transfer = Transfer(site, tensor, what, self._silence, self.name, check, withdraw)
         (link.send if what == "send" else link.receive)(tag, transfer)
         return transfer

@@ -257,7 +257,11 @@ def test_what_is_given_up_does_not_travel() -> None:
 def test_a_silent_transfer_fails_by_itself() -> None:
     given_up = []
     waits = Transfer(
-        "b", torch.zeros(5, dtype=torch.uint8), "receive", 0.0, withdraw=lambda: given_up.append(1)
+        "b",
+        torch.zeros(5, dtype=torch.uint8),
+        "receive",
+        0.0,
+        withdraw=lambda _: given_up.append(1),
     )
     with pytest.raises(ExchangeError, match=r"link to b broke: nothing has moved for 0 s"):
         waits.poll(5.0)

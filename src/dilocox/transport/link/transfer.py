@@ -34,7 +34,7 @@ class Transfer:
         silence: float,
         group: str = "",
         cancelled: Callable[[], None] = lambda: None,
-        withdraw: Callable[[], None] = lambda: None,
+        withdraw: Callable[[Transfer], None] = lambda _: None,
     ) -> None:
         """Create a transfer; a `Link` moves its bytes.
 
@@ -45,7 +45,7 @@ class Transfer:
             silence: Seconds without movement after which the transfer fails.
             group: Name of the group, for the timeline.
             cancelled: Raises an exception once the group is no longer needed.
-            withdraw: Tells the link that this transfer is cancelled.
+            withdraw: Is called with this transfer if it is cancelled, and tells the link.
         """
         self.site = site
         self.view: memoryview = tensor.numpy().data
@@ -88,7 +88,7 @@ class Transfer:
         while not self._over.wait(max(0.0, min(_LOOK, self._silence, end - time.monotonic()))):
             if time.monotonic() - self._moved > self._silence:
                 self.fail(f"nothing has moved for {self._silence:g} s")
-                self._withdraw()
+                self._withdraw(self)
                 break
             self._cancelled()
             if time.monotonic() >= end:
@@ -103,7 +103,7 @@ class Transfer:
 
     def give_up(self) -> None:
         """Cancel the transfer: no further bytes of it travel."""
-        self._withdraw()
+        self._withdraw(self)
 
     def begin(self) -> None:
         """Record that the first bytes are on their way. Later calls have no effect.
