@@ -122,7 +122,7 @@ class Sites:
     def accept(self, site: str, versions: m.Versions) -> None:
         """Sign the run's manifest for a site."""
         signer, entry = self.signers[site], self.core.witness.manifest
-        facts = OwnFacts(None, None, "1" * 64, versions.model_dump())
+        facts = OwnFacts(None, None, "1" * 64, versions.named())
         said = Acceptance(site, 1, signer.public, digest_of_entry(entry), facts, 0)
         text = signer.sign(said.statement(self.run))
         self.core.witness.state(m.StateRequest(rank=self.ranks[site][0], statement=text))

@@ -137,7 +137,7 @@ class Door:
     def _accept(self, site: str, signer: Signer, versions: Versions) -> None:
         """Sign the run's manifest for a site, before any of its votes counts."""
         manifest = self._notary.manifest
-        facts = OwnFacts(None, None, "0" * 64, versions.model_dump())
+        facts = OwnFacts(None, None, "0" * 64, versions.named())
         said = Acceptance(site, 1, signer.public, digest_of_entry(manifest), facts, 0)
         signed = signer.sign(said.statement(self._notary.run))
         self._notary.checkpoint(RankId(site=site, stage=0, shard=0), signed)

@@ -46,7 +46,7 @@ def whole(scene: Scene) -> list[s.Statement]:
     """What an honest member signs, one statement of each type and form."""
     run = scene.notary.run
     of_rank = {"run": run, "site": LIAR, "stage": 0, "shard": 0, "round": 0}
-    facts = OwnFacts(None, None, ONE, VERSIONS.model_dump())
+    facts = OwnFacts(None, None, ONE, VERSIONS.named())
     accepted = Acceptance(
         LIAR, scene.driver.incarnations[LIAR], SIGNERS[LIAR].public,
         digest_of_entry(scene.notary.manifest), facts, 0,

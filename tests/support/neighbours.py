@@ -204,7 +204,7 @@ class Neighbour:
             1,
         )
         rank = m.RankId(site=name, stage=0, shard=0)
-        own = OwnFacts(files.digest, None, code_digest(), versions.model_dump())
+        own = OwnFacts(files.digest, None, code_digest(), versions.named())
         manifest = registry.notary.manifest
         said = Acceptance(name, 1, signer.public, digest_of_entry(manifest), own, 0)
         registry.notary.checkpoint(rank, signer.sign(said.statement(registry.notary.run)))

@@ -51,7 +51,7 @@ class Scene:
     def accept(self, site: str, /, **changes: Any) -> None:
         """Sign what the site takes part in, fields of the acceptance changed."""
         manifest = changes.pop("entry", self.notary.manifest)
-        facts = {"data": None, "own_data": None, "code": ONE, "versions": VERSIONS.model_dump(),
+        facts = {"data": None, "own_data": None, "code": ONE, "versions": VERSIONS.named(),
                  **changes.pop("facts", {})}  # fmt: skip
         said = {
             "site": site, "incarnation": self.driver.incarnations[site],

@@ -93,7 +93,7 @@ class Run:
         )
         self.identities[site] = identity
         if reply.record_run:
-            said = (fields.get("data_digest"), None, "0" * 64, VERSIONS.model_dump())
+            said = (fields.get("data_digest"), None, "0" * 64, VERSIONS.named())
             text = accept(self.config, identity, reply.record_manifest, OwnFacts(*said))
             self.client(site).record_state(text)
         return reply

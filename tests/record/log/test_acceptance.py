@@ -31,7 +31,7 @@ from tests.support.record_scene import KEY, KEYS, ONE, SIGNERS, Scene
 from tests.support.served_run import Run
 
 TWO = "2" * 64
-FACTS = OwnFacts(None, None, ONE, VERSIONS.model_dump())
+FACTS = OwnFacts(None, None, ONE, VERSIONS.named())
 
 
 def other_manifest(signer: s.Signer, entry: str, **changes: Any) -> str:
