@@ -92,6 +92,7 @@ class Bench:
             "adapter": " ".join(f"{key}={value}" for key, value in ADAPTER.items()),
             "batch": BATCH,
             "sequence_length": rows.SEQUENCE_LENGTH,
+            "precision": rows.PRECISION,
             "wikitext": options.wikitext is not None and any(options.wikitext.glob(WIKITEXT)),
         }
 

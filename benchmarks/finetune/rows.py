@@ -12,6 +12,8 @@ Mode = Literal["lora", "full"]
 
 ADAPTER: dict[str, Any] = {"kind": "lora", "rank": 16, "alpha": 32.0}
 SEQUENCE_LENGTH = 256
+PRECISION = "bf16"
+"""Data type of the computation, and of the frozen base. Trained parameters are in fp32."""
 BATCH = 8
 """Sequences per inner step, of all sites together."""
 STEPS = 64

@@ -14,7 +14,7 @@ from benchmarks.common import commit
 from benchmarks.finetune.chats import Chat
 from benchmarks.finetune.choice import accuracy
 from benchmarks.finetune.data import Conversations
-from benchmarks.finetune.rows import ADAPTER, BATCH, WARMUP_STEPS, Job
+from benchmarks.finetune.rows import ADAPTER, BATCH, PRECISION, WARMUP_STEPS, Job
 from benchmarks.quality.run import (
     PATIENT,
     check_attendance,
@@ -41,7 +41,13 @@ def configuration(
         "run": {"name": "finetune", "folder": str(folder), "seed": job.seed},
         "model": {"path": str(data.tokenizer), "pretrained": True},
         "data": {**data.section(), "folder": str(data.tokens(0, 1))},
-        "site": {"batch_size": share, "micro_batch_size": 1, "threads": 1, "device": "cpu"},
+        "site": {
+            "batch_size": share,
+            "micro_batch_size": 1,
+            "threads": 1,
+            "device": "cpu",
+            "precision": PRECISION,
+        },
         "inner": {"warmup_steps": WARMUP_STEPS, "learning_rate": job.rate},
         "outer": {"method": job.entry.method, "steps": job.steps},
         # Rows are compared at the same number of tokens, also on a busy machine.
