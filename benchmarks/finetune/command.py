@@ -84,7 +84,7 @@ class Bench:
         self._on = common.machine()
         model = options.model.resolve()
         self._data = Conversations.write(folder / "chats", model, options.wikitext)
-        self._data.tokenise(2)
+        self._data.tokenise(0, 2)
         self._parameters = _parameters(self._data, folder / "run")
         self._settings = {
             "parameters": self._parameters["full"],
@@ -104,7 +104,7 @@ class Bench:
         for job in self._jobs(known):
             if any(all(row[key] == value for key, value in job.key.items()) for row in known):
                 continue
-            self._data.tokenise(job.sites)
+            self._data.tokenise(job.seed, job.sites)
             config = configuration(job, self._data, self._folder / "run", self._parameters)
             try:
                 row = train(job, config, self._folder / "run.log", self._data.held_out())
@@ -115,7 +115,7 @@ class Bench:
             if row is None:
                 common.say("stopped; started again, the benchmark goes on with this row")
                 return 130
-            known.append({**row, "text": self._data.described()["digest"]})
+            known.append({**row, "text": self._data.described(job.seed)["digest"]})
             self._write(path, known)
             common.say(f"{job}: {_result(row)}, {row['seconds']:.0f} s")
         print(report.table(known, self._parameters))
@@ -156,7 +156,7 @@ def _parameters(data: Conversations, folder: Path) -> dict[str, int]:
     for mode in RATES:
         entry = rows.Entry(rows.BASELINE, "allreduce")
         config = configuration(Job(entry, mode, 2, 0, RATES[mode][0]), data, folder, found)
-        files = TokenFiles.open(data.tokens(0, 1))
+        files = TokenFiles.open(data.tokens(0))
         found[mode] = ModelPlan.of(config, files.vocabulary_size).trained
     return found
 

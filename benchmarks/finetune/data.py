@@ -22,9 +22,6 @@ from dilocox.utils import processes
 HELD_OUT_SEQUENCES = 48
 MOST = 6000
 """Largest number of conversations of each kind."""
-SEED = 0
-"""Seed of the token files. All runs have the same; a run's own seed orders them."""
-
 
 @dataclass(frozen=True)
 class Conversations:
@@ -67,9 +64,9 @@ class Conversations:
         """Return the JSONL of site number `site` of `sites`. One site has all conversations."""
         return self.folder / f"part-{site}-of-{sites}.jsonl"
 
-    def tokens(self, site: int, sites: int) -> Path:
-        """Return the folder of the token files of that part."""
-        return self.folder / f"tokens-{site}-of-{sites}"
+    def tokens(self, seed: int, site: int = 0, sites: int = 1) -> Path:
+        """Return the folder of the token files of that part, made for runs with that seed."""
+        return self.folder / f"tokens-{seed}-{site}-of-{sites}"
 
     def section(self, site: int = 0, sites: int = 1) -> dict[str, Any]:
         """Return the section `[data]` of a part, without `folder`."""
@@ -82,14 +79,17 @@ class Conversations:
             "validation_sequences": HELD_OUT_SEQUENCES,
         }
 
-    def tokenise(self, sites: int) -> None:
-        """Write the token files of all conversations, and of each of `sites` parts."""
-        for site, count in [(0, 1), *((site, sites) for site in range(sites))]:
-            processes.call_in_child(_tokenise, self, site, count, on_progress=_quiet)
+    def tokenise(self, seed: int, sites: int) -> None:
+        """Write the token files of all conversations, and of each of `sites` parts.
 
-    def described(self) -> dict[str, int | str]:
+        The child process ends with its memory before training begins.
+        """
+        parts = [(0, 1), *((site, sites) for site in range(sites))]
+        processes.call_in_child(_tokenise, self, seed, parts, on_progress=_quiet)
+
+    def described(self, seed: int) -> dict[str, int | str]:
         """Return the facts about the conversations that a reader of the results needs."""
-        files = TokenFiles.open(self.tokens(0, 1))
+        files = TokenFiles.open(self.tokens(seed))
         return {
             "digest": files.digest,
             "conversations": files.document_count("train"),
@@ -99,8 +99,12 @@ class Conversations:
         }
 
 
-def _tokenise(text: Conversations, site: int, sites: int, progress: Any) -> None:
-    prepare(DataSection(**text.section(site, sites)), text.tokens(site, sites), SEED, progress)
+def _tokenise(
+    text: Conversations, seed: int, parts: list[tuple[int, int]], progress: Any
+) -> None:
+    for site, sites in parts:
+        folder = text.tokens(seed, site, sites)
+        prepare(DataSection(**text.section(site, sites)), folder, seed, progress)
 
 
 def _quiet(_step: str, _share: float) -> None:

@@ -40,7 +40,7 @@ def configuration(
     raw: dict[str, Any] = {
         "run": {"name": "finetune", "folder": str(folder), "seed": job.seed},
         "model": {"path": str(data.tokenizer), "pretrained": True},
-        "data": {**data.section(), "folder": str(data.tokens(0, 1))},
+        "data": {**data.section(), "folder": str(data.tokens(job.seed))},
         "site": {
             "batch_size": share,
             "micro_batch_size": 1,
@@ -57,7 +57,7 @@ def configuration(
         "record": {"enabled": False},
         "network": PATIENT,
         "sites": {
-            f"site-{number}": {"data": str(data.tokens(number, job.sites))}
+            f"site-{number}": {"data": str(data.tokens(job.seed, number, job.sites))}
             for number in range(job.sites)
         },
     }
