@@ -23,6 +23,7 @@ HELD_OUT_SEQUENCES = 48
 MOST = 6000
 """Largest number of conversations of each kind."""
 
+
 @dataclass(frozen=True)
 class Conversations:
     """The conversations in a folder, and their token files."""
@@ -99,9 +100,7 @@ class Conversations:
         }
 
 
-def _tokenise(
-    text: Conversations, seed: int, parts: list[tuple[int, int]], progress: Any
-) -> None:
+def _tokenise(text: Conversations, seed: int, parts: list[tuple[int, int]], progress: Any) -> None:
     for site, sites in parts:
         folder = text.tokens(seed, site, sites)
         prepare(DataSection(**text.section(site, sites)), folder, seed, progress)

@@ -73,12 +73,7 @@ def test_a_run_is_verified_audited_and_loaded_by_peft(
         each["versions"]["peft"] == importlib.metadata.version("peft")
         for each in read_history(log.entries, NoteKey.parse(log.public)).enrolments
     )
-    audit = forge.command(
-        workshop, "lora", "audit", str(run.folder), "--round", "1", "--site", "lyon", "--json"
-    )
-    assert audit.wait() == 0, audit.output()
-    (verdict,) = json.loads(audit.printed())["verdicts"]
-    assert verdict["verdict"] == "EXACT"
+    forge.audit_exact(workshop, run)
 
     # Checkpoints and model hold the adapters, and nothing of the base.
     folder = run.folder / "model"
@@ -218,12 +213,7 @@ def test_a_run_on_a_base_in_four_bits_is_audited(
     log = read_log(run.folder / "record")
     for each in read_history(log.entries, NoteKey.parse(log.public)).enrolments:
         assert each["versions"]["bitsandbytes"] == importlib.metadata.version("bitsandbytes")
-    audit = forge.command(
-        workshop, "packed", "audit", str(run.folder), "--round", "1", "--site", "lyon", "--json"
-    )
-    assert audit.wait() == 0, audit.output()
-    (verdict,) = json.loads(audit.printed())["verdicts"]
-    assert verdict["verdict"] == "EXACT"
+    forge.audit_exact(workshop, run)
     merged = run.folder.parent / "packed-merged"
     export = forge.command(
         workshop, "packed", "export", str(run.folder), "--to", str(merged), "--merge"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -33,15 +32,6 @@ def write_pairs(folder: Path) -> Path:
     return write_records(folder / "pairs.jsonl", records)
 
 
-def audited(forge: Forge, workshop: Workshop, run: ForkedRun) -> None:
-    audit = forge.command(
-        workshop, "audit", "audit", str(run.folder), "--round", "1", "--site", "lyon", "--json"
-    )
-    assert audit.wait() == 0, audit.output()
-    (verdict,) = json.loads(audit.printed())["verdicts"]
-    assert verdict["verdict"] == "EXACT", verdict
-
-
 @pytest.mark.runs
 def test_a_run_learns_which_answer_is_better(workshop: Workshop, forge: Forge) -> None:
     base = write_base(workshop.root / "preference-base")
@@ -59,7 +49,7 @@ def test_a_run_learns_which_answer_is_better(workshop: Workshop, forge: Forge) -
     assert 0 < rounds[0]["labels"] < rounds[0]["tokens"] / 8
     assert files.content["reference"]["precision"] == "float32"
     assert verdicts(run.folder) == {"audits": "NOT_RUN", "beacon": "NOT_RUN"}
-    audited(forge, workshop, run)
+    forge.audit_exact(workshop, run)
 
 
 @pytest.mark.stops
@@ -90,4 +80,4 @@ def test_adapters_learn_it_and_resume(workshop: Workshop, forge: Forge) -> None:
         assert (whole.folder / "model" / name).read_bytes() == (
             again.folder / "model" / name
         ).read_bytes()
-    audited(forge, workshop, again)
+    forge.audit_exact(workshop, again)

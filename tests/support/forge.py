@@ -52,6 +52,14 @@ class Forge:
         workshop.runs.append(run)
         return run
 
+    def audit_exact(self, workshop: Workshop, run: ForkedRun) -> None:
+        """Audit round 1 of site lyon, and assert that its verdict is EXACT."""
+        words = ("audit", str(run.folder), "--round", "1", "--site", "lyon", "--json")
+        audit = self.command(workshop, "audit", *words)
+        assert audit.wait() == 0, audit.output()
+        (verdict,) = json.loads(audit.printed())["verdicts"]
+        assert verdict["verdict"] == "EXACT", verdict
+
     def command(
         self,
         workshop: Workshop,

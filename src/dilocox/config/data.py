@@ -184,7 +184,7 @@ class DataSection(Section):
         if len(set(self.columns)) < len(self.columns):
             raise ValueError("columns names one column twice: leave it out once")
         formats = {each.format or self.format for each in self.sources or ()} or {self.format}
-        wrong = sorted(formats.intersection(("auto", "text", "code")))
+        wrong = sorted(formats.intersection(("auto", *TEXT_FORMATS)))
         if self.columns and wrong:
             raise ValueError(
                 f'columns needs records, and format is "{wrong[0]}": set format to "jsonl", '

@@ -16,10 +16,10 @@ SHARE_TOLERANCE = Fraction(1, 1000)
 """Largest difference from 1 of the sum of shares, so that three times 0.333 is accepted."""
 
 TEXT_FORMATS = ("text", "code")
+"""Formats of files that are text as a whole, without records and fields."""
 
 CONVERSATIONS = ("chat", "instruction", "preference")
 """Formats of `[data]` whose records hold conversations."""
-"""Formats of files that are text as a whole, without records and fields."""
 
 OWN_KEYS = ("name", "source", "weight", "epochs")
 """Keys of a source that have no counterpart in `[data]`, or another meaning there."""

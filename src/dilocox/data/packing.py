@@ -33,7 +33,7 @@ def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocabulary_size <= 1 << 16 else "<u4")
 
 
-class _File:
+class ShardFile:
     """One new file of a shard, and the digest of what was written."""
 
     def __init__(self, path: Path) -> None:
@@ -41,6 +41,7 @@ class _File:
         self._hash = hashlib.sha256()
 
     def write(self, part: Entries) -> None:
+        """Append tokens, flags or numbers."""
         raw = part.tobytes()
         self._stream.write(raw)
         self._hash.update(raw)
@@ -51,6 +52,11 @@ class _File:
         os.fsync(self._stream.fileno())
         self._stream.close()
         return self._hash.hexdigest()
+
+
+def column_file(stem: str, column: str) -> str:
+    """Returns the name of a shard's file of a column; `stem`: the shard's name without ending."""
+    return f"{stem}.{column}.col"
 
 
 class Packer:
@@ -90,10 +96,10 @@ class Packer:
         self.origins: list[list[int]] = []
         self._begin_of_text = list(begin_of_text)
         self._end_of_text = [] if end_of_text is None else [end_of_text]
-        self._tokens: _File | None = None
-        self._flags: _File | None = None
+        self._tokens: ShardFile | None = None
+        self._flags: ShardFile | None = None
         self._names = tuple(columns)
-        self._columns: list[_File] = []
+        self._columns: list[ShardFile] = []
         self._room = 0
 
     def add(
@@ -201,14 +207,14 @@ class Packer:
         self.close()
         name = f"{self.split}-{len(self.shards):05d}"
         self.shards.append({"file": f"{name}.bin", "tokens": 0, "sha256": ""})
-        self._tokens = _File(self.folder / f"{name}.bin")
+        self._tokens = ShardFile(self.folder / f"{name}.bin")
         if self.flagged:
             self.shards[-1]["flags"] = {"file": f"{name}.flags", "sha256": ""}
-            self._flags = _File(self.folder / f"{name}.flags")
+            self._flags = ShardFile(self.folder / f"{name}.flags")
         if self._names:
-            files = {each: f"{name}.{each}.col" for each in self._names}
+            files = {each: column_file(name, each) for each in self._names}
             self.shards[-1]["columns"] = {k: {"file": f, "sha256": ""} for k, f in files.items()}
-            self._columns = [_File(self.folder / file) for file in files.values()]
+            self._columns = [ShardFile(self.folder / file) for file in files.values()]
         self._room = self.per_shard
 
     def _write(self, part: Entries) -> None:

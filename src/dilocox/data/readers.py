@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from dilocox.config.data_sources import TEXT_FORMATS as TEXT_FORMATS
 from dilocox.data.columns import Document, numbers_of
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError

@@ -241,9 +241,11 @@ class DocumentRows:
         count = int(rows.max()) + 1
         self._first = np.searchsorted(rows[order], np.arange(count + 1))
         self._pairs = files.has_pairs
-        self.counted = np.add.reduceat(counted[order], self._first[:-1])
-        if self._pairs:
-            self.counted = np.diff(self._first)
+        self.counted = (
+            np.diff(self._first)
+            if self._pairs
+            else np.add.reduceat(counted[order], self._first[:-1])
+        )
         lengths = ends - starts - 1
         used = np.zeros(len(ends), dtype=bool)
         used[document] = True

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dilocox.config.data import DataSection
+from dilocox.config.data_sources import TEXT_FORMATS
 from dilocox.data.conversations import Layout, read_conversations
 from dilocox.data.list_files import counted, walk
-from dilocox.data.readers import TEXT_FORMATS, UNPACKED, is_packed, open_binary, read_documents
+from dilocox.data.readers import UNPACKED, is_packed, open_binary, read_documents
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 

@@ -45,14 +45,17 @@ def _prepare(
     config: RunConfig, begun: bool, overwrite: bool, progress: Callable[[str, float], None]
 ) -> tuple[Path, list[str]]:
     said: list[str] = []
+    computed = False
 
     def replaced(why: str) -> None:
         said.append(f"token files were made again (--overwrite), because the earlier ones did not "
                     f"fit: {why.partition(';')[0]}")  # fmt: skip
 
     def finish(folder: Path, content: dict[str, Any]) -> None:
+        nonlocal computed
         if config.data.format == "preference":
             add_reference(config, folder, content, progress)
+            computed = True
 
     files = prepare_token_files(
         config.data,
@@ -63,7 +66,8 @@ def _prepare(
         replaced if overwrite and _is_the_runs(config) else None,
         finish,
     )
-    if config.data.format == "preference":
+    # The check reads the whole model, which has just been read for a new reference.
+    if config.data.format == "preference" and not computed:
         check_reference(config, files)
     return files.folder, said + files.warnings
 

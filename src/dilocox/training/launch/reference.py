@@ -6,8 +6,6 @@ files, so no process of the run holds a second model.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.data.columns import COLUMN_DTYPE
 from dilocox.data.flags import COUNTED, SECOND, STARTS
+from dilocox.data.packing import ShardFile, column_file
 from dilocox.data.token_files import SPLITS
 from dilocox.errors import DataError
 from dilocox.inner.device import resolve_device, resolve_precision
@@ -131,11 +130,8 @@ def _batches(lengths: Numbers, most: int) -> Iterator[Numbers]:
 def _write(folder: Path, shards: list[dict[str, Any]], values: npt.NDArray[Any]) -> None:
     at = 0
     for shard in shards:
-        raw = values[at : at + shard["tokens"]].tobytes()
-        name = f"{Path(shard['file']).stem}.{REFERENCE}.col"
-        with (folder / name).open("xb") as stream:
-            stream.write(raw)
-            stream.flush()
-            os.fsync(stream.fileno())
-        shard["columns"] = {REFERENCE: {"file": name, "sha256": hashlib.sha256(raw).hexdigest()}}
+        name = column_file(Path(shard["file"]).stem, REFERENCE)
+        file = ShardFile(folder / name)
+        file.write(values[at : at + shard["tokens"]])
+        shard["columns"] = {REFERENCE: {"file": name, "sha256": file.close()}}
         at += shard["tokens"]

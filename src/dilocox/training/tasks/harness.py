@@ -23,6 +23,7 @@ from dilocox.training.tasks.own_function import (
     is_function,
     load_function,
     name_of,
+    reason_of,
 )
 from dilocox.utils.adapter_files import is_adapter_folder
 
@@ -83,8 +84,8 @@ def check_tasks(options: TaskOptions, asked: str = "evaluation.tasks") -> list[s
             loaded = manager.load([spec])["tasks"]
         except Exception as error:  # task files and data come from anywhere: any error may come
             raise ConfigError(
-                f"{asked}: {given} cannot be loaded ({_reason(error)}); is its data there, or its "
-                "hub reachable from this machine?"
+                f"{asked}: {given} cannot be loaded ({reason_of(error)}); is its data there, or "
+                "its hub reachable from this machine?"
             ) from None
         for name, task in loaded.items():
             if name in found:
@@ -108,7 +109,7 @@ def check_device(device: str, asked: str) -> None:
         torch.empty(1, device=torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"{asked}: device {device!r} cannot be used ({_reason(error)}); cpu works everywhere"
+            f"{asked}: device {device!r} cannot be used ({reason_of(error)}); cpu works everywhere"
         ) from None
 
 
@@ -159,7 +160,7 @@ def _by_lm_eval(folder: Path, options: TaskOptions, asked: str) -> dict[str, Any
             log_samples=False,
         )
     except Exception as error:  # tasks, metrics and models come from anywhere
-        raise EvaluationError(f"{folder}: lm-eval failed ({_reason(error)})") from error
+        raise EvaluationError(f"{folder}: lm-eval failed ({reason_of(error)})") from error
     if not results or not results.get("results"):
         raise EvaluationError(f"{folder}: lm-eval found no results")
     return dict(results)
@@ -205,7 +206,7 @@ def _load(folder: Path, options: TaskOptions, asked: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # missing or damaged files: many kinds
-        raise CheckpointError(f"{folder}: cannot be loaded ({_reason(error)})") from None
+        raise CheckpointError(f"{folder}: cannot be loaded ({reason_of(error)})") from None
     return model
 
 
@@ -268,12 +269,6 @@ def _in_path(path: Path, text: str, asked: str) -> list[str]:
     if not there.all_tasks:
         raise ConfigError(f"{asked}: {text}: holds no task files (*.yaml with a key `task`)")
     return list(there.all_subtasks)
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of an error, with its kind."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"[:300] if first else type(error).__name__
 
 
 def _quiet() -> None:

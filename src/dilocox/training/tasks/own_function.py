@@ -82,9 +82,7 @@ def load_function(task: str, asked: str = "evaluation.tasks") -> Score:
     except BaseException as error:  # code of the user's may raise anything, SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ConfigError(
-            f"{asked}: {file} cannot be imported ({type(error).__name__}: {_first(error)})"
-        ) from error
+        raise ConfigError(f"{asked}: {file} cannot be imported ({reason_of(error)})") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{asked}: {file} has no function {name}")
@@ -116,9 +114,7 @@ def evaluate_functions(
             with torch.no_grad():
                 said = function(model, tokenizer)
         except Exception as error:  # code of the user's may raise anything
-            raise EvaluationError(
-                f"{task} failed ({type(error).__name__}: {_first(error)})"
-            ) from error
+            raise EvaluationError(f"{task} failed ({reason_of(error)})") from error
         rows[name_of(task)] = {
             f"{name},none": value for name, value in _figures(task, said).items()
         }
@@ -174,5 +170,7 @@ def _imported(file: Path) -> Any:
     return module
 
 
-def _first(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error, with its kind."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:300] if first else type(error).__name__
