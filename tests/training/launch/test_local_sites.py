@@ -125,6 +125,28 @@ def test_a_run_with_too_few_sites_left_is_stopped(monkeypatch: pytest.MonkeyPatc
         scene.sites.check_end()
 
 
+@pytest.mark.parametrize("phase", ["enrolling", "running"])
+def test_a_reason_may_arrive_long_before_the_end_of_its_process(
+    monkeypatch: pytest.MonkeyPatch, phase: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = Scene(monkeypatch, least=2)
+    scene.phase, scene.roles = phase, ["active", "gone"]
+    scene.reasons.put(("lyon", "site lyon: its GPU is out of memory"))
+    scene.sites.look(False, 0.0)
+    assert capsys.readouterr().err == ""
+    scene.ends("lyon", 1)
+    if phase == "enrolling":
+        with pytest.raises(TrainingError, match=r"^site lyon: its GPU is out of memory"):
+            scene.sites.look(False, 1.0)
+    else:
+        scene.sites.look(False, 1.0)
+        assert capsys.readouterr().err == "dilocox: site lyon: its GPU is out of memory\n"
+        with pytest.raises(TrainingError, match=r"\(site lyon: its GPU is out of memory\)"):
+            scene.sites.check_end()
+    scene.sites.say_rest()
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("least", "phase", "roles"),
     [

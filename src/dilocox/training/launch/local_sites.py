@@ -50,6 +50,8 @@ class LocalSites:
         """Why a site has failed that a run with fewer than `outer.min_sites` sites waits for."""
         self._asks_next = 0.0
         self._running, self._queue = dict(processes), reasons
+        self._unsaid: dict[str, str] = {}
+        """Reasons, by site, that were not printed yet. A reason arrives before its process ends."""
 
     @property
     def sentinels(self) -> list[int]:
@@ -77,7 +79,8 @@ class LocalSites:
         ended = {name: p for name, p in self._running.items() if not p.is_alive()}
         for name in ended:
             del self._running[name]
-        reasons = self._reasons()
+        self._collect_reasons()
+        reasons = {name: self._unsaid.pop(name) for name in ended if name in self._unsaid}
         failed = [name for name, process in ended.items() if process.exitcode]
         if failed and not stopping:
             reason = reasons.get(failed[0]) or (
@@ -110,16 +113,15 @@ class LocalSites:
 
         Nothing is said if this object has stopped the run, since one reason ends it.
         """
-        for reason in [] if self._stopped else self._reasons().values():
+        self._collect_reasons()
+        for reason in [] if self._stopped else self._unsaid.values():
             print_error(reason)
 
-    def _reasons(self) -> dict[str, str]:
-        """Return the reasons of failures since the last call, by site."""
-        found: dict[str, str] = {}
+    def _collect_reasons(self) -> None:
+        """Take the reasons of failures out of the queue."""
         while not self._queue.empty():
             site, reason = self._queue.get()
-            found[site] = reason
-        return found
+            self._unsaid[site] = reason
 
     def _waits_for_sites(self, status: Status) -> bool:
         """Return whether the run goes on, and decides nothing because it has too few sites."""
