@@ -94,10 +94,15 @@ class Text:
     @classmethod
     def write(cls, folder: Path, wikitext: Path | None) -> Text:
         """Write the parts of the corpus below `folder`, if they do not exist yet."""
+        return cls.write_parts(folder, lambda: contiguous(read_corpus(wikitext), PARTS))
+
+    @classmethod
+    def write_parts(cls, folder: Path, parts: Callable[[], Sequence[Sequence[str]]]) -> Text:
+        """Write `PARTS` parts, each a list of documents, if they do not exist yet."""
         text = cls(folder)
         if not text.part(PARTS - 1).exists():
             folder.mkdir(parents=True, exist_ok=True)
-            for number, documents in enumerate(contiguous(read_corpus(wikitext), PARTS)):
+            for number, documents in enumerate(parts()):
                 lines = (json.dumps({"text": document}) + "\n" for document in documents)
                 unfinished = text.part(number).with_suffix(".unfinished")
                 unfinished.write_text("".join(lines), encoding="utf-8")

@@ -82,7 +82,7 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
     stopped the run. The run folder is removed unless `keep`. Raises `DilocoxError` for other
     failures.
     """
-    began, cpu = time.monotonic(), _cpu_seconds()
+    began, cpu = time.monotonic(), cpu_seconds()
     finished, failed = run_once(config, log)
     if not finished:
         return None
@@ -95,7 +95,7 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
         **measures(summary, records),
         **most_rounds([] if config.exchanges_gradients else records),
         "seconds": round(time.monotonic() - began, 1),
-        "cpu_seconds": round(_cpu_seconds() - cpu, 1),
+        "cpu_seconds": round(cpu_seconds() - cpu, 1),
         "commit": commit(),
         "failed": failed,
     }
@@ -130,7 +130,7 @@ def check_attendance(records: list[Row], sites: int) -> None:
             )
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """Return the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -1,0 +1,1 @@
+"""Evidence by a fixed protocol (PROTOCOL.md): tokens per parameter, sizes, unseen text."""

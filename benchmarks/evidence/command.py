@@ -1,0 +1,214 @@
+"""Losses by the protocol of benchmarks/evidence/PROTOCOL.md: unseen text, lengths, sizes.
+
+Every row is a real run of `dilocox.train` with its sites as processes of this machine. The text of
+`mixed` and `perl` is in the folder of --texts (see `python -m benchmarks.evidence.texts`); the text
+of `source` is Python's standard library and the WikiText-2 of --wikitext.
+
+`gap` is the held-out loss over that of synchronous training with the same text, size, length and
+seed, less one. `in all` is the bytes of synchronous training over the bytes that were sent. The
+verdict is that of two one-sided tests with a margin of 1 %.
+
+Every row is written when it is done; started again with the same --json, the benchmark goes on.
+All rows take about 24 hours on two cores. --list shows what is open. --quick trains three rows of
+32 steps, to try the benchmark out, and writes no results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.evidence import report, texts
+from benchmarks.evidence.cells import ALL, DILOCOX, Cell, Group, Source, entries, groups
+from benchmarks.evidence.rates import START, best_rate, next_trial, trial_seed
+from benchmarks.evidence.run import Run, configuration, train
+from benchmarks.quality import tuning
+from benchmarks.quality.data import PARTS, Text, contiguous, describe, read_corpus
+from benchmarks.quality.rows import LEAD, Settings
+from benchmarks.quality.run import Row
+from dilocox.data import TokenFiles
+from dilocox.errors import DilocoxError
+
+NAME = "evidence"
+PROTOCOL = Path(__file__).with_name("PROTOCOL.md")
+QUICK_STEPS = 32
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = common.parser(__doc__ or "")
+    made.add_argument("--texts", type=Path, metavar="DIR", required=True, help="unseen texts")
+    made.add_argument("--wikitext", type=Path, metavar="DIR", help="folder of wikitext2-*.txt")
+    made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep token files")
+    made.add_argument(
+        "--question", nargs="+", choices=("unseen", "tokens", "ladder"), help="these alone"
+    )
+    made.add_argument("--only", nargs="+", choices=ALL, metavar="LABEL", help="these methods alone")
+    made.add_argument("--cells", type=int, metavar="N", help="the first N cells alone")
+    made.add_argument("--list", action="store_true", help="show the results so far, train nothing")
+    return made
+
+
+def main() -> int:
+    """Train the missing rows and print the tables. Returns 1 if a row failed."""
+    options = arguments().parse_args()
+    common.end_on_signals()
+    with tempfile.TemporaryDirectory(prefix="dilocox-evidence-") as temporary:
+        bench = Bench(options, (options.folder or Path(temporary)).resolve())
+        if not options.list and (code := bench.measure()):
+            return code
+    bench.show()
+    return 0
+
+
+class Bench:
+    """One call of the benchmark: its texts, its folder and the file of its rows."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._folder = folder
+        self._settings = {
+            "protocol": hashlib.sha256(PROTOCOL.read_bytes()).hexdigest(),
+            "wikitext": options.wikitext is not None,
+        }
+        self._path: Path | None = None if options.quick else options.json
+        self._rows = common.read_rows(self._path, NAME, self._settings)
+        self._committed = tuning.read(common.RESULTS / "quality-tuning.json", LEAD[0])
+        self._entries = entries()
+        self._tokenised: set[tuple[str, int, int]] = set()
+
+    @property
+    def _groups(self) -> list[Group]:
+        asked = self._options.question
+        found = [each for each in groups() if asked is None or each.cell.question in asked]
+        return found[: self._options.cells]
+
+    def measure(self) -> int:
+        """Train all runs that have no row yet. Returns the exit code."""
+        on = common.machine()
+        failed: set[str] = set()
+        while True:
+            run = next((each for each in self._missing() if str(each) not in failed), None)
+            if run is None:
+                return 1 if failed else 0
+            steps = QUICK_STEPS if self._options.quick else None
+            config = configuration(run, self._text(run), self._folder / "run", steps)
+            try:
+                row = train(run, config, self._folder / "run.log")
+            except DilocoxError as error:
+                common.say(f"{run}: {error}")
+                failed.add(str(run))
+                continue
+            if row is None:
+                common.say("stopped; started again, the benchmark goes on with this row")
+                return 130
+            digest = self._described(run)["digest"]
+            self._rows.append({**row, "text": digest, "date": common.today()})
+            self._write(on)
+            reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
+            common.say(f"{run}: {reached}, {row['seconds']:.0f} s")
+
+    def show(self) -> None:
+        """Print the table of every cell that has rows, and the machine time in all."""
+        for group in self._groups:
+            starts = {label: self._start(group.cell, label) for label in group.labels}
+            known = report.results(self._rows, group, starts)
+            known = [result for result in known if result.losses]
+            if known:
+                print(f"\n{group.cell}\n{report.table(known)}")
+        used = sum(row["cpu_seconds"] for row in self._rows) / 2 / 3600
+        print(f"\n{len(self._rows)} runs, {used:.1f} hours of both cores")
+
+    def _missing(self) -> Iterator[Run]:
+        """Yield the next run of each method and cell that is not complete."""
+        asked = self._options.only
+        for group in self._groups[:1] if self._options.quick else self._groups:
+            for label in group.labels:
+                if asked is not None and label not in asked:
+                    continue
+                if self._options.quick and label not in (ALL[0], *DILOCOX):
+                    continue
+                run = self._next(group, label)
+                if run is not None:
+                    yield run
+
+    def _next(self, group: Group, label: str) -> Run | None:
+        """Return the next trial or row of a method in a cell. None if all are there."""
+        cell, start = group.cell, self._start(group.cell, label)
+        seed = trial_seed(cell, group.seeds)
+        done = report.trials_of(self._rows, cell, label, seed)
+        rate = None if self._options.quick else next_trial(cell, label, start, done)
+        if rate is not None:
+            return self._run(cell, label, seed, rate)
+        rate = best_rate(start, done)
+        seeds = group.seeds[:1] if self._options.quick else group.seeds
+        for seed in seeds:
+            if rate not in report.trials_of(self._rows, cell, label, seed):
+                return self._run(cell, label, seed, rate)
+        return None
+
+    def _run(self, cell: Cell, label: str, seed: int, rate: float) -> Run:
+        return Run(cell, self._entries[label], seed, rate, self._outer(label))
+
+    def _chosen(self, label: str) -> tuning.Rates:
+        entry = self._entries[label]
+        return tuning.chosen(entry, self._committed.get(entry.tuned_as, {}))
+
+    def _outer(self, label: str) -> Settings:
+        """Return the outer rates of results/quality-tuning.json, for methods that have any."""
+        settings = self._chosen(label).settings
+        return {key: value for key, value in settings.items() if key.startswith("outer.")}
+
+    def _start(self, cell: Cell, label: str) -> float:
+        """Return the first rate of a method's trials in a cell."""
+        if cell.rule == "frozen":
+            return self._chosen(label).inner
+        if cell.starts_at is None:
+            return START
+        before = next(group for group in groups() if group.cell == cell.starts_at)
+        seed = trial_seed(before.cell, before.seeds)
+        done = report.trials_of(self._rows, before.cell, label, seed)
+        return best_rate(self._start(before.cell, label), done)
+
+    def _text(self, run: Run) -> Text:
+        """Return the text of a run, with token files."""
+        text = self._written(run.cell.source)
+        counts = [] if run.cell.same_text else [run.cell.sites]
+        key = (run.cell.source, run.seed, 0 if run.cell.same_text else run.cell.sites)
+        if key not in self._tokenised:
+            text.tokenise(run.seed, counts)
+            self._tokenised.add(key)
+        return text
+
+    def _written(self, source: Source) -> Text:
+        options = self._options
+
+        def parts() -> Sequence[Sequence[str]]:
+            if source == "mixed":
+                return texts.mixed_parts(options.texts)
+            if source == "perl":
+                return contiguous(texts.perl_documents(options.texts), PARTS)
+            return contiguous(read_corpus(options.wikitext), PARTS)
+
+        return Text.write_parts(self._folder / source, parts)
+
+    def _described(self, run: Run) -> dict[str, Any]:
+        return describe(TokenFiles.open(self._written(run.cell.source).mixture(run.seed)))
+
+    def _write(self, on: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        rows: list[Row] = self._rows
+        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
+        common.write_json(unfinished, NAME, on, self._settings, rows)
+        unfinished.replace(self._path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""The evidence benchmark: which runs are made at which rates, and what is called equal."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.evidence import cells, command, rates, report, texts
+from benchmarks.evidence.cells import BASELINE, Cell, Group
+from benchmarks.evidence.report import Result
+from benchmarks.evidence.run import Run, configuration
+from benchmarks.quality.data import Text
+from benchmarks.quality.run import parameters
+
+MIDDLE = Cell("tokens", "mixed", "0.18M", per_parameter=20)
+
+
+def tried(cell: Cell, label: str, start: float, best: float) -> list[float]:
+    """Make all trials of a method whose loss rises by the distance of the rate from `best`."""
+    done: dict[float, float] = {}
+    while (rate := rates.next_trial(cell, label, start, done)) is not None:
+        assert rate not in done
+        done[rate] = abs(math.log(rate / best))
+    return list(done)
+
+
+def test_trials_go_on_until_the_best_rate_lies_within() -> None:
+    assert tried(MIDDLE, "diloco", 3e-3, 3e-3) == [3e-3, 1.5e-3, 6e-3]
+    assert tried(MIDDLE, "diloco", 3e-3, 1.2e-2) == [3e-3, 1.5e-3, 6e-3, 1.2e-2, 2.4e-2]
+    assert tried(MIDDLE, "diloco", 3e-3, 1e-9)[-1] >= rates.LIMITS[0]
+
+
+def test_long_runs_are_tried_at_the_start_and_below() -> None:
+    long = Cell("tokens", "mixed", "0.18M", per_parameter=100, rule="down")
+    assert tried(long, "diloco", 3e-3, 1.0) == [3e-3, 1.5e-3]
+    assert tried(long, "diloco", 3e-3, 8e-4) == [3e-3, 1.5e-3, 7.5e-4, 3.8e-4]
+
+
+def test_frozen_rates_are_tried_for_synchronous_training_alone() -> None:
+    unseen = Cell("unseen", "mixed", "0.67M", rule="frozen")
+    assert tried(unseen, BASELINE, 1.5e-3, 1e-9) == [1.5e-3, 7.5e-4, 3e-3]
+    assert tried(unseen, "dilocox 100x", 6e-3, 1e-9) == []
+    assert tried(Cell("ladder", "source", "1.5M", rule="same"), BASELINE, 1e-3, 1.0) == []
+
+
+def test_rates_that_diverged_are_never_the_best() -> None:
+    done = {3e-3: math.inf, 1.5e-3: math.inf, 6e-3: math.inf}
+    assert rates.next_trial(MIDDLE, "diloco", 3e-3, done) is None
+    assert rates.best_rate(3e-3, {3e-3: math.inf, 1.5e-3: 2.0}) == 1.5e-3
+
+
+def result(*gaps: float) -> Result:
+    by_seed = dict(enumerate(gaps))
+    return Result(MIDDLE, "dilocox 100x", 3e-3, dict(by_seed), by_seed, 100.0, at_end=False)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict"),
+    [
+        ((0.001, -0.001, 0.002), "equal"),
+        ((0.03, 0.031, 0.029), "worse"),
+        ((-0.03, -0.031, -0.029), "better"),
+        ((0.02, -0.02, 0.0), "undecided"),
+        # Above 0 in every seed and still within the margin.
+        ((0.003, 0.0031, 0.0032), "equal"),
+        ((0.001, 0.001), ""),
+    ],
+)
+def test_what_is_called_equal(gaps: tuple[float, ...], verdict: str) -> None:
+    assert result(*gaps).verdict == verdict
+
+
+def test_the_interval_is_that_of_student_s_t() -> None:
+    found = result(0.01, 0.02, 0.03).interval
+    # By hand: the mean of logarithms is 0.019771 and their deviation 0.009804;
+    # 2.920 x 0.009804 / sqrt(3) is 0.016528.
+    assert found == pytest.approx((0.003247, 0.036966), abs=2e-6)
+
+
+def test_results_take_the_best_trial_and_compare_by_seed() -> None:
+    def row(label: str, seed: int, rate: float, loss: float | None) -> dict[str, Any]:
+        named = {"label": label, "seed": seed, "learning_rate": rate, "val_loss": loss}
+        return {**MIDDLE.key, **named, "reduction_total": 2.0}
+
+    rows = [
+        row(BASELINE, 1000, 3e-3, 2.0),
+        row(BASELINE, 1000, 1.5e-3, 1.9),
+        row(BASELINE, 0, 3e-3, 1.0),
+        row(BASELINE, 0, 1.5e-3, 2.0),
+        row(BASELINE, 1, 1.5e-3, 4.0),
+        row("dilocox 100x", 1000, 3e-3, 2.0),
+        row("dilocox 100x", 0, 3e-3, 2.1),
+        row("dilocox 100x", 1, 3e-3, None),
+    ]
+    group = Group(MIDDLE, (BASELINE, "dilocox 100x"), (0, 1))
+    base, ours = report.results(rows, group, dict.fromkeys(group.labels, 3e-3))
+    assert (base.rate, base.at_end, dict(base.losses)) == (1.5e-3, True, {0: 2.0, 1: 4.0})
+    assert dict(ours.gaps) == pytest.approx({0: 0.05})
+    assert ours.gap is None
+    assert "+5.0%" in report.table([base, ours])
+
+
+def test_cells_have_the_sizes_and_lengths_of_the_protocol(tmp_path: Path) -> None:
+    entry = cells.entries()["dilocox 100x"]
+    sizes = {}
+    for size in cells.SIZES:
+        cell = Cell("ladder", "source", size, per_parameter=20)
+        config = configuration(Run(cell, entry, 0, 1e-3, {}), Text(tmp_path), tmp_path / "run")
+        sizes[size] = parameters(config)
+        assert config.total_steps == round(20 * sizes[size] / 4096)
+    assert {size: f"{count / 1e6:.2g}M" for size, count in sizes.items()} == {
+        size: size for size in sizes
+    }
+    for shape in cells.SHAPES:
+        cell = Cell("unseen", "mixed", "0.67M", shape=shape, sites=2, rule="frozen")
+        config = configuration(Run(cell, entry, 0, 1e-3, {}), Text(tmp_path), tmp_path / "run")
+        assert parameters(config) == pytest.approx(673_280, rel=0.01)
+        assert config.total_steps == 640
+
+
+def test_every_group_has_synchronous_training_and_a_known_start() -> None:
+    known = cells.groups()
+    assert len({str(group.cell) + group.cell.question for group in known}) == len(known)
+    for number, group in enumerate(known):
+        assert group.labels[0] == BASELINE
+        before = [each.cell for each in known[:number]]
+        assert group.cell.starts_at is None or group.cell.starts_at in before
+
+
+def test_the_settings_of_results_name_the_protocol() -> None:
+    options = command.arguments().parse_args(["--texts", "x"])
+    bench = command.Bench(options, Path("x"))
+    digest = hashlib.sha256(command.PROTOCOL.read_bytes()).hexdigest()
+    assert bench._settings["protocol"] == digest
+    first = next(bench._missing())
+    assert (first.entry.label, first.rate, first.seed) == (BASELINE, 1.5e-3, 0)
+
+
+def test_a_book_s_pages_become_prose(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<head><title>no</title></head><body><script>no()</script>"
+        "<p>Fa&ccedil;ade <em>et</em> cour</p>\n\n\n<div>Fin</div></body>"
+    )
+    assert texts._without_tags(page) == "Façade et cour\n\nFin"
+
+
+def test_a_domain_is_taken_evenly_from_its_package() -> None:
+    made = list(texts._spread([str(number) * 98 for number in range(10)], 500))
+    assert [text[0] for text in made] == ["0", "2", "4", "6", "8"]
+    assert list(texts._spread(["ab", "cd"], None)) == ["ab", "cd"]
