@@ -2,18 +2,18 @@
 
 One of every ten neighbours is drawn at random. All sites draw the same values from the common seed,
 so the draw is not sent. The drawn values are divided into chunks of c = 4,096; the last chunk may
-be shorter. Of each chunk the k = ceil(820 * c / 4096) largest values are sent: one bf16 scale, then
-the indices among the c values and signed 4-bit codes in ±7, packed as in
+be shorter. Of each chunk the k = ceil(820 * c / 4096) largest values are sent. A chunk has one bf16
+scale, the indices among the c values, and signed 4-bit codes in ±7, packed as in
 `dilocox.compression.sparse`.
 
-A chunk takes 2 + ceil((k * (5 + l) + (c >> l)) / 8) bytes, with the l >= 0 for which this is least:
-848 bytes for c = 4,096, or 0.166 bits per value of the tensor. A payload of n values holds the
-chunks of the ceil(n / 10) drawn values.
+A chunk takes 2 + ceil((k * (5 + l) + (c >> l)) / 8) bytes, with the l >= 0 for which this is least.
+For c = 4,096 these are 848 bytes, or 0.166 bits per value of the tensor. A payload of n values
+holds the chunks of the ceil(n / 10) drawn values.
 
 The draw has the same result on every machine, because it is arithmetic modulo 2^64 on whole
 numbers: SplitMix64 of seed, place and group number, then the high 32 bits times ten, divided by
-2^32. It uses no floating point, and no library's generator, whose stream could change with the
-version.
+2^32. The draw uses neither floating point nor a library's generator, whose stream could change with
+the version.
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
 """A payload on the wire: a header of 64 bytes, then the payload.
 
-Header, little-endian: magic (4 bytes), format version (u16), codec identifier (u16), number of
-values (u64), payload length in bytes (u64), SHA-256 of the payload (32 bytes), two parameters of
-the codec (u32 each, see `Codec.numbers`). The receiver knows the header that it expects and refuses
-a frame that differs in any field. It trusts no field.
+Fields of the header, little-endian:
+
+- magic (4 bytes), format version (u16), codec identifier (u16),
+- number of values (u64), payload length in bytes (u64),
+- SHA-256 of the payload (32 bytes),
+- two parameters of the codec (u32 each, see `Codec.numbers`).
+
+The receiver trusts no field. It knows the header that it expects, and refuses a frame that differs
+in any field.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Selection and packing that `topk` and `cocktail` share: the K largest of every 4,096 values.
 
 Values are divided into chunks of 4,096. If K is below 64, the chunk size is the next power of two
-in which at least 64 values are kept, up to 65,536; in smaller chunks, the scales and the incomplete
+in which at least 64 values are kept, up to 65,536. In smaller chunks, the scales and the incomplete
 last byte would take a large part of the record. The last chunk may be shorter. Of c values,
 ceil(K * c / 4096) are kept.
 
@@ -12,9 +12,9 @@ first byte. For k kept values, in the order of their places in the chunk, the st
 - bit 0 of the k indices, then bit 1 of the indices, up to bit l - 1,
 - (c >> l) + k bits, of which bit (index >> l) + i is 1 for the i-th index, i from 0,
 
-then zeros up to a whole byte. That makes b + l + 1 bits per value and (c >> l) bits per chunk. l is
+then zeros up to a whole byte. A value takes b + l + 1 bits, and a chunk (c >> l) bits more. l is
 the smallest number from 0 on for which l * k + (c >> l) is least. This is the Elias-Fano coding of
-ascending numbers. It takes 8.0 bits per index for K = 64, where any coding needs at least 7.4. The
+ascending numbers. For K = 64 an index takes 8.0 bits, and any coding needs at least 7.4. The
 arithmetic uses whole numbers, so it gives the same bytes on every machine.
 """
 

@@ -16,7 +16,7 @@ follows, which starts with the lowest bit of the first byte:
   number. A block of zeros has place B and code 0. Places after the last block are 0.
 
 A record of r blocks has 4 + ceil((2 * r + w * ceil(r / 4)) / 8) bytes. For 64 blocks of 64 values
-(w = 25) these are 70 bytes, or 8.75 bits per sent value; for 64 blocks of 512 values (w = 37) they
+(w = 25) these are 70 bytes, or 8.75 bits per sent value. For 64 blocks of 512 values (w = 37) they
 are 94 bytes, or 11.75 bits.
 """
 

@@ -11,9 +11,10 @@ Numbers = npt.NDArray[np.int64]
 def best_fit(lengths: Numbers, room: int) -> Numbers:
     """Returns the number of each document's row: int64 [n]. Pure.
 
-    The longest document comes first, of equal ones the first. It goes into the row that it leaves
-    the least room in, of equal ones the youngest (best fit decreasing, Johnson 1973; at most 11/9
-    of the fewest rows, and some).
+    Best fit decreasing (Johnson 1973): at most 11/9 of the smallest possible number of rows, plus a
+    constant. Documents are placed from the longest to the shortest; of equal documents the first
+    comes first. A document goes into the row in which it leaves the least room. Of equal rows it
+    goes into the youngest.
 
     Args:
         lengths: positions that each document takes, 1 to `room`, int64 [n].

@@ -33,8 +33,8 @@ _PRIVATE = re.compile(f"[{chr(_FIRST)}-{chr(_END)}]")
 class Masks:
     """Masks names of control tokens in the texts of one conversation.
 
-    A name is also masked if a text can be a part of it, such as the beginning of a name at the end
-    of a text, since the template may put texts side by side.
+    Parts of a name are masked, too, such as the beginning of a name at the end of a text, because
+    the template may put texts side by side.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

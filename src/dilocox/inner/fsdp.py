@@ -89,8 +89,8 @@ def _shard_together(
     """Make one unit of `modules`, gathered by the forward pass of the first module.
 
     Returns the parameters of the other modules. `fully_shard` of a list would wait for a call of
-    each module; but a loss may use the head's weight without calling the head, or may call the head
-    once per chunk of tokens.
+    each module. But a loss may use the head's weight without a call of the head, or may call the
+    head once per chunk of tokens.
     """
     if not modules:
         return set()

@@ -107,7 +107,7 @@ def head_loss_bytes(
     pass. A larger micro-batch holds the gradient of the hidden states, one chunk's logits with
     their gradient, and the fp32 forms of one loss's logits. If the head's matrix product is
     computed in chunks, the fp32 sum of the head's gradient is added, and one chunk's part of this
-    gradient; a CPU holds that part twice.
+    gradient. A CPU holds that part twice.
 
     Args:
         tokens: tokens of the micro-batch.

@@ -87,10 +87,10 @@ def plan_cut(
 ) -> tuple[ChunkSpec, ...]:
     """Cut the model into `chunks` chunks of contiguous layers, balanced by parameters and compute.
 
-    The cost of a chunk is the mean of two fractions: its fraction of the parameters, which stands
-    for memory and bytes to exchange, and its fraction of the multiply-adds at `sequence_length`
-    tokens, which stands for time. The embedding belongs to the first chunk; final norm and head
-    belong to the last. The cut has the smallest possible largest cost. Among such cuts, the most
+    The cost of a chunk is the mean of two fractions. Its fraction of the parameters stands for
+    memory and bytes to exchange. Its fraction of the multiply-adds at `sequence_length` tokens
+    stands for time. The embedding belongs to the first chunk; final norm and head belong to the
+    last. The cut has the smallest possible largest cost. Among such cuts, the most
     even one is chosen. Adapters (`adapter`) do not change the cut.
 
     Raises `ModelError` if there are fewer layers than chunks, or if the model has fewer learned

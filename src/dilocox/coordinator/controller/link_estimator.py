@@ -1,10 +1,10 @@
 """Estimates the link and steps of the slowest site from the sites' measurements.
 
 The estimate stays the same while measurements agree with it within `BAND`, so that noise has no
-effect. Beyond the band the rate follows at once, upwards by at most a factor of `RISE` per round: a
-plan that is too bold costs waiting, one that is too timid only a round. Times of steps, work and
-overhead follow only if two rounds in a row agree on the change. A machine that was busy for a
-moment, for example with a checkpoint, is not slower for that.
+effect. Beyond the band the rate follows at once, upwards by at most a factor of `RISE` per round. A
+plan for too fast a link costs waiting; a plan for too slow a link costs only a round. Times of
+steps, work and overhead follow only if two rounds in a row agree on the change. A machine that was
+busy for a moment, for example with a checkpoint, is not slower for that.
 
 A swap, in which a site receives from all others at the same time, takes `latency + bytes / rate`.
 Latency and rate can be told apart only after swaps of different sizes. Until then all of the time

@@ -197,8 +197,8 @@ def residual_view(inner_steps: int, codec: str, steps: int, optimizer: str = ADA
 def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> float:
     """Return kappa (`outer.keep`) of the overlap rule `keep` (docs/algorithm.md §2).
 
-    It is less than 1 if long rounds land late; with top-k shorter rounds, too, because a landing
-    then brings little compared with what the site itself has trained since (docs/notes/quality.md).
+    Kappa is less than 1 if long rounds land late. With top-k this also holds for shorter rounds,
+    because a landing is then small beside the site's own training since (docs/notes/quality.md).
     Raises `ConfigError` if `codec` is not a codec.
     """
     rule = table()["keep"]

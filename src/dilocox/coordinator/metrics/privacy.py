@@ -1,11 +1,11 @@
 """The (epsilon, delta) of sites with `[privacy]`, from the contributions that plans ask of them.
 
 A site's contribution to one round is a Gaussian mechanism of sensitivity C and deviation
-`noise` · C (`dilocox.outer.private`). T such mechanisms, each of which may depend on the earlier
-ones, are as private as one with deviation `noise` · C / √T (Dong, Roth, Su, "Gaussian differential
-privacy", JRSS-B 2022, corollary 3.3). The package dp-accounting gives the exact epsilon of a
-Gaussian mechanism (Balle and Wang, ICML 2018, theorem 8). No amplification by sampling is
-claimed, since a site trains on its own text in every round.
+`noise` · C (`dilocox.outer.private`). T such mechanisms are as private as one mechanism with
+deviation `noise` · C / √T, also if each depends on the earlier ones (Dong, Roth, Su, "Gaussian
+differential privacy", JRSS-B 2022, corollary 3.3). The package dp-accounting gives the exact
+epsilon of a Gaussian mechanism (Balle and Wang, ICML 2018, theorem 8). No amplification by sampling
+is claimed, since a site trains on its own text in every round.
 """
 
 from __future__ import annotations

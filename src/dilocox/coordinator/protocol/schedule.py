@@ -10,8 +10,9 @@ from __future__ import annotations
 from dilocox.errors import ConfigError
 
 AT_ONCE = 2
-"""How many exchanges of a rank may be in flight at the same time: one that transfers its first
-payloads, and one that is being encoded before its transfer or voted on and decoded after it."""
+"""Number of exchanges of a rank that may be in flight at the same time. One transfers its first
+payloads. The other is encoded before its transfer, or is voted on and decoded after its transfer.
+"""
 
 
 def boundary_slots(stage: int, stages: int, fragments: int, slots: int) -> list[int]:

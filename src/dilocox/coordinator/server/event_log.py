@@ -21,8 +21,9 @@ FORMAT = 1
 NAME = "coordinator.sqlite"
 LOCK = "coordinator.lock"
 # All events survive a crash of the process. A crash of the machine may lose the latest events of
-# these kinds, which are frequent and cheap to lose: votes are sent again, and no rank asks again
-# for a decision that all voters have heard. All other events are flushed to disk (fsync) at once.
+# these kinds. They are frequent, and their loss costs little: votes are sent again, and no rank
+# asks again for a decision that all voters have heard. All other events are flushed to disk (fsync)
+# at once.
 # An event of these kinds may reach the disk early, too, so the record is synced before a decision.
 _SOFT = (
     e.Pinned, e.Voted, e.Fetching, e.Broke, e.Decided, e.Ready, e.RoundDone, e.CheckpointWritten,

@@ -1,9 +1,10 @@
 """Which sites keep the others waiting for too long. Pure: time is an argument.
 
-A site may arrive at an exchange later than all others by the grace plus the time that a round takes
-it: sites can be this far apart if all take the same number of steps. The time of a site's round is
-its own claim, so the times of the others bound it. Sites are overtaken (`events.Overtaken`) only if
-at least as many sites wait as are missing, so a few early sites cannot exclude the rest.
+A site may arrive at an exchange later than all others, by at most the grace plus the time of its
+own round. Sites can be this far apart if all take the same number of steps. A site itself reports
+the time of its round, so the times of the others bound the reported time. Sites are overtaken
+(`events.Overtaken`) only if at least as many sites wait as are missing, so a few early sites cannot
+exclude the rest.
 """
 
 from __future__ import annotations

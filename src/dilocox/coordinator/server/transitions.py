@@ -93,8 +93,8 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
 def _lands_for_entering(state: CoordinatorState, round_: int, least: int) -> bool:
     """Return whether `round_` must be planned although too few sites are active.
 
-    That is so if sites that enter with `round_` complete the number of `least` sites, and the last
-    exchanges land only in that round: until then the donors have no complete state to give.
+    Two conditions must hold. Sites that enter with `round_` complete the number of `least` sites.
+    The last exchanges land only in that round, so donors have no complete state to give before.
     """
     before = state.plans.get(round_ - 1)
     entering = state.with_role("entering")

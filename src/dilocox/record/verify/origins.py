@@ -207,9 +207,9 @@ def origin_before(
 ) -> Origin | None:
     """Return the newest usable state at or before `tick` that a site other than `besides` signed.
 
-    Returns None for theta_0 if there is no such state, or if all payloads up to `tick` are stored:
-    theta_0 is safer, because a site's false state would convict another site. Raises `RecordError`
-    for damaged payloads.
+    Returns None, for theta_0, if there is no such state, or if all payloads up to `tick` are
+    stored. Theta_0 is safer, because a false state of one site would convict another site. Raises
+    `RecordError` for damaged payloads.
 
     Args:
         course: History of the run.

@@ -1,7 +1,7 @@
 """Fetches a run behind a URL to this machine for verification, except its store.
 
-The URL belongs to a stranger, so every download has a limit: the log by the number of statements in
-its checkpoint, the model by the sizes in the signed states.
+The URL belongs to a stranger, so every download has a limit. The limit of the log follows from the
+number of statements in its checkpoint, the limit of the model from the sizes in the signed states.
 """
 
 from __future__ import annotations

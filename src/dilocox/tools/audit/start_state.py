@@ -1,8 +1,8 @@
 """Checks the signed state at the start of a round against the log, as far as the log determines it.
 
 The log determines anchor and momentum (from theta_0 and the payloads), and the exchanges in flight
-and their landings. Moments, residual and parameters of a site are known to the site alone, with
-these exceptions: at round 0 they are known; later, a landing at the end of the previous round sets
+and their landings. Only the site itself knows its moments, residual and parameters, with these
+exceptions. At round 0 they are known. Later, a landing at the end of the previous round sets
 reference points (without overlap), and parameters at a boundary.
 """
 

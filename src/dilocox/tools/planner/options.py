@@ -15,8 +15,8 @@ from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.predict import Prediction
 
 FASTER, LESS_LOSS = 1.01, 0.002
-"""Least gain of an option that is worth naming: the factor in speed, or, at equal speed, the drop
-of the predicted rise of the loss (0.002 is 0.2 percentage points)."""
+"""Smallest gain with which an option is named: a factor in speed, or, at equal speed, less
+predicted rise of the loss (0.002 is 0.2 percentage points)."""
 
 
 @dataclass(frozen=True)

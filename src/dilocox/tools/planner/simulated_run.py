@@ -80,8 +80,8 @@ class SimulatedRun:
     def settled(self) -> int:
         """Return the index of the first settled round.
 
-        From the round before it on, the plan stays the same; the settled rounds begin one later,
-        because payloads of the previous plan still land in the first round of a new plan.
+        From the round before it on, the plan stays the same. Payloads of the previous plan still
+        land in the first round of a new plan, so the settled rounds begin one round later.
         """
         plans = [(c.inner_steps, c.slots, c.delay, c.codec) for c in self.choices[: self.whole]]
         first = len(plans) - 1

@@ -17,10 +17,10 @@ from dilocox.tools.testbed.addressing import owner_of
 from dilocox.tools.testbed.commands import PREFIX, LabError
 
 PERIOD_US = 20_000
-"""Period of a quota in microseconds. It is short because a group that has used up its time stands
-still until the period ends. In much shorter periods the kernel is inaccurate on a busy machine: a
-busy loop with 0.9 of a core beside five others got 0.65 of a core in periods of 10 ms, 0.85 in
-periods of 20 ms, and 0.88 in periods of 100 ms."""
+"""Period of a quota in microseconds. A group that has used up its time stands still until the
+period ends, so the period is short. In much shorter periods the kernel is inaccurate on a busy
+machine. A busy loop with 0.9 of a core ran beside five others. It got 0.65 of a core in periods of
+10 ms, 0.85 in periods of 20 ms, and 0.88 in periods of 100 ms."""
 WEIGHT = 100
 """Weight as a multiple of the kernel's default: the most that version 2 allows. Beside ten other
 processes, two sites with 0.9 of a core each got 0.1 without it, and 0.9 with it."""

@@ -1,9 +1,9 @@
 """Turns link rates into `tc` commands: for access lines of hosts, and between pairs of hosts.
 
 An access line is a `tbf` on the host's interface for the host's uplink, and a `tbf` on its port of
-the switch for the downlink. A host with rates to single other hosts has an `htb` for its uplink:
-one class for the line, and below it a class for every other host, which `u32` selects by the
-address. A class is promised an equal share of the line, and may borrow up to its own rate.
+the switch for the downlink. A host with rates to single other hosts has an `htb` for its uplink. It
+has one class for the line, and below it a class for every other host. `u32` selects the class by
+the address. A class is promised an equal share of the line, and may borrow up to its own rate.
 
 Like those of real access lines, every bucket holds 10 ms of traffic (at least two frames), and
 every queue 100 ms (at least 32 frames).
