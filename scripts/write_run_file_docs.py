@@ -216,8 +216,7 @@ def type_text(hint: Any) -> str:
     origin = get_origin(hint)
     if origin is Annotated:
         inner, *extras = get_args(hint)
-        limits = " ".join(_limits(extras))
-        return f"{type_text(inner)}{limits and ' ' + limits}"
+        return type_text(inner) + "".join(_limits(extras))
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     if origin in (Union, types.UnionType):
@@ -238,7 +237,7 @@ def _limits(extras: list[Any]) -> Iterator[str]:
     for extra in extras:
         if isinstance(extra, FieldInfo):
             if extra.description:
-                yield f"({extra.description})"
+                yield f": {extra.description}"
             else:
                 yield from _limits(extra.metadata)
         for kind, name, sign in (
@@ -249,7 +248,7 @@ def _limits(extras: list[Any]) -> Iterator[str]:
         ):
             if isinstance(extra, kind):
                 limit = getattr(extra, name)
-                yield f"{sign} " + ("2^31" if limit == 2**31 else f"{limit:g}")
+                yield f" {sign} " + ("2^31" if limit == 2**31 else f"{limit:g}")
 
 
 def default_text(field: FieldInfo, table: str) -> str:

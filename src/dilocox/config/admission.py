@@ -32,14 +32,14 @@ class AdmissionSection(Section):
     `top1` and `cocktail`. With fewer than five sites, `median`, `trimmed` and `rfa` give no
     protection from a wrong contribution, and the run warns."""
     gate: bool = False
-    """Leave out a contribution if it alone would increase the held-out loss by more than
-    `gate_tolerance`, and if its effect is clearly worse than the effect of the other contributions
-    or of earlier ones. If more than half of the contributions would be left out, all count. A site
-    of one rank applies each contribution to a second copy of the model and evaluates the copy. In a
-    site of several ranks, each rank computes the inner product of its part of the contribution and
-    a gradient of the held-out loss. The inner product tells whether the direction is harmful, but
-    not whether the step is too long. So a site of several ranks needs an `aggregation` other than
-    `mean`."""
+    """Leave out harmful contributions. A harmful contribution alone would increase the held-out
+    loss by more than `gate_tolerance`. Its effect is also clearly worse than the effect of the
+    other contributions or of earlier ones. If more than half of the contributions would be left
+    out, all count. A site of one rank applies each contribution to a second copy of the model and
+    evaluates the copy. In a site of several ranks, each rank computes the inner product of its part
+    of the contribution and a gradient of the held-out loss. The inner product tells whether the
+    direction is harmful, but not whether the step is too long. So a site of several ranks needs an
+    `aggregation` other than `mean`."""
     gate_tolerance: Annotated[float, Field(ge=0.0, le=1.0)] = 0.002
     """Increase of the held-out loss that the gate always allows, as a fraction of the loss."""
     gate_sequences: Positive = 8

@@ -224,10 +224,11 @@ class ControlSection(Section):
     work: Annotated[float, Field(gt=0.0, le=1.0)] = 0.03
     """With `adapt = "link"`: largest fraction of a round that training may lose to the exchanges of
     a new plan. Time in which training waits for other sites does not count. On CPUs, the lost time
-    is the CPU time of encoding, votes, decoding, boundaries, landings and digests, times the
-    seconds that the training thread needs for one second of CPU time: 1.0 if it has a core to
-    itself, 2.0 if it gets half a core. On GPUs, the lost time is the time of boundaries and
-    landings, during which the GPUs stand still. A plan in force may lose a quarter more."""
+    is the CPU time of encoding, votes, decoding, boundaries, landings and digests, multiplied by a
+    factor. The factor is the number of seconds that the training thread needs for one second of CPU
+    time. It is 1.0 if the thread has a core to itself, and 2.0 if it gets half a core. On GPUs, the
+    lost time is the time of boundaries and landings, during which the GPUs stand still. A plan in
+    force may lose a quarter more."""
     window: Annotated[int, Field(ge=1, le=64)] = 5
     """With `adapt = "effective-rank"`: number of first rounds that use the run file's values, and
     number of rounds over which the rank is averaged later."""

@@ -102,13 +102,12 @@ class RecordSection(Section):
     """Limit on the payloads in each site's store. "all": no limit. A number N: at least the newest
     N rounds are kept. A size, such as "500GB": bytes per site. Older payloads are removed, but
     their signed digests stay. `dilocox verify` then replays from a signed state that is kept with
-    the oldest kept round. "auto": no limit below 1e9 parameters; for larger models 80 bytes per
-    parameter, at least 500 GB."""
+    the oldest kept round. "auto" sets no limit below 1e9 parameters. For larger models it keeps 80
+    bytes per parameter, and at least 500 GB."""
     states_every: Annotated[int, Field(ge=0)] = 0
     """N: each site stores its state at the start of every round whose number is a multiple of N,
-    and at the start of the flush, so that `dilocox audit` can repeat the round. 0: no states are
-    stored. A site with text of its own (`sites.NAME.data`) signs its state but does not store
-    it."""
+    and at the start of the flush. `dilocox audit` can repeat these rounds. 0: no states are stored.
+    A site with text of its own (`sites.NAME.data`) signs its state but does not store it."""
     states_keep: Annotated[int, Field(ge=0)] = 0
     """Number of the newest rounds whose states are kept; the store may hold one more. States of
     earlier rounds are removed, and these rounds can no longer be audited. 0: all states are kept.
