@@ -1,8 +1,8 @@
 """The key with which a site signs its statements in the run's record.
 
 A site makes the key when it first joins, keeps it, and joins with the same key after every crash.
-The coordinator binds the site's name to the key. It refuses another key for the name until the
-operator makes it forget the first one.
+The coordinator binds the site's name to the key. It refuses another key for the name, until the
+operator makes the coordinator forget the first key.
 """
 
 from __future__ import annotations

@@ -99,9 +99,9 @@ def _fits(kind: CodecKind, config: RunConfig) -> bool:
 def lengths(config: RunConfig, rounds: int, taken: int = 0) -> list[int]:
     """Return the allowed numbers of inner steps per round, in ascending order.
 
-    With each of them the run has at least `rounds` rounds; if none has, the shortest is returned.
-    They are multiples of a slot's length, which does not change. `taken` is the number of inner
-    steps before a handover.
+    With each number the run has at least `rounds` rounds. If no number allows this, the smallest is
+    returned. All numbers are multiples of a slot's length, which does not change. `taken` is the
+    number of inner steps before a handover.
     """
     outer = config.outer
     if "inner_steps" in config.control.pinned:

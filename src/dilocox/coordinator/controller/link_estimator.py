@@ -261,9 +261,9 @@ def _agrees(value: int, known: int, band: tuple[int, int] = BAND) -> bool:
 def _least(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int]:
     """Return `Estimate.least` after a swap of `payload` bytes took `time_us` microseconds.
 
-    The new swap replaces the known one if it is smaller. It also does if it is larger and took
-    less time, which shows that the link has changed. A swap of about the same size (`BAND`)
-    replaces it only if its time differs by more than `BAND`.
+    A smaller new swap replaces the known swap. A larger new swap replaces the known swap if it took
+    less time, which shows that the link has changed. A new swap of about the same size (`BAND`)
+    replaces the known swap only if their times differ by more than `BAND`.
     """
     if before is None or before.least[0] == 0:
         return payload, time_us

@@ -47,10 +47,10 @@ fastest is chosen. If time does not depend on bytes, fewer bytes gain nothing.""
 def starting_choice(config: RunConfig, reason: str, taken: int = 0) -> Choice:
     """Return the settings with which a run begins, before anything is measured.
 
-    They are those of the run file or method (for `dilocox` 20 inner steps and int4), with few
-    enough inner steps for `LEAST_ROUNDS` rounds. On a fast link this is cautious; on a slow link
-    the first measurement costs waiting once. The rates fit the settings, as for any other plan.
-    `lengths` explains `taken`.
+    The settings are those of the run file or method (for `dilocox` 20 inner steps and int4), with
+    few enough inner steps for `LEAST_ROUNDS` rounds. On a fast link these settings are cautious. On
+    a slow link the first measurement costs waiting once. The rates fit the settings, as for any
+    other plan. `lengths` explains `taken`.
     """
     choice = as_the_run_file_says(config, reason)
     allowed = lengths(config, LEAST_ROUNDS, taken)

@@ -1,22 +1,22 @@
 """Predicted loss of a plan, from a table of measured losses with interpolation.
 
-The table `loss_table.json` holds rises of the held-out loss over synchronous training, as a share
-of it, for local steps, late landing and codec. The three are added. Values are interpolated
-linearly in the logarithm of the inner steps, and between densities of top-k linearly in both
-logarithms. Beyond its ends the last row or column is used. A codec that is not in the table counts
-as lossless: it is used only if it is lossless, or if the run file sets it.
+The table `loss_table.json` holds rises of the held-out loss, relative to the loss of synchronous
+training. A plan's rise is the sum of three values: for local steps, late landing and codec. Values
+are interpolated linearly in the logarithm of the inner steps, and between densities of top-k
+linearly in both logarithms. Beyond the table's ends the last row or column is used. A codec that is
+not in the table counts as lossless: it is used only if it is lossless, or if the run file sets it.
 
-Values for another inner optimizer (`inner.optimizer`) are in the table under its name. They replace
-those measured with AdamW.
+Values for another inner optimizer (`inner.optimizer`) are in the table under its name, and replace
+the values measured with AdamW.
 
-The loss of `top1` has its own entry where it was measured. Otherwise, and in all other values, it
-counts as a `topk` that sends as many values. The entry names the highest density at which `top1`
-lost less than such a `topk`; up to this density it is offered instead of `topk`.
+The loss of `top1` has its own entry where it was measured. Otherwise, and in all other values,
+`top1` counts as a `topk` that sends as many values. The entry names the highest density at which
+`top1` lost less than such a `topk`. Up to this density `top1` is offered instead of `topk`.
 
-These values, and the outer rates, are those of runs of one length. In longer runs local steps cost
-less, and codecs that send few values cost more. Their values are under `longer`. Between two
-lengths, values are interpolated linearly in the logarithm of the run's inner steps; beyond them
-those of the nearest length are used.
+All values and outer rates belong to runs of one length. In longer runs local steps cost less, and
+codecs that send few values cost more. The values of longer runs are under `longer`. Between two
+lengths, values are interpolated linearly in the logarithm of the run's inner steps. Beyond the
+lengths, the values of the nearest length are used.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]
 
     `inner_steps` are those per round, `steps` those of the run. With `topk` and `top1` most of a
     contribution decays in the residual before it is sent, so sent values have to count for more.
-    Gamma rises as fewer values are kept. It rises less if less decays in a run of this length.
+    Gamma rises as fewer values are kept, and rises less if less decays in a run of this length.
     Raises `ConfigError` if `codec` is not a codec.
     """
     spec = parse_spec(codec)

@@ -284,7 +284,8 @@ class RunMetrics:
     def _expected(self, round_: int, rows: Mapping[str, Record]) -> int:
         """Return the number of sites that should report about a round.
 
-        It is that of the round's plan. If the plan is not known, it is the largest claim of a site.
+        The round's plan gives the number. If the plan is not known, the largest number that a site
+        reports counts.
         """
         claims = (int(row["members"]) for row in rows.values())
         return self._members.get(round_) or max(claims, default=0)

@@ -1,7 +1,7 @@
-"""What a call to the coordinator consists of: a path, a request, and the class of the reply.
+"""Declares calls to the coordinator: a path, a request, and the class of the reply.
 
-The class of the request holds all three. Client and server read them there, so a call is declared
-in one place: a `Message` with a path, and one line in the server's table of routes.
+The class of the request holds all three, for client and server. So a call is declared in one place:
+a `Message` with a path, and one line in the server's table of routes.
 """
 
 from __future__ import annotations

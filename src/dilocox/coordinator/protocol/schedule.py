@@ -10,16 +10,15 @@ from __future__ import annotations
 from dilocox.errors import ConfigError
 
 AT_ONCE = 2
-"""Number of exchanges of a rank that may be in flight at the same time. One transfers its first
-payloads. The other is encoded before its transfer, or is voted on and decoded after its transfer.
-"""
+"""Number of exchanges of a rank that may be in flight at the same time. One exchange transfers its
+first payloads. The other is encoded before its transfer, or is voted on and decoded afterwards."""
 
 
 def boundary_slots(stage: int, stages: int, fragments: int, slots: int) -> list[int]:
     """Return, per fragment of `stage`, the slot (1 to `slots`) at whose end its boundary is.
 
     The boundaries of all fragments of all stages are spread evenly over the round, because the
-    stages of a site share its uplink. They are ordered by fragment, then by stage. The last
+    stages of a site share its uplink. Boundaries are ordered by fragment, then by stage. The last
     boundary is at the end of the round. Raises `ConfigError` if a number is out of range.
     """
     if not 0 <= stage < stages or fragments < 1 or slots < 1:

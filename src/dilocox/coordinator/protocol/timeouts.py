@@ -64,7 +64,7 @@ class Timeouts:
     """How long a site that was in the run tries to join it again."""
     stall: float
     """A training loop without progress for this time counts as hung: its rank sends no more beats.
-    It is also the time limit of the process groups inside a site."""
+    Process groups inside a site have the same time limit."""
 
     @classmethod
     def derive(cls, network: NetworkSection) -> Timeouts:

@@ -59,7 +59,7 @@ class Arrivals:
     def awaited(self, key: str, voters: Sequence[RankKey]) -> tuple[float, list[str]] | None:
         """Return since when the other `voters` wait, and for which sites.
 
-        They wait since the latest arrival of a rank whose site is complete. None if no site is
+        The wait starts with the latest arrival of a rank whose site is complete. None if no site is
         missing, or if no complete site is there to wait.
         """
         times = self._times.get(key, {})

@@ -1,6 +1,6 @@
 """The coordinator's own time measurements of sites, which do not depend on the sites' claims.
 
-They are not logged. A coordinator that restarts begins without them.
+Measurements are not logged. A coordinator that restarts begins without them.
 """
 
 from __future__ import annotations

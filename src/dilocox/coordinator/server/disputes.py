@@ -51,8 +51,9 @@ def disputes(exchange: Exchange, voters: Sequence[RankKey]) -> list[Dispute]:
 def odd_one(found: Iterable[Dispute]) -> tuple[str, list[str]] | None:
     """Return the site to exclude and the senders whose contributions it lacks, or None.
 
-    Only one site is excluded at a time, because one site can cause all disputes. It is the reporter
-    of a settled dispute that takes part in most disputes; of equal reporters, the last one.
+    Only one site is excluded at a time, because one site can cause all disputes. Among the
+    reporters of settled disputes, the reporter with most disputes is excluded; of equal reporters,
+    the last one.
     """
     found = list(found)
     parts = Counter(name for each in found for name in (each.reporter, each.sender))

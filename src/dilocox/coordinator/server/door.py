@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 class Door:
     """Accepts connections for an aiohttp server, with limits on strangers and members.
 
-    A stranger is a caller without a client certificate of this run. It has a few seconds until its
-    first request. If there are too many strangers, the oldest connection is closed (`Strangers`).
+    A stranger is a caller without a client certificate of this run. A stranger has a few seconds
+    until its first request. If there are too many strangers, the oldest connection is closed (`Strangers`).
     If a site has too many connections, its oldest one is closed (`Members`).
     """
 

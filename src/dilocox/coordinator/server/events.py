@@ -133,7 +133,8 @@ class Doubted(Event):
 @dataclass(frozen=True)
 class Renewed(Event):
     """An entering site fetches missing pieces again. Most sites never reported digests of the
-    versions that it got. They hold newer versions now, so the old ones cannot be checked."""
+    versions that it got. All sites hold newer versions now, so nobody can check the old versions.
+    """
 
     site: str
     incarnation: int
@@ -227,7 +228,7 @@ class Planned(Event):
 class Sized(Event):
     """Sizes that payloads would have: bytes by codec, stage and piece, summed over shards.
 
-    They are computed once from the shapes of the model, and plans are made from them.
+    Sizes are computed once, from the shapes of the model. Plans are made from them.
     """
 
     payloads: dict[str, list[list[int]]]
@@ -307,8 +308,9 @@ class Retried(Event):
 
 @dataclass(frozen=True)
 class Fetching(Event):
-    """All ranks have voted in an attempt, and some lack payloads that most hold. They fetch these
-    from other ranks. Then both sides vote again. `fetches`: each a `Fetch` as JSON."""
+    """All ranks have voted in an attempt, and some ranks lack payloads that most hold. These ranks
+    fetch the payloads from other ranks. Then both sides vote again. `fetches`: each a `Fetch` as
+    JSON."""
 
     key: str
     attempt: int
@@ -317,8 +319,8 @@ class Fetching(Event):
 
 @dataclass(frozen=True)
 class Decided(Event):
-    """The contribution set of an exchange. It is final if `decision` is "commit"; "average" sets it
-    for this attempt only."""
+    """The contribution set of an exchange. With the `decision` "commit" the set is final; with
+    "average" it is for this attempt only."""
 
     key: str
     attempt: int

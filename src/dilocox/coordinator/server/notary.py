@@ -170,8 +170,8 @@ class RecordHook:
         self.manifest = "" if notary is None else notary.manifest
         """First entry of the record's log; empty if the run is not recorded."""
         self._barred: dict[str, set[RankKey]] = {}
-        """Ranks that have voted on an exchange without a commitment. They may not commit any more,
-        because other ranks may have sent payloads since."""
+        """Ranks that have voted on an exchange without a commitment. Such a rank may not commit any
+        more, because other ranks may have sent payloads since."""
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """Record an enrolment before it takes effect. Raises `Refused`."""

@@ -66,7 +66,7 @@ def _holder(
     """Return the rank from which `reporter` fetches, or None.
 
     The rank names the same bytes as the sender, is not the sender itself, and serves fewest other
-    fetches. It changes with the attempt, so that a reporter that calls every link broken has to
+    fetches. Each attempt chooses another rank. So a reporter that calls every link broken has to
     accuse several sites.
     """
     there = [

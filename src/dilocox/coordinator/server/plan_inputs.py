@@ -47,9 +47,9 @@ def sizes_to_log(known: Menu | None, given: Menu | None) -> dict[str, list[list[
     """Return the payload sizes to log for a run with `control.adapt = "link"`, or None.
 
     Sizes are in bytes by codec, stage and piece. They are logged when a run begins, and again when
-    it continues with a version whose controller knows more codecs. `known` are the logged sizes,
-    `given` those of all codecs that the controller may choose. Raises `TrainingError` if both are
-    None.
+    a version whose controller knows more codecs continues the run. `known` has the logged sizes,
+    `given` the sizes of all codecs that the controller may choose. Raises `TrainingError` if both
+    are None.
     """
     if known is None and given is None:
         raise TrainingError(

@@ -30,7 +30,7 @@ from dilocox.utils.storage import ROOM_PAUSE
 _log = logging.getLogger(__name__)
 LINGER = 2.0
 """Longest time in seconds that the server stays up after all ranks have reported that they are
-done. It ends earlier once all ranks have closed their connections."""
+done. The server ends earlier if all ranks have closed their connections."""
 
 
 def serve(

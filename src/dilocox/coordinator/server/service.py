@@ -313,7 +313,7 @@ class Coordinator:
     # --- plans ------------------------------------------------------------------------------
 
     def plan(self, round_: int, caller: Caller) -> m.PlanReply:
-        """Return a round's plan. It is made now if an active site asks and it may be made."""
+        """Return a round's plan. If an active site asks and the plan may be made, make it now."""
         state = self.state
         asking = state.sites.get(caller.site)
         if asking is not None and asking.leaves_before(round_):

@@ -1,7 +1,7 @@
 """Snapshots of a run's state, so that a restart need not replay the whole event log.
 
-A snapshot holds the state after the events up to a number. It only saves time: a snapshot that is
-damaged, or made by other code, is not used, and the events are replayed instead.
+A snapshot holds the state after the events up to a number. Snapshots only save time. If a snapshot
+is damaged, or made by other code, the events are replayed instead.
 """
 
 from __future__ import annotations

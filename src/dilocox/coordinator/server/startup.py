@@ -63,8 +63,8 @@ def starts(state: CoordinatorState, site: str) -> bool:
 def entry_round(state: CoordinatorState) -> int:
     """Return the first round in which no exchange has begun without a site that enters now."""
     begun = max((item.round for item in state.exchanges.values()), default=state.first_round - 1)
-    # Exchanges of the checkpoint's round and before are part of the checkpoint. They are over, or
-    # in flight although nothing in the state says yet that they have begun.
+    # Exchanges of the checkpoint's round and before are part of the checkpoint. Some are over.
+    # Others are in flight, although nothing in the state says yet that they have begun.
     held = state.checkpoint is not None and not state.config.exchanges_gradients
     return max(begun, state.first_round - 1 + held) + 1
 

@@ -235,8 +235,8 @@ class Facts:
     def lease_end(self) -> int:
         """The highest tick that a lease may name.
 
-        It is the end of the round after the last planned one, taken to be as long. The lease needs
-        this bound because a rank's reported speed is only its own claim.
+        This tick ends the round after the last planned round; both rounds count as equally long.
+        The lease needs this bound because a rank's reported speed is only its own claim.
         """
         last = self.plans.get(self.next_round - 1)
         if last is None:

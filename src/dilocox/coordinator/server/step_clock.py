@@ -202,8 +202,9 @@ class StepClock:
     ) -> tuple[float, int] | None:
         """Return the (moment, tick) from which on a site only trained, or None.
 
-        It is the arrival at the last exchange of the round before. After a pause for a checkpoint
-        or an evaluation it is the arrival at the first exchange of the round.
+        Usually the moment is the arrival at the last exchange of the round before. After a pause
+        for a checkpoint or an evaluation, the moment is the arrival at the first exchange of the
+        round.
         """
         stages, before = state.config.site.stages, state.plans.get(plan.round - 1)
         if before is None or site not in before.members:

@@ -56,7 +56,7 @@ def _waits(state: CoordinatorState) -> bool:
 def _landings(state: CoordinatorState, plan: RoundPlan) -> Iterator[tuple[str, int]]:
     """Yield every exchange of a round, with the latest tick at which it lands.
 
-    It lands after the plan's delay, or earlier at the next boundary of the same layers.
+    An exchange lands after the plan's delay, or earlier at the next boundary of the same layers.
     """
     stages, after = state.config.site.stages, state.plans.get(plan.round + 1)
     for stage in range(stages):

@@ -17,9 +17,9 @@ from dilocox.coordinator.server.startup import begun, entry_round
 from dilocox.coordinator.server.state import CoordinatorState
 
 AHEAD = 2
-"""A round is planned at most this many rounds ahead of the slowest active site's current round. It
-is one less if plans depend on measurements: the plan of round t uses those of rounds up to t - 2.
-"""
+"""A round is planned at most this many rounds ahead of the slowest active site's current round. The
+bound is one less if plans depend on measurements: the plan of round t uses measurements of rounds
+up to t - 2."""
 
 
 def decide(
