@@ -61,7 +61,7 @@ class FragmentState:
             live: this rank's parameters.
             error_feedback: keep a residual.
             eager: keep the last pseudo-gradient and the site's own part of the momentum, which
-                overlap `eager` needs. They take 8 more bytes per parameter.
+                overlap `eager` needs. Both together take 8 more bytes per parameter.
             device: device of the buffers; None means the CPU.
             momentum_dtype: fp32, or bf16, which saves 2 bytes per parameter.
             privacy: clips δ and adds noise at every boundary. None: δ is contributed as it is.

@@ -8,7 +8,7 @@ from dilocox.outer.in_flight import Counts
 
 
 class LoopStatus:
-    """Flags and counts of one outer loop. They change by the methods alone."""
+    """Flags and counts of one outer loop. Only the methods change them."""
 
     def __init__(self) -> None:
         self._dropping = self._overtaken = self._returning = False
@@ -49,7 +49,7 @@ class LoopStatus:
 
     @property
     def returning(self) -> bool:
-        """True: this site has entered the run again since its process began. It then keeps its
+        """True: this site has entered the run again since its process began. Such a site keeps its
         residual when it adopts a piece."""
         return self._returning
 

@@ -6,8 +6,8 @@ Let δ be the pseudo-gradient of one piece at one rank. The site contributes
 
 where c is this piece's share of the site's bound C, and s is the noise multiplier times C. The
 shares satisfy Σ c² ≤ C² over all pieces, shards and stages. So the Gaussian mechanisms of a round
-compose to one with sensitivity C and deviation s, also when later ones depend on earlier ones
-(Dong, Roth, Su, "Gaussian differential privacy", JRSS-B 2022, theorem 3.2 and corollary 3.3).
+compose to one with sensitivity C and deviation s, also when later ones depend on earlier ones.
+Source: Dong, Roth, Su, "Gaussian differential privacy", JRSS-B 2022, theorem 3.2 and corollary 3.3.
 Clipping of every part by itself: McMahan et al., "Learning differentially private recurrent
 language models", ICLR 2018, section 2.3.
 

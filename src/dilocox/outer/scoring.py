@@ -1,7 +1,7 @@
 """Scores of the contributions to an exchange (norm, direction, shares), as whole numbers.
 
-A rank sends the scores with its vote. They are computed in fp64 and rounded at the end. Two
-machines may differ by one in the last digit; the coordinator settles on one value from all
+A rank sends the scores with its vote. Scores are computed in fp64 and rounded at the end. Two
+machines may differ by one in the last digit, so the coordinator chooses one value from all
 opinions.
 """
 

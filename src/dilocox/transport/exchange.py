@@ -256,7 +256,7 @@ def _to_everyone(
 
     Args:
         attempt: The attempt.
-        part: What a payload encodes, and how.
+        part: Content and encoding of a payload.
         own: This site's frame; None if it only receives.
         phase: Number of the message within the attempt.
 

@@ -31,7 +31,7 @@ def fetch(
         fetches: Which site fetches the payload of which sender from which holder.
         here: Frames that this rank holds, by original sender, uint8 [`frame_bytes(part)`] each, in
             host memory.
-        part: What each payload encodes.
+        part: Content and encoding of each payload.
 
     Returns:
         The received frames by original sender.

@@ -36,8 +36,8 @@ class Door:
     """Accepts connections for an aiohttp server, with limits on strangers and members.
 
     A stranger is a caller without a client certificate of this run. A stranger has a few seconds
-    until its first request. If there are too many strangers, the oldest connection is closed (`Strangers`).
-    If a site has too many connections, its oldest one is closed (`Members`).
+    until its first request. If there are too many strangers, the oldest connection is closed
+    (`Strangers`). If a site has too many connections, its oldest one is closed (`Members`).
     """
 
     def __init__(self, server: web.Server, context: ssl.SSLContext, ranks: int = 1) -> None:

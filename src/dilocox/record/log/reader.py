@@ -205,7 +205,7 @@ def _received(file: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    """Run one worker. It ends without an answer if a statement is nested too deeply for marshal."""
+    """Run one worker. A statement that is too deeply nested for marshal ends it, unanswered."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
     while (body := _received(source)) is not None:
         batch: list[str] = marshal.loads(body)  # noqa: S302 - of the process that has started this

@@ -110,8 +110,8 @@ class Recommitments:
     def again(self, place: Place, said: Commitment, base: Base) -> bool:
         """Return True if a commitment is recommitted.
 
-        It then differs from the commitment of the same place before a resume, although the inputs
-        of the contribution are the same.
+        A recommitted commitment differs from the commitment of the same place before a resume,
+        although the inputs of the contribution are the same.
         """
         known = self._bound.get(place)
         if known is None or (known.values, known.payload) == (said.values, said.payload):

@@ -102,7 +102,7 @@ class LogWriter:
             return Mark(self._tree.size, self._file.length, self._tree.roots)
 
     def append(self, entry: str) -> None:
-        """Append a statement. It counts once a checkpoint covers it.
+        """Append a statement. A statement counts once a checkpoint covers it.
 
         Raises `OSError`. After an error the log does not hold any part of the statement, and the
         caller may append it again.

@@ -84,7 +84,7 @@ class HandedIn:
 
     @property
     def file(self) -> tuple[str, ...]:
-        """What the verdict's file must match: digest, auditor, site, round and verdict."""
+        """Facts that the verdict's file must match: digest, auditor, site, round and verdict."""
         return self.digest, self.auditor, self.site, str(self.round), self.verdict
 
     @property

@@ -55,8 +55,9 @@ def stands(course: RunHistory, handed_in: HandedIn) -> bool:
 def _left_behind(course: RunHistory, round_: int, site: str, read: int) -> bool:
     """Return True if a resume has abandoned a round of a site that an auditor had repeated.
 
-    That is so if the round is undecided now, or if one of its exchanges was decided, or its start
-    or end state signed, again after the resume. `read`: statements that the auditor had read.
+    A resume has abandoned the round if the round is undecided now. The same holds if one of its
+    exchanges was decided again, or its start or end state signed again, after the resume. `read`:
+    statements that the auditor had read.
     """
     resumed = min((number for number in course.resumes if number >= read), default=None)
     if resumed is None:

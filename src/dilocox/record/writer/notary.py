@@ -266,8 +266,9 @@ class TransparencyLogSink:
             **outer_step(decision, self.config.site.stages, self._behind(decision)),
             "aggregation": self.config.admission.aggregation,
         }
-        # After a restart the coordinator repeats decisions that the log may have already. It may
-        # then no longer know the owners of chunks, so an equal decision is not appended again.
+        # After a restart the coordinator repeats decisions that the log may have already. The
+        # coordinator may no longer know the owners of chunks then, so an equal decision is not
+        # appended again.
         known = self.memory.steps.get(decision.key.text, {})
         if (known.get("attempt"), known.get("set")) != (decision.attempt, list(decision.set)):
             # Sites hear of the decision next, and do not ask for it again.
@@ -422,7 +423,7 @@ def contribution(
 def outer_step(decision: Decision, stages: int, behind: Collection[str]) -> dict[str, Any]:
     """Return the predicate of an outer step: all inputs of its replay except the payloads.
 
-    It also names the token ranges of the sites that are `behind` the step."""
+    The predicate also names the token ranges of the sites that are `behind` the step."""
     key, plan = decision.key, decision.plan
     flush = plan.kind == "flush"
     slot = (

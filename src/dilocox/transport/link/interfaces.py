@@ -13,7 +13,7 @@ from dilocox.errors import ConfigError
 _SIOCGIFADDR = 0x8915
 _V6 = Path("/proc/net/if_inet6")
 _LINK_LOCAL = "20"
-"""Scope in `_V6` of link-local addresses. They need a zone, so other machines cannot use them."""
+"""Scope in `_V6` of link-local addresses, which need a zone, so other machines cannot use them."""
 
 
 def interface_address(site: str, address: str) -> str:
