@@ -77,7 +77,7 @@ class Compressor:
     """Row means of second moments, uint8 [due_rows], which follow each payload. May be None."""
 
     def with_moments(self) -> Compressor:
-        """Return a copy whose payloads carry second moments. They are zero until `carrying`."""
+        """Return a copy whose payloads carry second moments, which are zero until `carrying`."""
         zeros = torch.zeros(due_rows(self.geometry), dtype=torch.uint8)
         one = WithMoments(self.codec(0, 0), zeros)
         return replace(self, name=one.name, identifier=one.identifier, moments=zeros)

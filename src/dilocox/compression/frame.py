@@ -105,9 +105,9 @@ def frame_digest(frame: Tensor) -> bytes:
 def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: FramePart) -> Tensor:
     """Check a received frame against `part` and return its payload, uint8 [payload_bytes].
 
-    The result is in host memory. It shares memory with `frame` if that is a tensor, and is a copy
-    otherwise. Raises `ExchangeError`, with the reason, if the frame has another length, format,
-    codec or number of values than expected, or if the payload's digest is wrong.
+    The result is in host memory. If `frame` is a tensor, the result shares its memory; otherwise
+    the result is a copy. Raises `ExchangeError`, with the reason, if the frame has another length,
+    format, codec or number of values than expected, or if the payload's digest is wrong.
     """
     if not isinstance(frame, Tensor):
         if len(frame) < FRAME_HEADER_BYTES:

@@ -7,8 +7,8 @@ rows to the mean over the sites (docs/algorithm.md §2).
 
 A payload with moments is the payload of its codec, then one byte per due row. Byte 0 means no
 value: no moment, or a mean below 2^-60. A byte c from 1 to 255 stands for the fp32 numbers whose
-bits, without the lowest 21, are c + 267. That gives four steps per octave from 2^-60 to 14; 255
-stands for larger numbers too. The conversion uses whole numbers, so it is equal on every machine.
+bits, without the lowest 21, are c + 267. So an octave from 2^-60 to 14 has four steps; 255 stands
+for larger numbers too. The conversion uses whole numbers, so it is equal on every machine.
 
 Every tensor of two or more dimensions has rows; all dimensions but the last count them. The rows of
 all tensors of a buffer follow one another. In exchanges of round r, row i of a tensor is due if

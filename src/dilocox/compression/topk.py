@@ -2,8 +2,9 @@
 
 Payload: one record per chunk of values. `dilocox.compression.sparse` gives the chunk's length,
 which depends on K; the last chunk may be shorter. A record of a chunk of c values holds
-k = ceil(K * c / 4096) of them. It begins with two bf16 levels. Codes of 2 bits and indices follow,
-packed as in `dilocox.compression.sparse`; in a code, bit 0 means negative, bit 1 the second level.
+k = ceil(K * c / 4096) of them. A record begins with two bf16 levels. Codes of 2 bits and indices
+follow, packed as in `dilocox.compression.sparse`. In a code, bit 0 means negative, bit 1 the second
+level.
 
 A record has 4 + ceil((k * (3 + l) + (c >> l)) / 8) bytes, with the l >= 0 for which this is least:
 

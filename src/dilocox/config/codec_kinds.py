@@ -49,7 +49,7 @@ class CodecNumber:
 
 @dataclass(frozen=True)
 class CodecKind:
-    """What other modules need to know about one kind of codec."""
+    """Facts about one kind of codec that other modules need."""
 
     name: str
     """First word of the codec's text in run files, plans and metrics."""

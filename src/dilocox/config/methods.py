@@ -111,7 +111,7 @@ DEFAULT_ROUNDS = 10
 
 BEFORE: dict[str, dict[str, Any]] = {"compression": {"moments": False}}
 """Keys that methods set and earlier versions did not know, with the behaviour of those versions as
-their values. They complete the `run.toml` of an earlier version."""
+their values. These keys complete the `run.toml` of an earlier version."""
 _OUTER = ("inner_steps", "overlap", "learning_rate", "momentum")
 _OF_RUNS = ("method", "rounds", "steps")
 

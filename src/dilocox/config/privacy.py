@@ -15,9 +15,10 @@ from dilocox.config.outer import OuterSection
 class PrivacySection(Section):
     """`[privacy]`: differential privacy of sites with text of their own (`sites.NAME.data`).
 
-    Such a site clips and noises what it trained in a round, before compression, and sends nothing
-    else of it. The coordinator counts the contributions and reports the (epsilon, delta) of each
-    such site. [Private data](private-data.md) says which leaks this bounds, and which it does not.
+    Such a site clips its change of the model in a round and adds noise, before compression. Only
+    the noised change is sent. The coordinator counts the contributions and reports the (epsilon,
+    delta) of each such site. [Private data](private-data.md) says which leaks this bounds, and
+    which it does not.
     """
 
     clip: Annotated[float, Field(ge=0.0, lt=1e9)] = 0.0

@@ -287,8 +287,8 @@ class RunConfig(Section):
         for site in shared["sites"].values():
             for key in ("interface", "advertise", "ports"):
                 site.pop(key, None)
-            # Sites need not agree on the folder of private text, but must agree that a site has
-            # private text: token ranges of that site come from a space of their own.
+            # Sites need not agree on the folder of private text. But they must agree that a site
+            # has private text, because this site has token ranges of its own.
             if "data" in site:
                 site["data"] = site["data"] is not None
         return {name: keys for name, keys in shared.items() if keys or not without_defaults}

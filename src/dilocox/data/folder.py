@@ -26,8 +26,8 @@ from dilocox.utils.storage import sync_folder
 def folder_of_run(run: Path) -> Path:
     """Returns the folder of the token files of the run in folder `run`.
 
-    It is `run/data` if that exists, since token files are handed on with a run there. Otherwise it
-    is the folder in the run file. Raises `ConfigError` if the run file cannot be read.
+    If `run/data` exists, it is the folder, since copies of a run have token files there. Otherwise
+    the run file names the folder. Raises `ConfigError` if the run file cannot be read.
     """
     beside, file = run / "data", run / "run.toml"
     return beside if beside.exists() or not file.exists() else load_written(file).data_folder

@@ -148,8 +148,8 @@ def hash_file(path: Path) -> str:
 def source_names(options: Mapping[str, Any]) -> list[str]:
     """Returns the names of all sources in the manifest's order.
 
-    Those of `source` come first, then those of `validation_source`. With several sources, each one
-    has both kinds together. `options` holds keys of `[data]`.
+    Names of `source` come first, then names of `validation_source`. With several sources, the two
+    kinds of each source stand together. `options` holds keys of `[data]`.
     """
     names: list[str] = []
     for each in options.get("sources") or ():

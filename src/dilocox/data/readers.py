@@ -408,7 +408,8 @@ def _column(path: Path, schema: pa.Schema, field: str, mend: str) -> int:
 def _holds_text(kind: pa.DataType) -> bool:
     """Returns whether a column of type `kind` may hold text.
 
-    It may be strings, bytes (UTF-8 without the annotation), a dictionary of these, or only nulls.
+    Types that may hold text are strings, bytes (UTF-8 without the annotation), a dictionary of
+    these, and columns of nulls.
     """
     import pyarrow as pa
 

@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.uint64]
 def permute(positions: Numbers, size: int, key: bytes) -> Numbers:
     """Apply a pseudo-random permutation of 0..size-1 to `positions`.
 
-    It needs no table of the permutation. A Feistel network permutes the numbers below the next
+    No table of the permutation is needed. A Feistel network permutes the numbers below the next
     power of 4. A result outside 0..size-1 is permuted again until it falls inside (cycle-walking,
     Black and Rogaway 2002), less than 4 times on average.
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from tokenizers import Tokenizer
 
 LOOKED = 10_000
-"""Number of first documents that are searched. It is enough, since markup occurs in nearly all
-documents of a corpus or in nearly none."""
+"""Number of first documents that are searched. This number suffices, since markup occurs in nearly
+all documents of a corpus or in nearly none."""
 
 
 def spelled(tokenizer: Tokenizer) -> list[str]:

@@ -15,8 +15,8 @@ from dilocox.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of a trained tokenizer."""
 
-# Keys that name the place from which a tokenizer was loaded. They do not change its behaviour and
-# differ between machines.
+# Keys that name the place from which a tokenizer was loaded. These keys do not change the
+# tokenizer's behaviour, and differ between machines.
 _PLACES = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "is_local", "cache_dir")
 
 

@@ -21,13 +21,14 @@ OwnLoss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class CountedLabels:
-    """What is known of a batch with labels that do not count, or with rows of several documents."""
+    """Counts and positions of a batch in which some labels do not count, or whose rows hold several
+    documents."""
 
     labels: int
     """Counted labels of the whole batch of the site: of all its shards and replicas."""
     divisor: float
-    """What the sum of the losses is divided by. It differs from `labels` if gradients are averaged
-    over sites: then it is the site's share of the counted labels of all sites."""
+    """Divisor of the sum of the losses. It differs from `labels` if gradients are averaged over
+    sites: the divisor is then the site's share of the counted labels of all sites."""
     positions: Tensor | None = None
     """int64 [b, L]: position of each token in its document, for this shard's rows. None: each row
     is one sequence."""

@@ -61,7 +61,7 @@ def resolve_precision(site: SiteSection, device: torch.device) -> torch.dtype:
 def available_cores() -> int:
     """Return the number of CPU cores that this process may use.
 
-    That is the size of its affinity mask, at most the quotas of its control groups.
+    The number is the size of its affinity mask, limited by the quotas of its control groups.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = cgroup.cores()

@@ -43,7 +43,7 @@ def outer_bytes_per_parameter(config: RunConfig) -> int:
 
 UNDER_WAY = 12
 """Bytes per value of an exchange that waits for its landing, fp32: the contribution, the decoded
-contribution, and the average. They are on the device of the outer state (`outer.device`)."""
+contribution, and the average. All three are on the device of the outer state (`outer.device`)."""
 LANDING = 8
 """Bytes per value of a piece that lands on a CPU: displacements and new values. A CPU processes the
 piece in small blocks."""
@@ -116,7 +116,7 @@ def record_copy_bytes_per_parameter(config: RunConfig, waiting: float | None = N
 def window_copy_bytes_per_parameter(config: RunConfig) -> int:
     """Return the bytes of the copy of anchor and outer momentum that begins a recorded window.
 
-    The copy is kept until it is recorded. It exists only if `record.keep` limits the record
+    The copy is kept until it is recorded. Such copies exist only if `record.keep` limits the record
     (`dilocox.record.writer.windows`).
     """
     return 4 + MOMENTUM_BYTES[config.outer.momentum_dtype]
@@ -261,7 +261,8 @@ SURE_ACTIVATIONS = 3
 def whole_gradient_bytes(parameters: int, width: int) -> int:
     """Return the bytes that a rank of a sharded stage holds for `site.gradient_sync = "step"`.
 
-    These are the gathered `parameters` of `width` bytes, and the sums of their gradients, fp32.
+    The rank holds the gathered `parameters` of `width` bytes, and the sums of their gradients,
+    fp32.
     """
     return (width + 4) * parameters
 

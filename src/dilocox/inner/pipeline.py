@@ -92,7 +92,7 @@ class Computation:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Context of all micro-batches of a step. It first copies the masters' values."""
+        """Context of all micro-batches of a step. On entry the masters' values are copied."""
         for copies in self._copies.values():
             copies.refresh()
         yield

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import (
 )
 
 Checkpointing = bool | Literal["selective"]
-"""What the backward pass recomputes: nothing (False), whole layers (True), or all operations of a
-layer but attention and every second matrix product ("selective")."""
+"""Parts that the backward pass recomputes: nothing (False), whole layers (True), or all operations
+of a layer but attention and every second matrix product ("selective")."""
 
 _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",

@@ -126,8 +126,8 @@ def adapter_config(
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json`.
 
-    It is the same at all sites: no version is named, and the base model is named as in the run
-    file.
+    The content is the same at all sites: no version is named, and the base model is named as in the
+    run file.
     """
     names = target_names(hf_config, adapter)
     config = lora_config(

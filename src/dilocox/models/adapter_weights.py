@@ -75,9 +75,9 @@ def first_values(full_name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 def fixed_values(full_name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     """Return the values of an A that is not trained, fp32 [rank, inputs].
 
-    They have the distribution of `first_values`. Unlike those they have the same bits on every
-    processor, since no product is added to before it is rounded. So a reader of the record finds
-    the bits that all sites had.
+    The values have the distribution of `first_values`. But these values have the same bits on every
+    processor, since every product is rounded before anything is added to it. So a reader of the
+    record finds the bits that all sites had.
     """
     with seeded(seed, full_name):
         uniform = torch.rand(shape)

@@ -32,8 +32,9 @@ _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 def load_model_config(model: ModelSection, vocabulary_size: int | None) -> PretrainedConfig:
     """Returns the checked configuration that `[model]` names, with `use_cache` off.
 
-    `vocabulary_size` is the size of the tokenizer; None if it is not known yet. It is the default
-    of `vocab_size` for an inline architecture. If it is None, the default of the model type stays.
+    `vocabulary_size` is the size of the tokenizer; None if the size is not known yet. This size is
+    the default of `vocab_size` for an inline architecture. With None, the default of the model type
+    stays.
 
     Special token ids that an inline architecture does not set become None. The defaults of the type
     belong to another tokenizer, and a padding id would freeze its row of the embedding. With `path`

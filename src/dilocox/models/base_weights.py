@@ -27,7 +27,7 @@ _OF_LIBRARIES = ("transformers_version", "_name_or_path", "use_cache", "torch_dt
 def base_digest(folder: Path, progress: Progress = lambda _share: None) -> str:
     """Return the SHA-256, hex, of a model folder's configuration and stored tensors.
 
-    It covers names, dtypes, shapes and bytes of all stored tensors, in the order of their names.
+    The digest covers names, dtypes, shapes and bytes of all stored tensors, in the order of names.
     Raises `ModelError` if a file is missing or damaged.
     """
     files = sorted(set(stored_names(folder).values()))

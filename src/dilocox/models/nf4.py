@@ -74,7 +74,7 @@ def dequantised(packed: Tensor, scales: Any, shape: tuple[int, int]) -> Tensor:
 def linear_layers(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Return the linear layers inside one of the model's layers, with their paths.
 
-    Those of adapters are left out.
+    Linear layers of adapters are left out.
     """
     return [
         (path, module)

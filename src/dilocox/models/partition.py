@@ -40,8 +40,8 @@ class ChunkSpec:
     """Number of parameters in the chunk. A tied head in another chunk than the embedding counts
     again, so that all chunks together have `count_parameters` plus the size of the head."""
     compute: float = 0.0
-    """Multiply-adds per token of the forward pass: matrix products and causal attention. Those of
-    adapters are not included."""
+    """Multiply-adds per token of the forward pass: matrix products and causal attention, without
+    adapters."""
     adapters: int | None = None
     """Number of parameters of the chunk's adapters, which `parameters` does not include. None: the
     run has no adapters, and all parameters are trained."""

@@ -84,9 +84,9 @@ def probe_packing(hf_config: PretrainedConfig, chunks: int, attention: str) -> N
     """Raise `ModelError` if documents of one row see each other in a model type.
 
     A tiny copy of the model, cut into `chunks`, computes packed rows. Each document's logits must
-    be those that the whole copy gives for this document alone. They are not if a layer has a state
-    or a convolution that runs along the row, or if positions do not restart. The copy runs on the
-    CPU in fp32; see `probe_cut`.
+    be those that the whole copy gives for this document alone. The logits differ if a layer has a
+    state or a convolution that runs along the row, or if positions do not restart. The copy runs on
+    the CPU in fp32; see `probe_cut`.
     """
     attention = attention if attention in ("sdpa", "eager") else "sdpa"
     parts = min(chunks, hf_config.num_hidden_layers, 3)

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 AT_ONCE = 64
 """Number of unauthenticated connections older than `GRACE` that may stay open."""
 BURST = 256
-"""Largest number of unauthenticated connections. It is higher than `AT_ONCE`, since all ranks of a
-site may connect at the same moment."""
+"""Largest number of unauthenticated connections. This number is above `AT_ONCE`, since all ranks of
+a site may connect at the same moment."""
 GRACE = 2.0
 """Seconds within which a member of the run presents its certificate."""
 
@@ -70,7 +70,8 @@ class Strangers(Generic[T]):
 def _network(address: str) -> str:
     """Returns the network by which connections are counted.
 
-    It is the address itself for IPv4, and the /64 for IPv6, since one machine may own a whole /64.
+    For IPv4 the network is the address itself, for IPv6 the /64, since one machine may own a whole
+    /64.
     """
     try:
         found = ipaddress.ip_address(address.split("%")[0])

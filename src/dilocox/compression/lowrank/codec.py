@@ -334,8 +334,8 @@ class LowRank:
         nearly determine the effective rank, but not the entropy of s².
 
         - Σs² is the energy within the basis plus the energy outside. The payloads do not hold the
-          energy of the *mean* outside the basis. It is estimated: differences between sites are
-          assumed to average out there in the same proportion as within the basis.
+          energy of the *mean* outside the basis. The estimate assumes that differences between
+          sites average out there in the same proportion as within the basis.
         - Σs⁴ within the basis follows from the right factors. Outside the basis an upper bound is
           used: the energy there times the smallest squared norm of a column of the summed right
           factors. A basis of the largest directions leaves out no larger s².

@@ -156,8 +156,8 @@ def _exponents(scales: Tensor) -> Tensor:
 def _lowest(exponents: Tensor, width: int, floor: int) -> Tensor:
     """Return the lowest exponent that each block may have, [count, 1, blocks].
 
-    That is `width` below the largest exponent of the same block in all columns, at least `floor`.
-    `exponents` are [count, rank, blocks].
+    The lowest exponent is `width` below the largest exponent of the same block in all columns, and
+    at least `floor`. `exponents` are [count, rank, blocks].
     """
     return exponents.amax(1, keepdim=True).sub_(width).clamp_(min=floor)
 
