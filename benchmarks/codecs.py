@@ -3,8 +3,8 @@
 It uses one core and one thread. For every size there is a buffer with one matrix of normal values,
 1,024 columns wide. A copy of the smallest buffer stays in the processor's cache, so no codec can
 be as fast. Every measurement of a codec lies between two plain copies of the same buffer in the
-same process, and its ratio is its time over the mean time of these copies. Times are CPU times of
-the process, so that other work on the machine hardly counts. Codecs write to existing memory, as
+same process. The ratio is the codec's time over the mean time of these copies. Times are CPU times
+of the process, so other work on the machine hardly counts. Codecs write to existing memory, as
 the copy does; only `lowrank` allocates its results. Figures are medians over repetitions; the JSON
 file also has their 95 % intervals.
 

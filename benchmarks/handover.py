@@ -3,9 +3,9 @@
 A run of two sites of two stages is trained to its end. Other runs start from its checkpoint at the
 middle (`dilocox handover`), and continue to the same number of inner steps. One has the same sites
 and stages, so only the state that a handover drops differs (residuals, inner moments, exchanges in
-flight). Others have other stages and shards, one site, or three sites. Reported are the held-out
-loss at the end, its ratio to the loss of the uninterrupted run, and the total number of sequences:
-more sites train on more text in the same steps. All runs are real processes on this machine,
+flight). Others have other stages and shards, one site, or three sites. Figures are the held-out
+loss at the end, its ratio to the loss of the uninterrupted run, and the total number of sequences.
+More sites train on more text in the same steps. All runs are real processes on this machine,
 without shaped links; nothing is timed.
 """
 

@@ -1,13 +1,13 @@
 """Measures a long run's cost for its coordinator (memory, disk, restart) and for `verify`.
 
-The real coordinator, recorder, notary and log on disk go through the rounds of 8 sites of 8 ranks
-(2 stages x 4 shards, 4 fragments a stage: 8 exchanges and 520 signed statements a round), without
-training and without a network. All sites are simulated in the coordinator's process, so `seconds`
-and `memory_mb` of the rows include their part. A checkpoint is written every 50 rounds. Afterwards,
-each in a new process, the coordinator is restarted on the run folder, and the record is read and
-judged as `dilocox verify` does before it opens payloads. `disk_seconds` is the time in which the
-coordinator's thread waited for the disk: syncs of the record, and events that must survive a power
-cut. `disk_longest_ms` is the longest such wait.
+The real coordinator, recorder, notary and log on disk go through the rounds of 8 sites of 8 ranks,
+without training and without a network. A site has 2 stages x 4 shards, with 4 fragments a stage. So
+a round has 8 exchanges and 520 signed statements. All sites are simulated in the coordinator's
+process, so `seconds` and `memory_mb` of the rows include their part. A checkpoint is written every
+50 rounds. Afterwards, each in a new process, the coordinator is restarted on the run folder, and
+the record is read and judged as `dilocox verify` does before it opens payloads. `disk_seconds` is
+the time in which the coordinator's thread waited for the disk: syncs of the record, and events that
+must survive a power cut. `disk_longest_ms` is the longest such wait.
 
 `--rounds N` sets the number of rounds (default 200, with --quick 20). A round takes about 0.4 s of
 one core.

@@ -1,12 +1,12 @@
 """Measures the loss that an outer momentum in bf16 costs, against one in fp32.
 
 Two sites train a small byte-level transformer together, in one process, with dilocox's own fragment
-states, codec, averages, schedule and overlap rule (`keep`, 20 inner steps per round, 4 fragments, a
-delay of a quarter of the round, `int4` with error feedback). The runs of a pair differ only in
-`outer.momentum_dtype`; every pair has another seed for weights and data. `difference` is the loss
-with bf16 over that with fp32, less one. For comparison, `spread` is the standard deviation of the
-fp32 losses over seeds, relative to their mean. Nothing is timed, so other load does not matter. It
-takes about three minutes on an idle core, less than one with --quick.
+states, codec, averages, schedule and overlap rule. The rule is `keep`. Rounds have 20 inner steps,
+4 fragments, a delay of a quarter of the round, and `int4` with error feedback. The runs of a pair
+differ only in `outer.momentum_dtype`; every pair has another seed for weights and data.
+`difference` is the loss with bf16 over that with fp32, less one. For comparison, `spread` is the
+standard deviation of the fp32 losses over seeds, relative to their mean. Nothing is timed, so other
+load does not matter. It takes about three minutes on an idle core, less than one with --quick.
 """
 
 from __future__ import annotations

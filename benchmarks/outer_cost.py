@@ -17,8 +17,8 @@ wall-clock time. `tokens_per_parameter` is the tokens of a round per site and pa
 work costs the same per parameter for any batch, so a larger batch lowers the share in proportion.
 
 `state_bytes` are the bytes per parameter of anchor, momentum, reference and residual, between
-exchanges (`outer.device` says whether they are in the host's memory or beside the model); the inner
-state of AdamW takes 16 beside it.
+exchanges. `outer.device` says whether they are in the host's memory or beside the model. The inner
+state of AdamW takes 16 bytes beside it.
 
 It takes a quarter of an hour on two cores, five minutes with --quick.
 """

@@ -12,9 +12,12 @@ round's payloads take 0.6 of that time. Without overlap the exchange would thus 
 eighths of every round. Then the two sites train together once per overlap rule; only
 `outer.overlap` and `outer.delay` differ.
 
-Figures per rule are over all measured rounds and both sites: seconds per round with an exchange in
-flight, seconds in which training waited for data or for its lease, the hidden share
-(1 - waited / exchange), tokens/s by wall-clock time, and their ratio to the sites alone.
+Figures per rule are over all measured rounds and both sites:
+
+- seconds per round with an exchange in flight;
+- seconds in which training waited for data or for its lease;
+- the hidden share (1 - waited / exchange);
+- tokens/s by wall-clock time, and their ratio to the sites alone.
 
 Needs root, iproute2 and two cores; without them it prints one line and exits with code 3.
 """

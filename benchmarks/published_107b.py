@@ -1,8 +1,9 @@
 """Explains the published speeds of the 107B run with the planner, and plans the run with dilocox.
 
-DiLoCoX (arXiv 2506.21263) trained Qwen1.5-110B cut to 78 layers on 160 A800-40G at two sites with
-1 Gbps between them: 10.4 tokens/s synchronously, 3,728 with DiLoCoX, 1,168 without compression and
-40 % less without overlap. Layout, batch and sequence length are not published. Three steps:
+DiLoCoX (arXiv 2506.21263) trained Qwen1.5-110B cut to 78 layers, on 160 A800-40G at two sites with
+1 Gbps between them. Published speeds are 10.4 tokens/s synchronously, 3,728 with DiLoCoX, 1,168
+without compression, and 40 % less without overlap. Layout, batch and sequence length are not
+published. Three steps:
 
 1. `assumptions`: the synchronous speed fixes the tokens per step for each way of sending gradients
    (bytes per value, one link per site or one per node). DiLoCoX's speed then fixes the time of a

@@ -9,9 +9,9 @@ taken from training. The pair `off` shows how much two equal runs differ.
 
 `ratio` is the wall-clock tokens/s over those of the reference run, in the seconds in which both
 were in measured rounds. It is the median of the repetitions, with a 95 % bootstrap interval. On a
-shared machine it varies by one or two per cent. `work` does not vary: it is the processor time of
-everything except the sites' training threads (exchanges, record, coordinator) in these seconds, as
-a share of the run's total processor time, less the same share of the reference run. Copies for
+shared machine it varies by one or two per cent. `work` does not vary. It is the processor time of
+exchanges, record and coordinator in these seconds, without the sites' training threads, as a share
+of the run's total processor time. The same share of the reference run is subtracted. Copies for
 `states` in the training threads are only in `ratio`. Bytes of log, payloads, states per round and
 theta_0 come from the records.
 

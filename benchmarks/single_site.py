@@ -17,9 +17,9 @@ Both are forked from one parent (the same libraries are loaded) and keep freed m
 library. The CPU use of the waiting run (its beats) is measured and shown. If it is above 1 %,
 nothing is reported. With a GPU the limit is a quarter of the cores, since the plain loop needs only
 one core there. The layers of both sides are compiled or of neither, by the run file's
-`model.compile` (`--compile`). The ratio is the median over pairs of neighbouring turns, so that a
-slow machine or a drifting clock affects both sides of a pair; its interval is a bootstrap over
-pairs. `cpu_ratio` is the same ratio of CPU seconds, over all processes and threads of a side. It
+`model.compile` (`--compile`). The ratio is the median over pairs of neighbouring turns. So a slow
+machine or a drifting clock affects both sides of a pair. The interval is a bootstrap over pairs.
+`cpu_ratio` is the same ratio of CPU seconds, over all processes and threads of a side. It
 does not include waiting, but it is not affected by other work on the machine either.
 Peak memory is the high-water mark of the process that computes: resident memory on a CPU,
 `torch.cuda.max_memory_allocated` on a GPU. On a GPU a larger model is trained.

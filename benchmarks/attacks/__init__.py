@@ -1,1 +1,1 @@
-"""What two dishonest sites of eight do to training, by attack and by rule of admission."""
+"""The harm that two dishonest sites of eight do to training, by attack and by admission rule."""

@@ -1,1 +1,1 @@
-"""What faults cost a run: a seeded schedule of kills, cuts and full disks, three real sites."""
+"""The cost of faults: three real sites, and a seeded schedule of kills, cuts and full disks."""

@@ -17,9 +17,10 @@ contribute; the next one when all contribute again. The seed decides the order o
 Figures per fault: `stall_seconds` is the longest time without a round at any site without the
 fault (at any site, if the coordinator had the fault), less the usual time of a round.
 `recovery_seconds` is the time until every site has contributed to a round that began after the
-fault. Figures for all runs together (row `run`): hangs, divergence (the coordinator compares all
-anchors every round), rounds, rounds of a site that were begun and discarded, sequences trained on
-twice or not accounted for, and held-out loss over that of the run without faults.
+fault. The row `run` has figures for all runs together: hangs, divergence (the coordinator compares
+all anchors every round), rounds, and rounds of a site that were begun and discarded. It also has
+the sequences trained on twice or not accounted for, and the held-out loss over that of the run
+without faults.
 
 A full run has 9 parts. Each part is a separate run with 12 faults and its own seed: more than 100
 faults in total, and more than an hour. With --json every finished part is saved to

@@ -1,20 +1,20 @@
 """Loss, bytes and a task of fine-tuning by every method, with adapters and with all parameters.
 
-The model is SmolLM2-135M-Instruct (`python scripts/get_smollm2.py FOLDER` makes its folder). Its
-conversations come from Python's standard library, where the answer is the docstring of a function,
-and with --wikitext from WikiText-2, where the answer is the second half of a paragraph. Each site
-trains on a contiguous part of its own. Every row is a real run of `dilocox.train` with its sites as
-processes of this machine: 64 inner steps of 8 sequences of 256 tokens.
+The model is SmolLM2-135M-Instruct (`python scripts/get_smollm2.py FOLDER` makes its folder).
+Conversations come from Python's standard library; the answer is the docstring of a function. With
+--wikitext more conversations come from WikiText-2; the answer is the second half of a paragraph.
+Each site trains on a contiguous part of its own. Every row is a real run of `dilocox.train` with
+its sites as processes of this machine: 64 inner steps of 8 sequences of 256 tokens.
 
 The held-out loss counts the tokens of answers. `gap` is the loss over that of synchronous training
 of the same mode, sites and seed, less one. `reduction` is against the bytes of synchronous training
 of the same parameters, `of_full` against synchronous training of all parameters. `accuracy` is the
 share of held-out functions for which the model finds the docstring among four.
 
-Every entry has the same three inner learning rates as trials, in runs of half the length with two
-sites and a seed of its own; the best one is used. `--tune` makes the trials; without it, entries
+Every entry has the same three inner learning rates as trials, in runs of half the length, with two
+sites and a seed of its own. The best rate is used. `--tune` makes the trials; without it, entries
 with trials are trained for the seeds of --seeds. Links of `dilocox` are declared, one per
-reduction. The peer's rules are Nesterov momentum .9 and no momentum (`diloco`).
+reduction. The peer's rules are Nesterov momentum 0.9 and no momentum (`diloco`).
 
 Every row is written when it is done; started again with the same --json, the benchmark continues.
 A full run takes hours. --quick trains three rows with adapters and two sites, 16 steps each, at the

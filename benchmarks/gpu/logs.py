@@ -1,4 +1,4 @@
-"""What parts and their runs printed, in one file beside the results.
+"""Collects the output of parts and their runs in one file beside the results.
 
 A machine with a GPU may be at hand once, and its files are gone afterwards.
 """

@@ -1,10 +1,10 @@
 """Boundary and landing in rounds of two steps, with the outer state on the model's device.
 
-One site, so that no network and no second site on the GPU enter the time. The share is that of the
-spans `boundary` and `landing` in the rounds after the first: on a GPU by the GPU's own clock, since
-the host waits in these spans for the step before them; else by the run's timeline. The share that
-everything together loses (spans, data, plans) is measured against bare steps of the same model in
-the same process, after the run.
+The run has one site, so that no network and no second site on the GPU enter the time. The share is
+that of the spans `boundary` and `landing` in the rounds after the first. On a GPU the GPU's own
+clock measures them, since the host waits in these spans for the step before them. On a CPU the
+run's timeline measures them. The share that everything together loses (spans, data, plans) is
+measured against bare steps of the same model in the same process, after the run.
 """
 
 from __future__ import annotations

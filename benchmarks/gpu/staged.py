@@ -2,7 +2,7 @@
 
 NCCL before 2.30 refuses two ranks on one GPU, and Gloo sends no CUDA tensors from rank to rank. So
 the stages and shards of a site cannot share a GPU by either. `Staged` is a test double for this
-one case: every call copies its tensors to the host, exchanges them by Gloo, and copies them back
+one case. Every call copies its tensors to the host, exchanges them by Gloo, and copies them back
 when its work is waited for.
 
 It shows streams, shapes, schedules and bytes of the product on a GPU. It shows nothing of NCCL: its

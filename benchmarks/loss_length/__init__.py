@@ -1,1 +1,1 @@
-"""What a plan costs in runs of different length: four sites of a small model, simulated."""
+"""The loss of plans in runs of different length: four sites of a small model, simulated."""

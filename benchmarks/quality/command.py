@@ -22,10 +22,10 @@ Learning rates are tuned by the same rule for every method, in short and in long
 the trials, and results/quality-tuning.json holds them. The row called "published" has the published
 outer learning rate and momentum, with the best inner learning rate for them.
 
-A full run (no options) takes hours. Every row is written when it is done; started again, the
-benchmark continues with the missing rows. --quick trains seven rows of the first
-regime, 320 steps each, so that it ends within 12 minutes on two idle cores (seen: 9.7 minutes, and
-13.5 on slower ones).
+A full run (no options) takes hours. Every row is written when it is done. Started again, the
+benchmark continues with the missing rows. --quick trains seven rows of the first regime, 320 steps
+each. It should end within 12 minutes on two idle cores. It took 9.7 minutes, and 13.5 on slower
+cores.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The grid of runs for the controller's loss table, and the computation of the table.
 
 There are three kinds of runs, each with one seed. Dense rounds of H steps without overlap give the
-cost of local steps, the same rounds with late landings the cost of delay, and the same with a codec
-the cost of the codec. All use the outer rates, residual decay and kept progress of the table. The
-cost of a part is the rise of the loss over the run without it, so that the three costs add up, as
-the controller adds them.
+cost of local steps. The same rounds with late landings give the cost of delay. The same rounds with
+a codec give the cost of the codec. All use the outer rates, residual decay and kept progress of the
+table. The cost of a part is the rise of the loss over the run without it, so that the three costs
+add up, as the controller adds them.
 
 One seed changes a loss by one or two per cent, but the controller needs a consistent order. Running
 maxima therefore make costs rise with H and with delay, and fall with density. Rounds that are too

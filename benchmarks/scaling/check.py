@@ -12,9 +12,9 @@ processor time of exchanges on cores that train (`SHARED_WORK`), on which plans 
 
 With more sites, `gather` sends more over the same link, and `reduce` hardly more: the comparison
 tests this. It prints predicted over measured speed, and the median and largest error. It takes
-about six minutes on two idle cores, half of that with --quick. It needs the same as `dilocox lab`;
-otherwise it prints one line and exits with code 3. --again simulates the runs of a results file
-again, with the current simulation, and measures nothing.
+about six minutes on two idle cores, half of that with --quick. It has the needs of `dilocox lab`.
+If these are not met, it prints one line and exits with code 3. --again simulates the runs of a
+results file again, with the current simulation, and measures nothing.
 """
 
 from __future__ import annotations

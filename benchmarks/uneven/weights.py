@@ -1,10 +1,10 @@
 """Compares weights for contributions of unequal numbers of inner steps: equal, tokens, FedNova.
 
 Four sites of speeds 1 : 0.8 : 0.5 : 0.25 train a small byte-level transformer together, in one
-process, with dilocox's own fragment states, averages, schedule and overlap rule (`keep`, 4
-fragments, a delay of a quarter of the round, no compression). They take 20, 16, 10 and 5 steps per
-round. Nothing is timed, so other load does not matter. The held-out loss is over equal parts of all
-sites' text.
+process, with dilocox's own fragment states, averages, schedule and overlap rule. The rule is
+`keep`, with 4 fragments, a delay of a quarter of the round, and no compression. The sites take 20,
+16, 10 and 5 steps per round. Nothing is timed, so other load does not matter. The held-out loss is
+over equal parts of all sites' text.
 
 `non-iid`: every site has one kind of text (Python source of two kinds, tables, prose). `iid`: all
 sites draw from all four kinds. Every rule is tuned over the same outer learning rates with the

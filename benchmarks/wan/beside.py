@@ -4,16 +4,15 @@
 minute to minute, such as a shared virtual one, a share of 97 % cannot be seen that way. Here four
 hosts of one lab train at the same time, each with a quota of a quarter of 90 % of the machine. Two
 sites train in one run over their links. The other two train by themselves, without a codec, with an
-outer step every 100 inner steps (every 12 if these are eight times as long, which costs about 0.3 %
-of their speed). The machine thus affects both pairs equally. The roles of the hosts change from
-block to block.
+outer step every 100 inner steps. If steps are eight times as long, an outer step comes every 12
+inner steps, which costs about 0.3 % of the speed. The machine thus affects both pairs equally. The
+roles of the hosts change from block to block.
 
 The link is that of `benchmarks.wan`: 2 fp32 gradients of the model take 400 times as long on it as
 a step, or as many times as `--ratio` says. `share` is the tokens/s of the first two sites over
 those of the others. It is measured in rounds of the others in the second part of the run, since the
-controller
-measures the link before. A last round that is cut to the remaining steps, in which nothing is
-hidden, does not count. Figures are medians over blocks, with bootstrap intervals.
+controller measures the link before. A last round that is cut to the remaining steps does not count,
+because nothing is hidden in it. Figures are medians over blocks, with bootstrap intervals.
 
 `--work` sets `control.work`, the largest share of the processor that exchanges may take. On this
 machine no core is idle, so exchanges take their time from inner steps. A smaller share makes rounds

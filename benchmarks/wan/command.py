@@ -7,8 +7,9 @@ nothing is reported if a link is off by more than 5 %. The coordinator (and torc
 has a host of its own.
 
 Links are made for the speed of the machine. The time of a step is measured first. A link's ratio is
-the time in which fp32 gradients cross it over the time of a step: 400 (at which `allreduce` keeps a
-quarter per cent of the speed), 40 and 4,000. The rows have the real ratio of each measurement.
+the time in which fp32 gradients cross it, over the time of a step. Ratios are 400, 40 and 4,000. At
+400, `allreduce` keeps a quarter per cent of the speed. The rows have the real ratio of each
+measurement.
 
 - Methods of the engine are real runs. `dilocox` has its defaults; `dilocox-work-0.005` may spend
   half a per cent of the processor on exchanges instead of three. The first half of a run, in which
@@ -16,23 +17,23 @@ quarter per cent of the speed), 40 and 4,000. The rows have the real ratio of ea
   remaining steps.
 - Peers are PyTorch DDP, DDP with the PowerSGD hook, torchft's DiLoCo and Streaming DiLoCo. Each is
   a script that is started once per site, with the same model, tokens per step, links and quota.
-- No network, for the engine: each site in a run of its own, all at the same time, with the same
-  quotas, an outer step every 200 inner steps, and no codec. For the peers: their training loop by
-  itself. A share thus includes all costs of sending: waiting, CPU time of codecs and protocols, and
-  control traffic.
+- Without a network, each site of the engine trains in a run of its own, all at the same time. The
+  runs have the same quotas, an outer step every 200 inner steps, and no codec. For the peers it is
+  their training loop by itself. A share thus includes all costs of sending: waiting, CPU time of
+  codecs and protocols, and control traffic.
 
 Measurements are made in blocks of some minutes, every second one in reverse order. Shares are taken
 within blocks: each block has the runs without exchange and `dilocox`, and some of the others.
-Figures are medians with bootstrap intervals. Bytes are per site and round: payloads as the engine
-counts them (for peers: as the collective's algorithm defines them), wire bytes as the site's
-interface counts them, control traffic included. Efficiency is payload bits over the link's capacity
+Figures are medians with bootstrap intervals. Bytes are per site and round. The engine counts its
+payloads; for peers the collective's algorithm defines them. The site's interface counts wire bytes,
+control traffic included. Efficiency is payload bits over the link's capacity
 while payloads cross it. Loss is not compared here, but in `benchmarks.quality`.
 
 A full run (no options) takes 2.5 hours with steps of 60 ms. Every measurement is written when it is
-done; started again on the same machine, the benchmark continues with the missing ones. --minutes N
-begins no measurement that would end after N minutes, so that a full run can be made in parts;
---quick takes nine and a half minutes. --docs writes tables into documents that have marks for them
-(`benchmarks.wan.docs`), also when nothing is left to measure.
+done. Started again on the same machine, the benchmark continues with the missing measurements.
+--minutes N begins no measurement that would end after N minutes, so a full run can be made in
+parts. --quick takes nine and a half minutes. --docs writes tables into documents that have marks
+for them (`benchmarks.wan.docs`), also when nothing is left to measure.
 
 Needs Linux, root, iproute2 and control groups; without them it prints one line and exits with code
 3. The peers of torchft need `pip install -c constraints.txt -e '.[peers]'`, and are left out

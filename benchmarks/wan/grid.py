@@ -1,8 +1,8 @@
 """The grid of the WAN benchmark: its model, links, methods and peers, and the length of each run.
 
-A link is named by its ratio: the time in which the gradients of synchronous training cross it
-(fp32, 2(D-1)/D of them per site, protocol headers included) over the time of an inner step. All
-other times on the link follow from it in units of inner steps, so that runs have the right length
+A link is named by its ratio: the time in which the gradients of synchronous training cross it, over
+the time of an inner step. Gradients are fp32, 2(D-1)/D of them per site, with protocol headers. All
+other times on the link follow from the ratio in units of inner steps, so runs have the right length
 on any machine.
 """
 

@@ -2,8 +2,8 @@
 
 The hook sends dense gradients in its first two steps, which are part of the warm-up. All gradients
 lie in one bucket. With several buckets, the hook's callbacks start collectives in a different order
-at every rank, but Gloo matches collectives by their order ("Received data size doesn't match
-expected size", torch 2.13).
+at every rank. Gloo matches collectives by their order, so this fails with "Received data size
+doesn't match expected size" (torch 2.13).
 """
 
 import torch.distributed as dist
