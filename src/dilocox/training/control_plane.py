@@ -1,4 +1,4 @@
-"""What a trainer needs of the run's coordinator and of its rank's heartbeats, as protocols.
+"""Protocols for the parts of coordinator and heartbeats that a trainer needs.
 
 In a run, `CoordinatorClient` and `RankControl` provide these calls. An audit repeats a round
 without a coordinator, and gives the trainer a null object instead.
@@ -77,7 +77,7 @@ class ControlPlane(Protocol):
 
 
 class CheckpointHook(Protocol):
-    """What a trainer has written during a run; see `Checkpointer`."""
+    """Writes checkpoints and the record for a trainer; see `Checkpointer`."""
 
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
         """Note that the round of `plan` begins."""

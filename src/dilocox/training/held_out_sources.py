@@ -1,8 +1,9 @@
 """The held-out batches of each of several sources, for the held-out loss by source.
 
 The batches of all held-out sequences (`validation_batches`) hold the sources one after another.
-Most of them hold one source alone, so their losses are used again. What is left of a source, at its
-edges, goes into batches of its own. So every held-out sequence counts in the loss of its source.
+Most batches hold one source alone, so their losses are used again. The other sequences of a source,
+at its edges, go into batches of their own. So every held-out sequence counts in the loss of its
+source.
 """
 
 from __future__ import annotations

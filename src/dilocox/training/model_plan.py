@@ -39,8 +39,8 @@ class ModelPlan:
         """Return the plan of the model that `config` names.
 
         `vocabulary_size`: number of tokens of the tokenizer; may be None. Raises `ModelError` if
-        the model cannot be trained or divided into chunks, and `ConfigError` if sequences are too
-        long for the model, or if it cannot have the adapters of the run file.
+        the model cannot be trained or divided into chunks. Raises `ConfigError` if sequences are
+        too long for the model, or if the model cannot have the adapters of the run file.
         """
         hf_config = load_model_config(config.model, vocabulary_size)
         positions = getattr(hf_config, "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""What a site does about losses, gradients and contributions that are not finite."""
+"""Rules of a site for losses, gradients and contributions that are not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sites exchange in a round: pseudo-gradients, or the gradients of every inner step.
+"""The exchanges of a round: pseudo-gradients, or the gradients of every inner step.
 
 `round_exchange` chooses between the two, once per rank.
 """

@@ -27,7 +27,7 @@ the round. It is larger still because the residual holds the whole difference be
 
 @dataclass(frozen=True)
 class SignedRound:
-    """What a rank has signed about the round: its states before and after, and its steps."""
+    """Signed facts of a rank about the round: its states before and after, and its steps."""
 
     place: RankPlace
     state: RoundState

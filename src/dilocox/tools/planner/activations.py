@@ -34,16 +34,16 @@ class Kept:
     entry: int
     """The input of one layer, which `activation_checkpointing = true` keeps."""
     selected: int
-    """What one layer keeps with `activation_checkpointing = "selective"`."""
+    """Bytes that one layer keeps with `activation_checkpointing = "selective"`."""
     head: int
-    """What the final norm and the head save, and what the loss needs in its backward pass."""
+    """Bytes that final norm and head save, and bytes of the loss in its backward pass."""
     exact: bool
-    """Whether activations were counted. If not, they are a lower bound by formula, because the
-    model's code does not run on fake tensors."""
+    """True if activations were counted. Otherwise a formula gave a lower bound, because the model's
+    code does not run on fake tensors."""
 
 
 def kept(config: RunConfig, outline: ModelOutline) -> Kept:
-    """Return what one micro-batch of the run keeps of a middle layer and of the head."""
+    """Return the bytes that one micro-batch of the run keeps of a middle layer and of the head."""
     tokens = config.site.micro_batch_size * config.data.sequence_length
     width = 4 if config.site.precision == "fp32" else 2
     hidden = int(outline.hf_config.hidden_size)
@@ -53,8 +53,8 @@ def kept(config: RunConfig, outline: ModelOutline) -> Kept:
     try:
         layer, selected = _saved(config, outline)
         before, _ = _saved(config, outline, _hidden_alone)
-        # What the head saves of its logits, for example for a soft cap. It counts for the tokens
-        # that the head processes at a time.
+        # Bytes that the head saves of its logits, for example for a soft cap. They count for the
+        # tokens that the head processes at a time.
         of_logits = _saved(config, outline, _all_logits)[0] - before
         if not holds_whole_logits(config):
             vocabulary = int(outline.hf_config.vocab_size)

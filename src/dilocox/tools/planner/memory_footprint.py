@@ -73,12 +73,12 @@ class Footprint:
     exchanges: int
     """Exchanges in flight on the GPU. 0 if the outer state is not on a GPU."""
     landing: int
-    """What a landing needs on the GPU in addition to the outer state and `exchanges`."""
+    """Needs of a landing on the GPU in addition to the outer state and `exchanges`."""
     under_way: int
     """Exchanges in flight in the machine's memory. If their values stay on the GPU, only their
     payloads."""
     flush: int
-    """What the flush of all fragments at the end of a run needs in addition to `exchanges` or
+    """Needs of the flush of all fragments, at the end of a run, in addition to `exchanges` or
     `under_way`."""
     snapshot: int
     """Copy that a checkpoint is written from, in the machine's memory."""
@@ -155,7 +155,7 @@ def footprints(
         config: The run.
         outline: Outline of the run's model.
         place: GPUs of the site.
-        each: What a micro-batch keeps until its backward pass
+        each: Bytes that a micro-batch keeps until its backward pass
             (`dilocox.tools.planner.activations`).
         rounds: Plan of the rounds. None: the run file's settings.
     """

@@ -55,7 +55,7 @@ class LocalSites:
 
     @property
     def sentinels(self) -> list[int]:
-        """What `multiprocessing.connection.wait` takes for the processes that still run."""
+        """Sentinels of the running processes, for `multiprocessing.connection.wait`."""
         return [process.sentinel for process in self._running.values()]
 
     def operator(self) -> CoordinatorClient:

@@ -84,7 +84,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the checks yield."""
+    """Results of the checks."""
 
     config: RunConfig
     """The run file. For a run that goes on, with the former defaults that the run began with."""

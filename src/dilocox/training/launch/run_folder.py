@@ -43,9 +43,12 @@ STARTED = ("metrics.jsonl", "coordinator", "logs", "private", "record")
 def check_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> None:
     """Check that the run may use its folder, and change nothing.
 
-    Raises `TrainingError` if the folder holds a run and neither `resume` nor `overwrite` is set,
-    if the run in it is going on, or if no run wrote the files in it. With `resume`, a folder
-    without a run, or with another run than that of `config`, is an error as well.
+    Raises `TrainingError` in these cases:
+
+    - the folder holds a run, and neither `resume` nor `overwrite` is set;
+    - the run in the folder is going on;
+    - no run wrote the files in the folder;
+    - with `resume`, the folder holds no run, or another run than that of `config`.
     """
     folder = config.folder
     written = folder / "run.toml"

@@ -157,8 +157,8 @@ def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
     """Enrol `site` with the coordinator, and return its identity.
 
     The site's ranks must send heartbeats soon after that. The site names the digest of the token
-    files that all sites share, even if it has text of its own, and of the frozen base model if the
-    run has adapters. Raises `JoinError` if the coordinator refuses the site.
+    files that all sites share, even if it has text of its own. If the run has adapters, the site
+    also names the digest of the base model. Raises `JoinError` if the coordinator refuses the site.
     """
     versions = installed_versions(adapter_packages(config.adapter))
     data = TokenFiles.open(config.data_folder).digest

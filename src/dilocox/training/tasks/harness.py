@@ -2,8 +2,8 @@
 
 lm-eval is EleutherAI's Language Model Evaluation Harness. A task is a name that lm-eval knows, or
 the path of a task file in YAML, or of a folder with such files. A function of the user's own
-(`own_function`) is a task, too, and needs no lm-eval. lm-eval and what it needs are
-imported only when a function is called, because the imports take seconds.
+(`own_function`) is a task, too, and needs no lm-eval. Functions of this module import lm-eval and
+its dependencies only when they are called, because the imports take seconds.
 """
 
 from __future__ import annotations
