@@ -128,6 +128,35 @@ def test_a_wide_cell_is_found() -> None:
     assert wide_cells(f"```\n| {wide} |\n```") == []
 
 
+# --- sentences ------------------------------------------------------------------------------
+
+WORDS = 30
+"""Most words of a sentence, or of its part before or after a colon or semicolon."""
+
+
+def long_sentences(text: str) -> list[str]:
+    """Sentences that are too long to be read once. Tables, code and comments do not count."""
+    plain = re.sub(r"^ *\|.*$|^#.*$|^ *<!--.*?-->", "\n", prose(text), flags=re.MULTILINE)
+    plain = re.sub(r"`[^`]*`", "code", plain)
+    plain = re.sub(r"\]\([^)]*\)", "]", plain).replace("*", "")
+    parts = re.split(r"\n\s*(?:-|\d+\.)\s|\n\s*\n|(?<=[.!?:;])[)\"]*\s+", plain)
+    found = [" ".join(part.split()) for part in parts]
+    return [part for part in found if len(re.findall(r"\S*\w\S*", part)) > WORDS]
+
+
+@each_document
+def test_sentences_are_short(path: Path) -> None:
+    assert long_sentences(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_long_sentence_is_found() -> None:
+    long = " ".join(["word"] * (WORDS + 1))
+    assert long_sentences(f"Short. {long}\n\n- {long} and so on.\n") == [long, f"{long} and so on."]
+    short = " ".join(["word"] * WORDS)
+    assert long_sentences(f"{short}; {short}: {short}.\n- {short}\n\n| {long} |\n") == []
+    assert long_sentences(f"```\n{long}\n```\n# {long}\n[{short}]({'x ' * WORDS})") == []
+
+
 # --- commands -------------------------------------------------------------------------------
 
 
