@@ -55,7 +55,8 @@ PYTHON_HEAD = """\
 <!-- Written by scripts/write_reference_docs.py from the docstrings of the package dilocox. -->
 <!-- Change them there. -->
 
-What `import dilocox` offers. Everything else in the package may change with any version.
+The functions and classes of `import dilocox`. Everything else in the package may change with any
+version.
 
 ```python
 import dilocox
@@ -296,7 +297,7 @@ def error_list() -> list[str]:
         if inspect.isclass(kind) and issubclass(kind, errors.DilocoxError)
         and kind is not errors.DilocoxError
     ]  # fmt: skip
-    head = ["Classes of `dilocox.errors`; [errors by message](errors.md) has causes and mends.", ""]
+    head = ["Classes of `dilocox.errors`; [errors by message](errors.md) has cause and remedy.", ""]
     return [*head, *rows]
 
 

@@ -88,7 +88,7 @@ class DataSection(Section):
     Llama, Mistral and Gemma have such tokens; a trained tokenizer has none."""
     sequence_length: Positive = 256
     packing: Packing | None = None
-    """What a row of `sequence_length` positions holds. `stream`: documents run into each other and
+    """Content of a row of `sequence_length` positions. `stream`: documents run into each other and
     see each other. `documents`: whole documents that do not see each other; positions restart, and
     padding that counts nothing fills the row. `none`: one document and padding. The default is
     `documents` with conversations, else `stream`."""
