@@ -153,7 +153,7 @@ def _convert(gguf: Path, folder: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # What was written is what is checked.
+    # The written files are loaded again and checked.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not tokenizer.chat_template:

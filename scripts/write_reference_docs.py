@@ -205,7 +205,7 @@ def python_page() -> str:
 
 
 def described(name: str) -> list[str]:
-    """What is said of a public name."""
+    """Returns the lines about a public name."""
     found = getattr(dilocox, name)
     if name == "__version__":
         return ["The version of dilocox, a text."]

@@ -54,7 +54,7 @@ ASKED = {
 
 @dataclass(frozen=True)
 class Fact:
-    """What is true of one lamp."""
+    """One fact about a lamp."""
 
     lamp: str
     topic: str
