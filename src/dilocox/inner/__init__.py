@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dilocox.inner.attention import set_sdpa_backends
+from dilocox.inner.chunk_setup import ChunkSettings
 from dilocox.inner.determinism import determinism_facts
 from dilocox.inner.determinism_mode import set_determinism, settle_determinism
 from dilocox.inner.device import (
@@ -18,7 +19,7 @@ from dilocox.inner.loss import loss_bytes, mean_cross_entropy
 from dilocox.inner.lr_schedule import learning_rate
 from dilocox.inner.mesh import SiteMesh, place_of_rank, rank_of_place, start_site_group
 from dilocox.inner.pipeline import chunks_of_stage, computes_head_with_loss, stage_of_chunk
-from dilocox.inner.site_model import ChunkSettings, SiteModel
+from dilocox.inner.site_model import SiteModel
 from dilocox.inner.step_result import StepResult
 
 __all__ = [

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from dilocox.compression.second_moments import SecondMoments
 from dilocox.config.site import InnerSection, SiteSection
-from dilocox.errors import ConfigError, ModelError, TrainingError
-from dilocox.inner.compilation import Compilation, Compile, compiles
+from dilocox.errors import ConfigError
+from dilocox.inner.chunk_setup import ChunkSettings, Fill, prepare_chunk
+from dilocox.inner.compilation import Compilation, compiles
 from dilocox.inner.counted import CountedLabels, on_device
-from dilocox.inner.fsdp import drop_gathered, finish_sharding, local, shard_chunk
+from dilocox.inner.fsdp import local
+from dilocox.inner.local_gradients import LocalGradients
 from dilocox.inner.loss import mean_cross_entropy
 from dilocox.inner.mesh import SiteMesh
+from dilocox.inner.model_copy import loss_of_copy
 from dilocox.inner.optimizer import InnerOptimizer
 from dilocox.inner.own_optimizer import OptimizerFactory, OwnOptimizer
 from dilocox.inner.parameters import parameters_by_name
@@ -26,36 +27,15 @@ from dilocox.inner.pipeline import (
     LossFunction,
     MicroBatchShape,
     Pipeline,
-    cast_boundary,
     chunks_of_stage,
     stage_of_chunk,
 )
 from dilocox.inner.replicas import Leader, follow, from_first_replica
 from dilocox.inner.step_result import StepResult, status_of_rank
-from dilocox.inner.tied_weights import TiedPair
+from dilocox.inner.tied_weights import TiedPair, find_tied
 from dilocox.utils import tracing
 
-Fill = Callable[[nn.Module, torch.device], None]
 ExchangeGradients = Callable[[dict[str, Tensor]], None]
-
-
-@dataclass(frozen=True)
-class ChunkSettings:
-    """How the chunks of a rank compute, beside the run file's `[site]` and `[inner]`."""
-
-    hidden_size: int
-    """Last dimension of the chunks' outputs."""
-    precision: torch.dtype = torch.float32
-    """Compute dtype. Parameters, gradients and optimizer state are fp32."""
-    tied: tuple[str, str] | None = None
-    """Full names (owner, copy) of a tensor that the first and the last chunk share."""
-    frozen_base: bool = False
-    """Only adapters are trained: tensors without gradients are not part of the model's state."""
-    compile_layers: Compile = False
-    """`model.compile` of the run file."""
-    whole_gradients: bool = False
-    """Shards of one stage gather parameters and reduce gradients once per step, and hold both whole
-    until then. Otherwise they do so once per micro-batch."""
 
 
 class SiteModel:
@@ -108,7 +88,15 @@ class SiteModel:
         if compiles(settings.compile_layers, site, mesh.device):
             self._compilation = Compilation(required=settings.compile_layers is True)
         for number, chunk in zip(numbers, chunks, strict=True):
-            self._prepare(chunk, computation, number == total - 1, fill, precision)
+            prepare_chunk(
+                chunk,
+                fill,
+                mesh,
+                computation,
+                is_last=number == total - 1,
+                compilation=self._compilation,
+                whole_gradients=self.whole_gradients,
+            )
         self._pipeline = Pipeline(
             chunks,
             mesh,
@@ -122,8 +110,11 @@ class SiteModel:
         self._parameters = parameters_by_name(chunks, tied, computation)
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._last_stage = stage_of_chunk(site.schedule, mesh.stages, site.chunks, total - 1)
-        self._tied: TiedPair | None = None
-        self._owner, self._copy = self._find_tied(tied)
+        self._owner, self._copy = find_tied(
+            tied, self._trained, mesh, self._pipeline.is_first, self._pipeline.is_last
+        )
+        between = tied is not None and mesh.stages > 1
+        self._tied = TiedPair(mesh, 0, self._last_stage) if between else None
         # Made once: PyTorch's version counter belongs to a tensor object, not to its storage.
         state = self._trained if settings.frozen_base else self._parameters
         self._held = {n: local(p) for n, p in state.items() if n != self._copy}
@@ -132,73 +123,29 @@ class SiteModel:
             name: nn.Parameter(local(parameter)) if mesh.sharded else parameter
             for name, parameter in self._trained.items()
         }
-        self._optimizer: InnerOptimizer | OwnOptimizer
-        if optimizer is not None:
-            self._optimizer = OwnOptimizer(self._locals, optimizer, inner.learning_rate)
-        else:
-            self._optimizer = InnerOptimizer(
-                self._locals,
-                inner,
-                shapes={name: parameter.shape for name, parameter in self._trained.items()},
-                group=mesh.shard_mesh.get_group() if mesh.shards > 1 else None,
-                precision=precision,
-            )
+        self._optimizer = self._make_optimizer(inner, precision, optimizer)
         self._counted = [
             name for name, p in self._locals.items() if p.numel() > 0 and name != self._copy
         ]
         self._names = mesh.gather_names(self._counted)
-        self._checked = False
+        self._gradients = LocalGradients(chunks, self._trained, self._locals, mesh)
         self._leader: Leader | None = None
         self.before_update: Callable[[], None] = lambda: None
         """Called in every step, once gradients are computed, before parameters or state change."""
         self.sync_tied()
 
-    def _prepare(
-        self,
-        chunk: nn.Module,
-        computation: Computation,
-        is_last: bool,
-        fill: Fill,
-        precision: torch.dtype,
-    ) -> None:
-        layers = [layer for layer in chunk.layers if isinstance(layer, nn.Module)]  # type: ignore[union-attr]
-        if self._compilation is not None:
-            for layer in layers:
-                self._compilation.compile(layer)
-        if not is_last:
-            cast_boundary(chunk, computation.boundary_dtype)
-        if self._mesh.sharded:
-            # Split backward passes need gathered parameters to stay: FSDP's hooks do not see the
-            # weight half, and gradients of freed parameters are lost silently. In other pipelines
-            # a micro-batch is too short to gather a stage twice for it.
-            reshard = self._mesh.stages == 1 and not self.whole_gradients
-            shard_chunk(chunk, self._mesh.fsdp_mesh, precision, reshard)
-        fill(chunk, self._mesh.device)
-        finish_sharding(chunk)
-        computation.prepare(chunk)
-        chunk.train()
-
-    def _find_tied(self, tied: tuple[str, str] | None) -> tuple[str | None, str | None]:
-        """Return the full names of owner and copy; None for each that this rank does not hold."""
-        if tied is None:
-            return None, None
-        owner, copy = tied
-        if self._mesh.stages == 1:
-            if owner not in self._trained or copy in self._trained:
-                raise ModelError(
-                    f"{owner} and {copy} are tied, but the one chunk of this site does not hold "
-                    "them as one parameter; tie them before and after it is filled"
-                )
-            return None, None
-        holds = (owner in self._trained, copy in self._trained)
-        expected = (self._pipeline.is_first, self._pipeline.is_last)
-        if holds != expected:
-            raise ModelError(
-                f"stage {self._mesh.stage}: {owner} belongs to the first and {copy} to the last "
-                "chunk, but this cut has them elsewhere; untie them or use one stage"
-            )
-        self._tied = TiedPair(self._mesh, 0, self._last_stage)
-        return owner if holds[0] else None, copy if holds[1] else None
+    def _make_optimizer(
+        self, inner: InnerSection, precision: torch.dtype, factory: OptimizerFactory | None
+    ) -> InnerOptimizer | OwnOptimizer:
+        if factory is not None:
+            return OwnOptimizer(self._locals, factory, inner.learning_rate)
+        return InnerOptimizer(
+            self._locals,
+            inner,
+            shapes={name: parameter.shape for name, parameter in self._trained.items()},
+            group=self._mesh.shard_mesh.get_group() if self._mesh.shards > 1 else None,
+            precision=precision,
+        )
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's fp32 storage by full name, in model order, to read and write in place.
@@ -294,7 +241,7 @@ class SiteModel:
             with tracing.span("optimizer"):
                 divisor, skip = result.divisor_and_skip(self._clip, averaged)
                 self._optimizer.step(learning_rate, divisor, skip)
-        self._drop_gradients()
+        self._gradients.drop()
         if self._leader is not None:
             self._leader.done()
         return result
@@ -329,7 +276,7 @@ class SiteModel:
         for chunk in self._chunks:
             chunk.train()
         found = {name: gradients[name] for name in names if name in gradients}
-        self._drop_gradients()
+        self._gradients.drop()
         return self._mean_over_shards(loss), found
 
     def _backward(
@@ -346,7 +293,7 @@ class SiteModel:
                 on_device(counted, self._mesh.device),
             )
         with torch.no_grad():
-            gradients = self._gradients()
+            gradients = self._gradients.collect()
             if self._tied is not None:
                 self._tied.sum_gradients(
                     None if self._owner is None else gradients[self._owner],
@@ -357,46 +304,10 @@ class SiteModel:
                 torch._foreach_mul_(list(gradients.values()), factor)
         return loss if counted is None else loss * counted.stretch, gradients
 
-    def _drop_gradients(self) -> None:
-        for name, parameter in self._trained.items():
-            parameter.grad = None
-            self._locals[name].grad = None
-
     def _mean_over_shards(self, loss: Tensor) -> float:
         mean = self._mesh.mean_of_replicas(loss)
         losses = self._mesh.gather(mean.double().unsqueeze(0))[:, 0]
         return float(losses.sum().item()) / self._mesh.shards
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Return local fp32 gradients by full name; also set them as `.grad` for the optimizer."""
-        for chunk in self._chunks:
-            drop_gathered(chunk)
-        missing = [name for name, p in self._trained.items() if p.grad is None]
-        self._refuse_missing(missing)
-        gradients: dict[str, Tensor] = {}
-        for name, parameter in self._trained.items():
-            assert parameter.grad is not None
-            gradients[name] = local(parameter.grad)
-            if self._mesh.sharded:
-                self._locals[name].grad = gradients[name]
-        return gradients
-
-    def _refuse_missing(self, missing: list[str]) -> None:
-        where = self._mesh.stage
-        # After the first step all ranks compare, because a wrong model or schedule shows then. In
-        # later steps each rank checks its own parameters only.
-        if not self._checked:
-            everywhere = self._mesh.gather_names(missing)
-            for rank, names in enumerate(everywhere):
-                if names:
-                    where, missing = rank // self._mesh.shards, names
-                    break
-        if missing:
-            raise TrainingError(
-                f"stage {where}: {missing[0]} got no gradient ({len(missing)} such tensors); the "
-                "model's forward pass does not use it: freeze it (requires_grad = False)"
-            )
-        self._checked = True
 
     def evaluate(
         self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
@@ -433,22 +344,11 @@ class SiteModel:
         """
         assert self._mesh.stages == 1
         assert not self._mesh.sharded
-        chunk = self._chunks[0]
-        # Buffers are fp32 in any case.
-        copied = copy.deepcopy(chunk).float().eval()
-        names = {full: name for name, full in copied.full_names().items()}  # type: ignore[operator]
-        parameters = dict(copied.named_parameters())
-        with torch.no_grad():
-            for full, parameter in self._parameters.items():
-                parameters[names[full]].copy_(parameter)
-
-        def compute(tensors: Mapping[str, Tensor]) -> float:
-            with torch.no_grad():
-                for full, tensor in tensors.items():
-                    parameters[names[full]].copy_(tensor)
-                return float(self._pipeline.loss_of(copied, input_ids, labels, counted))
-
-        return compute
+        return loss_of_copy(
+            self._chunks[0],
+            self._parameters,
+            lambda copied: self._pipeline.loss_of(copied, input_ids, labels, counted),
+        )
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the live state of the inner optimizer: `moment/FULL NAME` and `step`.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dilocox.errors import ModelError
 from dilocox.inner.mesh import SiteMesh
 
 
@@ -61,3 +62,42 @@ class TiedPair:
             return
         with torch.no_grad():
             collective(tensor)
+
+
+def find_tied(
+    tied: tuple[str, str] | None,
+    names: Container[str],
+    mesh: SiteMesh,
+    is_first: bool,
+    is_last: bool,
+) -> tuple[str | None, str | None]:
+    """Return the full names of owner and copy; None for each that this rank does not hold.
+
+    Both are None if one chunk is the whole model, since owner and copy are one parameter there.
+
+    Args:
+        tied: full names (owner, copy) of a tensor that the first and the last chunk share.
+        names: full names of this rank's trained parameters.
+        mesh: this rank's place in the site.
+        is_first: this rank holds the model's first chunk.
+        is_last: this rank holds the model's last chunk.
+
+    Raises `ModelError` if owner or copy is not in the expected chunk.
+    """
+    if tied is None:
+        return None, None
+    owner, copy = tied
+    if mesh.stages == 1:
+        if owner not in names or copy in names:
+            raise ModelError(
+                f"{owner} and {copy} are tied, but the one chunk of this site does not hold "
+                "them as one parameter; tie them before and after it is filled"
+            )
+        return None, None
+    holds = (owner in names, copy in names)
+    if holds != (is_first, is_last):
+        raise ModelError(
+            f"stage {mesh.stage}: {owner} belongs to the first and {copy} to the last "
+            "chunk, but this cut has them elsewhere; untie them or use one stage"
+        )
+    return owner if holds[0] else None, copy if holds[1] else None
