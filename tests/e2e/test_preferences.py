@@ -44,6 +44,8 @@ def test_a_run_learns_which_answer_is_better(workshop: Workshop, forge: Forge) -
     # At the start, model and reference are equal, so every margin is 0.
     assert summary["val_loss_first"] == pytest.approx(math.log(2), abs=1e-5)
     assert summary["val_loss_last"] < 0.6
+    assert summary["val_accuracy_last"] > 0.9
+    assert summary["val_margin_last"] > 0.1 > 1e-4 > abs(summary["val_margin_first"])
     files = TokenFiles.open(run.folder / "data")
     rounds = run.records("round", "paris")
     assert 0 < rounds[0]["labels"] < rounds[0]["tokens"] / 8

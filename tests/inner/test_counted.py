@@ -14,7 +14,7 @@ from dilocox.inner import loss as loss_module
 from dilocox.inner.counted import MicroBatchLoss
 from dilocox.inner.head_loss import HeadLoss
 from dilocox.inner.loss import mean_cross_entropy, sum_cross_entropy
-from tests.support.counted_cases import own_mean, own_sums
+from tests.support.counted_cases import OVER_SITES, own_mean, own_sums
 from tests.support.worker_pool import Pool
 
 pytestmark = pytest.mark.waits
@@ -46,7 +46,7 @@ def check(pool: Pool, name: str, setting: dict[str, Any], **how: Any) -> None:
     for result in pool.run(ranks, *case, name=name, rows=8, **setting, **how)[:firsts]:
         assert result["worst"] < 3e-6
         for found, wanted in result["losses"]:
-            assert found == pytest.approx(wanted, rel=3e-6)
+            assert found == pytest.approx(wanted, rel=3e-6, abs=5e-7)
 
 
 @pytest.mark.parametrize("setting", SPLITS, ids=named)
@@ -78,6 +78,21 @@ def test_columns_reach_the_loss_however_the_batch_is_split(
     pool: Pool, setting: dict[str, Any]
 ) -> None:
     check(pool, "own columns", setting)
+
+
+@pytest.mark.parametrize("setting", [SPLITS[1], SPLITS[3], SPLITS[11]], ids=named)
+@pytest.mark.parametrize("name", OVER_SITES)
+def test_gradients_averaged_over_sites_count_every_label_alike(
+    pool: Pool, name: str, setting: dict[str, Any]
+) -> None:
+    """Two sites of unequal counts and weights; each reports the loss of its own batch."""
+    ranks = setting.get("stages", 1) * setting.get("shards", 1)
+    case = ("tests.support.counted_cases", "over_sites")
+    for result in pool.run(ranks, *case, name=name, **setting):
+        assert result["counts"][0] > 1.2 * result["counts"][1]
+        assert result["worst"] < 3e-6
+        for found, wanted in result["losses"]:
+            assert found == pytest.approx(wanted, rel=3e-6)
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["at once", "in parts"])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dilocox.config.preference import PreferenceSection
 from dilocox.config.site import InnerSection
 from dilocox.data.columns import targets
 from dilocox.data.rows import NOT_COUNTED
 from dilocox.inner import mean_cross_entropy
 from dilocox.inner.columns import ColumnLoss
 from dilocox.inner.counted import CountedLabels, OwnLoss
-from dilocox.inner.preference import dpo_loss
+from dilocox.inner.preference import preference_loss
 from tests.support import site_cases, toy_model
 
 NOTHING, FEW = (1, 2), (4, 5)
@@ -45,11 +45,7 @@ LOSSES: dict[str, OwnLoss] = {
     "own mean": own_mean,
     "own sums": own_sums,
     "own columns": ColumnLoss(own_columns, ("a", "weight")),
-    "dpo": ColumnLoss(
-        functools.partial(dpo_loss, beta=0.7, label_smoothing=0.1),
-        ("pair", "reference"),
-        counts_known=True,
-    ),
+    "dpo": preference_loss(PreferenceSection(beta=0.7, label_smoothing=0.1), ("pair", "reference")),
 }
 
 
@@ -84,9 +80,10 @@ def pairs(labels: Tensor, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]
 
 def dpo_reference(
     logits: Tensor, labels: Tensor, columns: dict[str, Tensor], beta: float, smoothing: float
-) -> Tensor:
-    """Sum of the losses of all pairs, one pair after the other, written from the paper."""
+) -> tuple[Tensor, list[float]]:
+    """Sum of the losses of all pairs, one pair after the other, written from the paper; margins."""
     total = logits.new_zeros(())
+    margins = []
     likelihoods = logits.log_softmax(-1)
     for row in range(len(labels)):
         for number in range(1, int(columns["pair"][row].max()) + 1):
@@ -96,19 +93,23 @@ def dpo_reference(
                 own = likelihoods[row, at].gather(1, labels[row, at].unsqueeze(1)).sum()
                 sums.append(own - columns["reference"][row, at].double().sum())
             margin = beta * (sums[0] - sums[1])
+            margins.append(float(margin))
             better = torch.sigmoid(margin)
             total = total - (1 - smoothing) * better.log() - smoothing * (1 - better).log()
-    return total
+    return total, margins
 
 
 def expected(
     name: str, logits: Tensor, labels: Tensor, seed: int
-) -> tuple[Tensor, dict[str, Tensor], Tensor, int]:
-    """Labels, columns, loss of the whole batch, and what the loss's sum is divided by."""
+) -> tuple[Tensor, dict[str, Tensor], Tensor, int, dict[str, float]]:
+    """Labels, columns, loss of the whole batch, what the loss's sum is divided by, and figures."""
     if name == "dpo":
         labels, total, columns = pairs(labels, seed)
         count = int(total)
-        return labels, columns, dpo_reference(logits, labels, columns, 0.7, 0.1) / count, count
+        loss, margins = dpo_reference(logits, labels, columns, 0.7, 0.1)
+        right = sum(margin > 0 for margin in margins)
+        figures = {"val_accuracy": right / count, "val_margin": sum(margins) / count}
+        return labels, columns, loss / count, count, figures
     weights = torch.ones(labels.shape)
     if name == "own columns":
         weights = torch.randint(0, 5, labels.shape, generator=torch.Generator()) / 4
@@ -116,7 +117,7 @@ def expected(
     count = int((labels >= 0).sum())
     loss = (each * weights.double().flatten()).sum() / count
     columns = {"weight": weights, "a": weights + 1} if name == "own columns" else {}
-    return labels, columns, loss, count
+    return labels, columns, loss, count, {}
 
 
 def gradients(name: str, told: bool = True, **setting: Any) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def gradients(name: str, told: bool = True, **setting: Any) -> dict[str, Any]:
     for step, empty in enumerate((NOTHING, tuple(range(rows // 2)))):
         ids, labels = batch(rows, step, empty)
         whole.zero_grad()
-        labels, beside, loss, count = expected(name, whole(ids), labels, step)
+        labels, beside, loss, count, figures = expected(name, whole(ids), labels, step)
         loss.backward()
         largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
         counted = CountedLabels(count, float(count)) if told else None
@@ -147,6 +148,10 @@ def gradients(name: str, told: bool = True, **setting: Any) -> dict[str, Any]:
         mine = tuple(site_cases.rows_of(shard, shards, part) for part in (ids, labels))
         looked, found = model.loss_and_gradients(*mine, [*model.local_tensors()], counted)
         evaluated = model.evaluate(*mine, counted)
+        measured = model.measure(*mine, counted)
+        assert measured.loss == evaluated
+        assert measured.figures.keys() == figures.keys()
+        losses += [(measured.figures[key], wanted) for key, wanted in figures.items()]
         result = model.inner_step(*mine, 0.1, None, counted)
         losses += [(each, float(loss)) for each in (looked, evaluated, result.loss)]
         with torch.no_grad():
@@ -160,3 +165,68 @@ def gradients(name: str, told: bool = True, **setting: Any) -> dict[str, Any]:
                 parameter -= 0.1 * parameter.grad
     model.let_go()
     return {"worst": worst, "losses": losses}
+
+
+def half_sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """As `own_sums`, with half the count: what counts is not the labels, but goes with them."""
+    total, count = own_sums(logits, labels)
+    return total, count / 2
+
+
+SHARE = (3, 1)
+"""Weights of two sites whose gradients are averaged."""
+OVER_SITES: dict[str, tuple[OwnLoss, float]] = {
+    "built in": (mean_cross_entropy, 1.0),
+    "own mean": (own_mean, 1.0),
+    "own sums": (own_sums, 1.0),
+    "half sums": (half_sums, 2.0),
+    "dpo": (LOSSES["dpo"], 1.0),
+}
+"""Losses by name, each with its factor over the mean cross-entropy."""
+
+
+def over_sites(name: str, **setting: Any) -> dict[str, Any]:
+    """Average the gradients of two sites of unequal counts, and compare with float64 over both.
+
+    `worst`: largest difference of any gradient, relative to the largest. `losses`: what each site
+    reports of its batch, and what it should.
+    """
+    shards, rows = setting.get("shards", 1), 8
+    loss_function, factor = OVER_SITES[name]
+    model = site_cases.build(
+        inner=InnerSection(optimizer="sgd", clip=0), loss=loss_function, rows=rows, **setting
+    )
+    shard = model._mesh.shard
+    whole = site_cases.reference_model(False).double()
+    names = whole.full_names()
+    sites = []
+    for number, own in enumerate((rows, rows // 2)):
+        ids, labels = (part[:own] for part in batch(rows, number))
+        labels, beside, loss, count, _ = expected(
+            "dpo" if name == "dpo" else "own", whole(ids), labels, number
+        )
+        columns = {key: value.numpy() for key, value in beside.items()}
+        given = torch.from_numpy(targets(labels.numpy(), columns))
+        sites.append((ids, given, factor * loss, count))
+    counts = [site[3] for site in sites]
+    everything = sum(counts)
+    sum(loss * (count / everything) for _, _, loss, count in sites).backward()
+    largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
+    mean: dict[str, Tensor] = {}
+    losses = []
+    for weight, (ids, given, loss, count) in zip(SHARE, sites, strict=True):
+        counted = CountedLabels(count, everything * weight / sum(SHARE))
+        mine = tuple(site_cases.rows_of(shard, shards, part) for part in (ids, given))
+        looked, found = model.loss_and_gradients(*mine, [*model.local_tensors()], counted)
+        result = model.inner_step(*mine, 0.0, None, counted)
+        losses += [(looked, float(loss)), (result.loss, float(loss))]
+        for each, gradient in found.items():
+            part = gradient.double() * (weight / sum(SHARE))
+            mean[each] = mean[each] + part if each in mean else part
+    worst = 0.0
+    for local, parameter in whole.named_parameters():
+        if parameter.grad is not None and names[local] in mean:
+            wanted = toy_model.rows_of_shard(parameter.grad, shards, shard)
+            gap = (mean[names[local]] - wanted).abs()
+            worst = max(worst, float(gap.max()) / largest if gap.numel() else 0.0)
+    return {"worst": worst, "losses": losses, "counts": counts}

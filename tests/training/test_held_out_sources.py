@@ -14,6 +14,7 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.data import TokenFiles, held_out, prepare
 from dilocox.data.rows import RowBatch
 from dilocox.data.sequences import held_out_by_source
+from dilocox.inner.site_model import EvaluatedBatch
 from dilocox.training import evaluator as evaluator_module
 from dilocox.training.batches import Batch
 from dilocox.training.builder import Hooks
@@ -67,6 +68,10 @@ class Model:
         assert counted is None or counted.labels == len(found)
         return float(found.mean())
 
+    def measure(self, *batch: Any) -> EvaluatedBatch:
+        loss = self.evaluate(*batch)
+        return EvaluatedBatch(loss, {"twice": 2 * loss})
+
 
 def evaluated(
     config: RunConfig, files: TokenFiles, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +85,10 @@ def evaluated(
     control = cast(Any, SimpleNamespace(touch=lambda: None))
     found = Evaluator(cast(Any, rank), control, batches, None, sources)
     without = Evaluator(cast(Any, rank), control, batches, None)
+    figures = Evaluator(cast(Any, rank), control, batches, None, sources, figures=True)
+    beside = figures.held_out_loss(0)
+    assert beside.mean == found.held_out_loss(0).mean
+    assert beside.figures == pytest.approx({"twice": 2 * beside.mean})
     assert found.held_out_loss(0).by_source == {}
     assert without.held_out_loss(0, by_source=True) == found.held_out_loss(0)
     model.passes = 0

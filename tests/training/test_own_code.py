@@ -194,6 +194,7 @@ def test_the_loss_of_each_source_is_reported() -> None:
     client = Client()
     evaluated(client, None, 4, 2.5, {"web": 2.0, "tickets": 3.0})
     evaluated(client, None, 4, 2.5, {})
+    evaluated(client, None, 4, 2.5, {}, {"val_accuracy": 0.5, "val_margin": 0.1})
     assert client.reports == [
         (
             "evaluation",
@@ -204,6 +205,10 @@ def test_the_loss_of_each_source_is_reported() -> None:
             },
         ),
         ("evaluation", {"val_loss": 2.5, "after_round": 4}),
+        (
+            "evaluation",
+            {"val_loss": 2.5, "after_round": 4, "val_accuracy": 0.5, "val_margin": 0.1},
+        ),
     ]
 
 

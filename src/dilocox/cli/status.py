@@ -14,7 +14,12 @@ from typing import Any
 
 from dilocox.config.run_config import load_written
 from dilocox.coordinator.metrics.privacy import words as privacy_words
-from dilocox.coordinator.protocol.held_out_figures import losses_by_source, source_text
+from dilocox.coordinator.protocol.held_out_figures import (
+    losses_by_source,
+    pair_figures,
+    pair_text,
+    source_text,
+)
 from dilocox.coordinator.protocol.task_figures import line as task_line
 from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.errors import ConfigError, DilocoxError
@@ -100,6 +105,7 @@ def of_address(address: str, token: str) -> Status:
             if loss is not None:
                 found.held_out_loss, found.held_out_after = loss, whole(told, "after_round")
                 found.held_out_by_source = losses_by_source(told)
+                found.held_out_pairs = pair_figures(told)
                 found.held_out_first = loss if kind == "first_evaluation" else found.held_out_first
         for kind in ("first_tasks", "tasks"):
             found.tasks = each.metrics.get(kind, found.tasks)
@@ -173,6 +179,8 @@ def lines(found: Status, now: float) -> Iterator[str]:
         yield f"held-out loss  {found.held_out_loss:.4f} {when}{began}"
         if found.held_out_by_source:
             yield f"{'':15}{source_text(found.held_out_by_source).strip(' ()')}"
+        if found.held_out_pairs:
+            yield f"{'':15}{pair_text(found.held_out_pairs)}"
     if found.tasks is not None:
         after = whole(found.tasks, "after_round")
         yield task_line(reported(found.tasks), after).replace("tasks ", f"{'tasks':15}", 1)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 PAIR, REFERENCE = "pair", "reference"
 """Columns that the loss of preference training reads, beside labels: the number of the pair in its
 row, below 0 for the rejected answer, and the log-probability of the label by the start model."""
+ACCURACY, MARGIN = "val_accuracy", "val_margin"
+"""Figures of held-out pairs in reports and metrics: the share that is ranked right, and the mean
+margin."""
 
 
 class PreferenceSection(Section):

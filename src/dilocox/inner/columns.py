@@ -7,7 +7,7 @@ replicas send it, as they do with labels alone. A column is in it as the bits of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,21 @@ class ColumnLoss:
     """Names of the columns, sorted."""
     counts_known: bool = False
     """True if the loss gives (sum, count), and the counts are those of `CountedLabels`."""
+    figures: Callable[..., Mapping[str, Tensor]] | None = None
+    """Of the arguments of `loss`: further figures of an evaluation by name, summed as the loss is.
+    Only with `counts_known`."""
+    figure_names: tuple[str, ...] = ()
+    """Names of `figures`."""
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return what the user's loss gives for a micro-batch."""
         columns = columns_of(targets, self.names)
         return self.loss(logits, labels_of(targets), columns=columns)
+
+    def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the sums of `figures` for a micro-batch, fp32 in the order of their names."""
+        if self.figures is None:
+            return torch.zeros(0, dtype=torch.float32, device=logits.device)
+        columns = columns_of(targets, self.names)
+        found = self.figures(logits, labels_of(targets), columns=columns)
+        return torch.stack([found[name].float() for name in self.figure_names])

@@ -67,7 +67,10 @@ class MicroBatchLoss:
     def __init__(self, loss: OwnLoss) -> None:
         self._loss = loss
         self._counts: list[Tensor] = []
+        self._figures: list[Tensor] = []
         self._counts_known = isinstance(loss, ColumnLoss) and loss.counts_known
+        self.figure_names = loss.figure_names if isinstance(loss, ColumnLoss) else ()
+        """Names of the figures that an evaluation gives beside the loss."""
 
     def __call__(
         self, logits: Tensor, targets: Tensor, whole: float, scale: float | None
@@ -113,6 +116,18 @@ class MicroBatchLoss:
         if not counts:
             return torch.zeros((), dtype=torch.float32, device=device)
         return torch.stack(counts).sum().float()
+
+    def measure(self, logits: Tensor, targets: Tensor) -> None:
+        """Add the figures of a micro-batch; arguments as for a call."""
+        if isinstance(self._loss, ColumnLoss) and self.figure_names:
+            self._figures.append(self._loss.measure(logits, targets))
+
+    def take_figures(self, device: torch.device) -> Tensor:
+        """Return the sums of the figures since the last call, fp32 [figures]."""
+        found, self._figures = self._figures, []
+        if not found:
+            return torch.zeros(len(self.figure_names), dtype=torch.float32, device=device)
+        return torch.stack(found).sum(0)
 
     def _sum(self, total: Tensor, count: Tensor | float) -> Tensor:
         self._counts.append(torch.as_tensor(count, device=total.device).detach().float())

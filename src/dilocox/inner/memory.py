@@ -14,6 +14,7 @@ import torch
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.inner import computes_head_with_loss, head_loss_bytes, loss_bytes
+from dilocox.inner.preference import pair_loss_bytes
 from dilocox.models import ChunkSpec
 from dilocox.utils.cache_blocks import ON_DEVICE
 
@@ -181,8 +182,11 @@ def activation_bytes(
 
 
 def holds_whole_logits(config: RunConfig) -> bool:
-    """Return True if the head gives all logits of a micro-batch at once, whatever their number."""
-    return not computes_head_with_loss(config.site.schedule)
+    """Return True if the head gives all logits of a micro-batch at once, whatever their number.
+
+    A loss that reads columns is a function of all logits.
+    """
+    return bool(config.loss_columns) or not computes_head_with_loss(config.site.schedule)
 
 
 def logits_bytes(config: RunConfig, hf_config: Any, width: int, device: str = "cuda") -> int:
@@ -192,6 +196,11 @@ def logits_bytes(config: RunConfig, hf_config: Any, width: int, device: str = "c
     """
     tokens = config.site.micro_batch_size * config.data.sequence_length
     vocabulary = int(hf_config.vocab_size)
+    if config.data.format == "preference":
+        rows, length = config.site.micro_batch_size, config.data.sequence_length
+        return pair_loss_bytes(rows, length, vocabulary, width)
+    if config.data.columns:
+        return 2 * width * tokens * vocabulary  # logits and their gradient: a user's loss has more
     if holds_whole_logits(config):
         return loss_bytes(tokens * vocabulary, width)
     return head_loss_bytes(tokens, vocabulary, int(hf_config.hidden_size), width, device)

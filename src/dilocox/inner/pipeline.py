@@ -239,11 +239,13 @@ class Pipeline:
         loss = output if self._inside else sum_cross_entropy(output, labels)
         return loss.float() * self._scale
 
-    def correct(self, value: Tensor) -> tuple[Tensor, Tensor]:
+    def correct(self, value: Tensor, counted: CountedLabels | None) -> tuple[Tensor, Tensor]:
         """Return (factor of loss and gradients, corrected `value`), fp32 scalars on the device.
 
         If a user's loss gave sums, the factor is 1 / the sum of the counts of the whole batch, in
-        units of this rank's share. Otherwise it is 1. Collective over the site; waits for nothing.
+        units of this rank's share. A site does not know the counts of other sites. If gradients are
+        averaged over sites, the site therefore weighs as many counts as its share of the counted
+        labels. Otherwise the factor is 1. Collective over the site; waits for nothing.
         """
         mesh = self._mesh
         own = torch.zeros((), dtype=torch.float32, device=mesh.device)
@@ -251,8 +253,23 @@ class Pipeline:
             own = self._own.take_count(mesh.device)
         count = mesh.gather(mesh.mean_of_replicas(own).unsqueeze(0)).sum()
         # The mean over the replicas' counts, and over the shards' losses.
-        factor = torch.where(count > 0, mesh.shards / count, torch.ones_like(count))
+        weighed = count if counted is None else count * counted.stretch
+        factor = torch.where(count > 0, mesh.shards / weighed, torch.ones_like(count))
         return factor, value * factor
+
+    def figures(self, counted: CountedLabels | None) -> dict[str, float]:
+        """Return the figures of the batch that `mean_loss` has just evaluated, by name.
+
+        They are means over what the loss counts, of all shards and replicas; none if the loss has
+        no figures. Collective over the site.
+        """
+        if self._own is None or counted is None or not self._own.figure_names:
+            return {}
+        mesh = self._mesh
+        own = self._own.take_figures(mesh.device)
+        sums = mesh.gather(mesh.mean_of_replicas(own)).sum(0) * mesh.replicas
+        means = (sums.double() / counted.labels).tolist()
+        return dict(zip(self._own.figure_names, means, strict=True))
 
     def accumulate(
         self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
@@ -393,6 +410,8 @@ class Pipeline:
                         if self._inside:
                             more["labels"] = targets
                         output = chunk(value, **more)
+                        if self._own is not None and counted is not None:
+                            self._own.measure(output, targets)
                         if self._own is None and counted is None:
                             total += self._part(output, targets, 1) * len(ids)
                         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,15 @@ from dilocox.inner.tied_weights import TiedPair, find_tied
 from dilocox.utils import tracing
 
 ExchangeGradients = Callable[[dict[str, Tensor]], None]
+
+
+class EvaluatedBatch(NamedTuple):
+    """What forward passes alone found on a batch of the site."""
+
+    loss: float
+    """Mean loss over the rows of all shards."""
+    figures: dict[str, float]
+    """Further figures of a loss that has some, by name (`ColumnLoss.figures`)."""
 
 
 class SiteModel:
@@ -300,7 +310,7 @@ class SiteModel:
                     None if self._copy is None else gradients[self._copy],
                 )
             if self._pipeline.has_own_loss:
-                factor, loss = self._pipeline.correct(loss)
+                factor, loss = self._pipeline.correct(loss, counted)
                 torch._foreach_mul_(list(gradients.values()), factor)
         return loss if counted is None else loss * counted.stretch, gradients
 
@@ -317,6 +327,12 @@ class SiteModel:
         Collective over the site; all ranks get the same number. `input_ids`, `labels`: int64
         [b, L], with the same b and L on all ranks. `counted`: as for `inner_step`.
         """
+        return self.measure(input_ids, labels, counted).loss
+
+    def measure(
+        self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
+    ) -> EvaluatedBatch:
+        """Return what `evaluate` returns, and the figures that the loss has beside it."""
         if self._leader is not None:
             input_ids, labels, counted = self._leader.order("evaluate", input_ids, labels, counted)
         for chunk in self._chunks:
@@ -327,10 +343,11 @@ class SiteModel:
             on_device(counted, self._mesh.device),
         )
         if self._pipeline.has_own_loss:
-            loss = self._pipeline.correct(loss)[1]
+            loss = self._pipeline.correct(loss, counted)[1]
+        figures = self._pipeline.figures(counted)
         for chunk in self._chunks:
             chunk.train()
-        return self._mean_over_shards(loss)
+        return EvaluatedBatch(self._mean_over_shards(loss), figures)
 
     def loss_beside(
         self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None

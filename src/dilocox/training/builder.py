@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,7 +38,7 @@ from dilocox.inner.counted import CountedLabels, OwnLoss
 from dilocox.inner.lr_schedule import learning_rate
 from dilocox.inner.memory import check_gpu, sums_whole_gradients
 from dilocox.inner.own_optimizer import OptimizerFactory
-from dilocox.inner.preference import dpo_loss
+from dilocox.inner.preference import preference_loss
 from dilocox.models import (
     WeightSource,
     build_chunk,
@@ -120,9 +119,7 @@ class Hooks:
     def loss_of(self, config: RunConfig) -> OwnLoss:
         """Return the loss, of logits and targets: a loss that takes columns gets them by name."""
         if config.data.format == "preference":
-            keys = config.preference.model_dump()
-            loss = functools.partial(dpo_loss, **keys)
-            return ColumnLoss(loss, config.loss_columns, counts_known=True)
+            return preference_loss(config.preference, config.loss_columns)
         if not takes_columns(self.loss):
             return self.loss
         return ColumnLoss(self.loss, config.loss_columns)

@@ -23,6 +23,8 @@ class HeldOutLoss(NamedTuple):
     mean: float
     by_source: dict[str, float]
     """The loss of each of several sources, by name; empty if they were not asked for."""
+    figures: dict[str, float]
+    """Figures of preference training by name, see `dilocox.config.preference`; else empty."""
 
 
 class Evaluator:
@@ -35,35 +37,51 @@ class Evaluator:
         validation: Sequence[Batch],
         probe_batch: Batch | None,
         sources: Sequence[SourceBatches] = (),
+        *,
+        figures: bool = False,
     ) -> None:
         """Keep the batches for evaluations.
 
         `validation`: this rank's part of the held-out batches. `probe_batch`: the batch that the
         gate reads at a boundary; may be None, then no gradient is probed. `sources`: where each of
-        several sources is in `validation`, and what is left of it.
+        several sources is in `validation`, and what is left of it. `figures`: the loss gives
+        figures beside it.
         """
         self._rank, self._control = rank, control
         self._validation, self.probe_batch = validation, probe_batch
-        self._sources = sources
+        self._sources, self._has_figures = sources, figures
 
     def held_out_loss(self, round_: int, *, by_source: bool = False) -> HeldOutLoss:
         """Return the mean held-out loss of the anchor after `round_`, in nats per counted token.
 
         `by_source`: whether the loss of each of several sources is computed, too.
         """
-        own = {}
+        own: dict[str, float] = {}
+        figures: list[dict[str, float]] = []
         span = tracing.span("evaluation", after_round=round_)
         with span, self.standing_at(anchors(self._rank)):
-            losses = [self._loss(batch) for batch in self._validation]
+            losses = []
+            for batch in self._validation:
+                losses.append(self._loss(batch, figures))
             for source in self._sources if by_source else ():
                 found = [(self._validation[number], losses[number]) for number in source.whole]
                 found += [(batch, self._loss(batch)) for batch in source.rest]
                 own[source.name] = _mean([(self._labels(batch), loss) for batch, loss in found])
         weights = [1 if each.counted is None else each.counted.labels for each in self._validation]
-        return HeldOutLoss(_mean(list(zip(weights, losses, strict=True))), own)
+        means = {
+            name: _mean([(n, each[name]) for n, each in zip(weights, figures, strict=True)])
+            for name in (figures[0] if figures else ())
+        }
+        return HeldOutLoss(_mean(list(zip(weights, losses, strict=True))), own, means)
 
-    def _loss(self, batch: Batch) -> float:
-        loss = self._rank.model.evaluate(*batch)
+    def _loss(self, batch: Batch, figures: list[dict[str, float]] | None = None) -> float:
+        """Return the loss of a batch; append what the loss gives beside it to `figures`."""
+        if self._has_figures:
+            loss, found = self._rank.model.measure(*batch)
+            if figures is not None:
+                figures.append(found)
+        else:
+            loss = self._rank.model.evaluate(*batch)
         self._control.touch()
         return loss
 

@@ -145,15 +145,16 @@ def evaluated(
     round_: int,
     loss: float,
     by_source: Mapping[str, float] | None = None,
+    figures: Mapping[str, float] | None = None,
 ) -> None:
     """Call the user's callback with a held-out loss, and report the loss to the coordinator.
 
     If the callback returns True, the report asks the coordinator to end the run early. A loss of
     exactly 0 is also reported as a warning. `round_` -1 means before training. `by_source`: the
-    loss of each of several sources.
+    loss of each of several sources. `figures`: further figures of held-out text, by field.
     """
     kind = "evaluation" if round_ >= 0 else "first_evaluation"
-    metrics: dict[str, Any] = {"val_loss": loss, "after_round": round_}
+    metrics: dict[str, Any] = {"val_loss": loss, "after_round": round_, **(figures or {})}
     if by_source:
         metrics[BY_SOURCE] = dict(by_source)
     if on_evaluation is not None and on_evaluation(round_, loss) is True:

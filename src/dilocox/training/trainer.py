@@ -369,9 +369,9 @@ class Trainer:
 
     def report_eval_loss(self, round_: int) -> None:
         """Evaluate the anchor after `round_`, and report the held-out loss."""
-        loss, by_source = self.evaluator.held_out_loss(round_, by_source=True)
+        loss, by_source, figures = self.evaluator.held_out_loss(round_, by_source=True)
         if self.rank.place.leads:
-            evaluated(self.client, self.hooks.on_evaluation, round_, loss, by_source)
+            evaluated(self.client, self.hooks.on_evaluation, round_, loss, by_source, figures)
         self.checkpointer.keep_best(self.rank, round_, loss, first=True)
 
     def wait_for_record(self) -> None:

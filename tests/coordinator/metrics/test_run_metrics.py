@@ -206,7 +206,8 @@ def test_the_held_out_loss_of_each_source(tmp_path: Path) -> None:
         ("evaluation", 1, 3.0, 4.0),
     ):
         losses = {"web": first, "tickets": second, "odd": math.nan}
-        report = {"val_loss": 5.0, "after_round": after, "val_loss_by_source": losses}
+        report = {"val_loss": 5.0, "after_round": after, "val_loss_by_source": losses,
+                  "val_accuracy": first / 8, "val_margin": second}  # fmt: skip
         run.recorder.report("paris", max(after, 0), kind, report)
         run.report("paris", max(after, 0))
     lines = [line for line in run.lines() if line["kind"] == "evaluation"]
@@ -215,12 +216,16 @@ def test_the_held_out_loss_of_each_source(tmp_path: Path) -> None:
     summary = again.recorder.finish("finished", "")
     assert summary["val_loss_by_source_first"] == {"web": 6.0, "tickets": 5.0}
     assert summary["val_loss_by_source_last"] == {"web": 3.0, "tickets": 4.0}
+    assert (summary["val_accuracy_first"], summary["val_accuracy_last"]) == (0.75, 0.375)
+    assert (summary["val_margin_first"], summary["val_margin_last"]) == (5.0, 4.0)
     again.recorder.forget_after(1)
     assert again.recorder.finish("finished", "")["val_loss_by_source_last"]["web"] == 4.0
     (tmp_path / "other").mkdir()
     other = Run(tmp_path / "other")
-    other.recorder.report("paris", 0, "evaluation", {"val_loss": 4.5, "after_round": 0})
-    assert not any("by_source" in key for key in other.recorder.finish("finished", ""))
+    report = {"val_loss": 4.5, "after_round": 0, "val_accuracy": math.nan, "val_margin": "x"}
+    other.recorder.report("paris", 0, "evaluation", report)
+    summary = other.recorder.finish("finished", "")
+    assert {key for key in summary if key.startswith("val_")} == {"val_loss_first", "val_loss_last"}
 
 
 def test_a_run_that_ended_before_its_first_round_has_a_summary(tmp_path: Path) -> None:

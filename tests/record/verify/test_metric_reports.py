@@ -46,7 +46,8 @@ class Reported:
 
     def evaluated(self, after: int, loss: float) -> None:
         kind = "evaluation" if after >= 0 else "first_evaluation"
-        own = {"val_loss": loss, "after_round": after, "val_loss_by_source": {"web": loss + 1}}
+        own = {"val_loss": loss, "after_round": after, "val_loss_by_source": {"web": loss + 1},
+               "val_accuracy": 0.5, "val_margin": 0.1}  # fmt: skip
         self.report("a", max(after, 0), own, kind)
 
     def judged(self) -> str:
@@ -95,6 +96,8 @@ CHANGED: dict[str, tuple[Any, str]] = {
     "held-out": (of("evaluation", 1, "a", val_loss=3.0), "the held-out loss after round 1 is not"),
     "source": (of("evaluation", 1, "a", val_loss_by_source={"web": 1.0}),
                "the held-out loss after round 1 is not"),
+    "pairs": (of("evaluation", 1, "a", val_accuracy=0.9),
+              "the held-out loss after round 1 is not"),
     "first": (of("evaluation", -1, "a", val_loss=3.0), "the held-out loss before training is not"),
     "of the run": (of("round", 1, None, loss=2.0), "loss or tokens of round 1 are not what its"),
     "no loss": (of("round", 1, None, loss=None), "loss or tokens of round 1 are not what its"),

@@ -112,6 +112,30 @@ def test_a_soft_cap_keeps_logits_of_a_chunk_alone() -> None:
     assert 0.9 * chunk < capped - without <= chunk
 
 
+def test_a_loss_that_reads_columns_gets_all_logits() -> None:
+    rows, length = 2**19, 16
+    data = {"sequence_length": length, "tokenizer": "given"}
+    site = {"batch_size": rows, "micro_batch_size": rows, "device": "cuda"}
+    plain = run(site=site, data=data)
+    outline = ModelOutline.of(plain)
+    weighted = run(site=site, data={**data, "format": "jsonl", "columns": ["weight"]})
+    pairs = plain.model_copy(
+        update={"data": plain.data.model_copy(update={"format": "preference"})}
+    )
+    logits = 2 * rows * length * 128  # bytes in bf16
+    heads = [counted(config, outline).head for config in (plain, weighted, pairs)]
+    assert heads[0] < heads[1]
+    assert heads[1] > 2 * logits
+    # Beside logits and their gradient: fp32 forms of some logits.
+    assert heads[2] - heads[1] == 3 * 4 * 2**24
+    long = 256
+    data |= {"sequence_length": long}
+    few = run(site=site | {"batch_size": 512, "micro_batch_size": 512}, data=data)
+    few = few.model_copy(update={"data": few.data.model_copy(update={"format": "preference"})})
+    # Few logits per token: the signs of pairs in the forward pass are the most.
+    assert counted(few, outline).head > 2 * 512 * long * 128 + 3 * 4 * 512 * (long // 2) * long
+
+
 @pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv"])
 def test_schedules_that_cannot_join_head_and_loss_hold_all_logits(
     schedule: str, monkeypatch: pytest.MonkeyPatch

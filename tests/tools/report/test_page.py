@@ -230,9 +230,15 @@ def test_the_held_out_loss_of_several_sources_has_a_chart(tmp_path: Path) -> Non
     for record in records:
         if record["kind"] == "evaluation":
             record["val_loss_by_source"] = {"web": record["val_loss"] + 1, "<b>": 1.0, "bad": "x"}
+            record |= {"val_accuracy": record["val_loss"] / 8, "val_margin": 0.25}
     page = build(read_run(write_run(tmp_path / "toy", records)), now=0.0)
-    assert [chart.id for chart in page.learning] == ["loss", "held-out", "learning-rate"]
+    assert [chart.id for chart in page.learning] == [
+        "loss", "held-out", "pairs", "margin", "learning-rate"
+    ]  # fmt: skip
     chart = page.learning[1]
     assert [name for name, _ in chart.names] == ["web", "<b>", "all held-out text"]
     assert chart.readings[0] == "step 0: web 7.000, <b> 1.000, all held-out text 6.000"
+    accuracy, margin = page.learning[2:4]
+    assert accuracy.readings[0] == "step 0: held-out pairs 75.0%"
+    assert margin.readings[0] == "step 0: held-out pairs 0.2500"
     assert "<b>" not in render(page)

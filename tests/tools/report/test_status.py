@@ -79,7 +79,8 @@ def test_a_run_that_trains(tmp_path: Path, command: Command) -> None:
     now = time.time()
     before = {"kind": "evaluation", "site": "lyon", "after_round": -1, "val_loss": 6.25}
     after = {"kind": "evaluation", "site": "lyon", "after_round": 1, "val_loss": 4.5,
-             "val_loss_by_source": {"web": 4.0, "tickets": 5.0}}  # fmt: skip
+             "val_loss_by_source": {"web": 4.0, "tickets": 5.0},
+             "val_accuracy": 0.625, "val_margin": 0.5}  # fmt: skip
     plan = {
         "kind": "plan", "round": 1, "inner_steps": 20, "fragments": 4, "codec": "int4",
         "delay": 1, "slots": 4, "reason": "nothing is measured yet",
@@ -97,6 +98,7 @@ def test_a_run_that_trains(tmp_path: Path, command: Command) -> None:
     assert "round 2 is done, step 60 of 100 (60%), about 60 s left, loss 3.000" in out
     assert "held-out loss  4.5000 after round 1 (6.2500 before training)" in out
     assert "\n               web 4.0000, tickets 5.0000\n" in out
+    assert "\n               62.5% of pairs ranked right, mean margin 0.5000\n" in out
     assert "plan           from round 1: 20 inner steps, 4 fragments, codec int4" in out
     assert "site paris  round 2  1.5k tokens/s  waited 2.0%  last report 10 s ago" in out
     # More than three of its rounds ago.

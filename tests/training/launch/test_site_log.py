@@ -30,6 +30,10 @@ def test_every_report_is_a_line() -> None:
     assert site_log.line_of("evaluation", 3, own) == (
         "held-out loss of the anchor: 2.5000 (web 2.0000, \ufffdtickets 3.0000)"
     )
+    pairs = after | {"val_accuracy": 0.75, "val_margin": 0.1}
+    assert site_log.line_of("evaluation", 3, pairs) == (
+        "held-out loss of the anchor: 2.5000; 75.0% of pairs ranked right, mean margin 0.1000"
+    )
     before = {"val_loss": 6.25, "after_round": -1}
     assert (site_log.line_of("first_evaluation", 0, before) or "").startswith(
         "held-out loss before"

@@ -14,7 +14,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.metrics.admissions import Admissions
 from dilocox.coordinator.metrics.privacy import PrivacyAccount
 from dilocox.coordinator.metrics.sinks import Metrics
-from dilocox.coordinator.protocol.held_out_figures import BY_SOURCE, losses_by_source
+from dilocox.coordinator.protocol.held_out_figures import beside_loss
 from dilocox.coordinator.protocol.site_reports import (
     FIRST,
     RESERVED,
@@ -146,7 +146,7 @@ class RunMetrics:
         self._closed: dict[int, dict[str, Record]] = {}
         self._rounds: dict[int, Record] = {}
         self._evaluations: dict[int, float] = {}
-        self._by_source: dict[int, dict[str, float]] = {}
+        self._beside_loss: dict[int, Record] = {}
         """Held-out loss of each source, by the round after which it was measured."""
         self._tasks: dict[int, Record] = {}
         """Figures of tasks, by the round after which they were evaluated."""
@@ -184,7 +184,7 @@ class RunMetrics:
             self._flush[str(site)] = record
         elif kind == "evaluation":
             self._evaluations[int(record["after_round"])] = float(record["val_loss"])
-            self._by_source[int(record["after_round"])] = losses_by_source(record)
+            self._beside_loss[int(record["after_round"])] = beside_loss(record)
         elif kind == "tasks":
             self._tasks[int(record["after_round"])] = _figures(record)
         elif kind == "plan":
@@ -209,7 +209,7 @@ class RunMetrics:
         self._rounds = {r: row for r, row in self._rounds.items() if r < round_}
         self._closed = {r: rows for r, rows in self._closed.items() if r < round_}
         self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
-        self._by_source = {r: v for r, v in self._by_source.items() if r < round_}
+        self._beside_loss = {r: v for r, v in self._beside_loss.items() if r < round_}
         self._tasks = {r: v for r, v in self._tasks.items() if r < round_}
         self._admissions.forget(round_)
         self._open, self._flush, self._plan, self._written = {}, {}, {}, {}
@@ -247,7 +247,7 @@ class RunMetrics:
                 self._tasks[after] = _figures(record)
             else:
                 self._evaluations[after] = metrics["val_loss"]
-                self._by_source[after] = losses_by_source(metrics)
+                self._beside_loss[after] = beside_loss(metrics)
             self._write(record)
             return
         self._write(record)
@@ -370,7 +370,7 @@ class RunMetrics:
             "steps": rounds[-1]["step"] if rounds else 0,
             "val_loss_first": first,
             "val_loss_last": last,
-            **self._source_figures(after),
+            **self._held_out_figures(after),
             "loss_last": rounds[-1].get("loss") if rounds else None,
             "tokens": tokens,
             "seconds": seconds,
@@ -400,14 +400,17 @@ class RunMetrics:
         part.write_text(text, encoding="utf-8")
         part.replace(self._folder / "summary.json")
 
-    def _source_figures(self, after: int) -> Record:
-        """Return first and last held-out losses by source; empty with one source.
+    def _held_out_figures(self, after: int) -> Record:
+        """Return the first and last figures beside the held-out loss; empty without any.
 
         `after`: round of the last evaluation.
         """
-        first, last = (self._by_source.get(number) for number in (-1, after))
-        found = {f"{BY_SOURCE}_first": first, f"{BY_SOURCE}_last": last if after >= 0 else None}
-        return {name: losses for name, losses in found.items() if losses}
+        ends = {"first": -1, "last": after} if after >= 0 else {"first": -1}
+        return {
+            f"{name}_{end}": value
+            for end, number in ends.items()
+            for name, value in self._beside_loss.get(number, {}).items()
+        }
 
     def _task_figures(self) -> Record:
         """Return the first and the last figures of tasks; empty without any."""

@@ -1,4 +1,6 @@
-"""The held-out loss by source in reports and metrics, and as text for people. Pure functions.
+"""Figures beside the held-out loss in reports and metrics, and as text for people. Pure functions.
+
+They are the loss by source, and the figures of held-out pairs in preference training.
 
 A report is untrusted input for its readers: a value of the wrong type is left out.
 """
@@ -9,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dilocox.config.preference import ACCURACY, MARGIN
 from dilocox.utils.plain_text import plain
 
 BY_SOURCE = "val_loss_by_source"
@@ -22,11 +25,36 @@ def losses_by_source(record: Mapping[str, Any]) -> dict[str, float]:
     own = record.get(BY_SOURCE)
     if not isinstance(own, dict):
         return {}
-    return {
-        str(name): float(loss)
-        for name, loss in own.items()
-        if isinstance(loss, int | float) and not isinstance(loss, bool) and math.isfinite(loss)
-    }
+    found = {str(name): _finite(loss) for name, loss in own.items()}
+    return {name: loss for name, loss in found.items() if loss is not None}
+
+
+def pair_figures(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of held-out pairs in a report or record, by field; empty without any."""
+    found = {name: _finite(record.get(name)) for name in (ACCURACY, MARGIN)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def beside_loss(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all figures beside the held-out loss in a report or record, by field."""
+    own = losses_by_source(record)
+    return {**({BY_SOURCE: own} if own else {}), **pair_figures(record)}
+
+
+def beside_text(record: Mapping[str, Any]) -> str:
+    """Return the figures beside the held-out loss, as text that follows the loss in a line."""
+    pairs = pair_text(pair_figures(record))
+    return source_text(losses_by_source(record)) + (f"; {pairs}" if pairs else "")
+
+
+def pair_text(figures: Mapping[str, float]) -> str:
+    """Return the figures of held-out pairs as text; an empty text without any."""
+    found = []
+    if ACCURACY in figures:
+        found.append(f"{figures[ACCURACY]:.1%} of pairs ranked right")
+    if MARGIN in figures:
+        found.append(f"mean margin {figures[MARGIN]:.4f}")
+    return ", ".join(found)
 
 
 def source_text(losses: Mapping[str, float]) -> str:
@@ -39,13 +67,30 @@ def source_text(losses: Mapping[str, float]) -> str:
 
 
 def changes(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by source, the first and the last held-out loss in a run's summary, as text."""
+    """Return the first and the last figures beside the held-out loss in a summary, as text by name.
+
+    The names are those of sources, and `pairs`.
+    """
     first, last = (
         losses_by_source({BY_SOURCE: summary.get(f"{BY_SOURCE}_{end}")})
         for end in ("first", "last")
     )
-    return {
+    found = {
         plain(name): f"{first[name]:.4f} before, {loss:.4f} after"
         for name, loss in last.items()
         if name in first
     }
+    before, after = (
+        pair_figures({name: summary.get(f"{name}_{end}") for name in (ACCURACY, MARGIN)})
+        for end in ("first", "last")
+    )
+    if before and after:
+        found["pairs"] = f"{pair_text(before)} before; {pair_text(after)} after"
+    return found
+
+
+def _finite(value: object) -> float | None:
+    """Return a finite number as a float; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)

@@ -418,6 +418,9 @@ class _Question:
             config.site.device,
             config.model.attention,
             holds_whole_logits(config),
+            config.loss_columns,
+            config.data.rows.packing,
+            repr(config.adapter),
             outline.hf_config.to_json_string(),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from dilocox.config.preference import ACCURACY, MARGIN
 from dilocox.tools.report.charts import Chart, Heading, Series, Wording, bar_chart, line_chart
 from dilocox.tools.report.history import History, SiteRound
 from dilocox.utils.formatting import number, size
@@ -24,6 +25,16 @@ def learning(history: History, sites: Sequence[str]) -> list[Chart]:
     charts = [
         _loss(history, sites),
         _by_source(history),
+        _pairs(history, ACCURACY, Heading(
+            "pairs", "Held-out pairs ranked right", "step",
+            "Share of the held-out pairs whose better answer the anchor favours more than the "
+            "model that the run starts from does.",
+        ), Wording(lambda v: f"{v:.1%}", lambda v: f"{v:.0%}", _count)),
+        _pairs(history, MARGIN, Heading(
+            "margin", "Mean margin of held-out pairs", "step",
+            "By how much the anchor favours the better answer more than the model that the run "
+            "starts from does: nats, times preference.beta.",
+        ), Wording(lambda v: f"{v:.4f}", lambda v: f"{v:.3g}", _count)),
         line_chart(
             Heading("learning-rate", "Learning rate of the inner steps", "step",
                     "At the round's end, mean over the sites."),
@@ -88,6 +99,15 @@ def _by_source(history: History) -> Chart | None:
         [float(row.step) for row in rows], series,
         Wording(lambda v: f"{v:.3f}", lambda v: f"{v:.4g}", _count),
     )  # fmt: skip
+
+
+def _pairs(history: History, field: str, heading: Heading, wording: Wording) -> Chart | None:
+    """Return the chart of one figure of held-out pairs; None if there are no such figures."""
+    rows = list({each.step: each for each in history.evaluations if field in each.pairs}.values())
+    if not rows:
+        return None
+    values = Series("held-out pairs", "look-all", [row.pairs[field] for row in rows])
+    return line_chart(heading, [float(row.step) for row in rows], [values], wording)
 
 
 def traffic(history: History) -> list[Chart]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dilocox.coordinator.protocol.held_out_figures import losses_by_source
+from dilocox.coordinator.protocol.held_out_figures import losses_by_source, pair_figures
 from dilocox.coordinator.protocol.task_figures import Figure, reported
 
 Record = Mapping[str, Any]
@@ -76,6 +76,8 @@ class Evaluation:
     loss: float
     by_source: Mapping[str, float] = field(default_factory=dict)
     """The loss of each of several sources, by name."""
+    pairs: Mapping[str, float] = field(default_factory=dict)
+    """Figures of held-out pairs in preference training, by field."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,8 @@ def read_history(records: Iterable[Record]) -> History:
         elif kind == "evaluation":
             loss, after = _number(record, "val_loss"), _integer(record, "after_round")
             if loss is not None:
-                evaluations[after] = Evaluation(
-                    after, _integer(record, "step"), loss, losses_by_source(record)
-                )
+                step, own = _integer(record, "step"), losses_by_source(record)
+                evaluations[after] = Evaluation(after, step, loss, own, pair_figures(record))
         elif kind == "tasks":
             after, figures = _integer(record, "after_round"), tuple(reported(record))
             tasks[after] = TaskEvaluation(after, _integer(record, "step"), figures)

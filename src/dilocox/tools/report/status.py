@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config.run_config import load_written
-from dilocox.coordinator.protocol.held_out_figures import losses_by_source
+from dilocox.coordinator.protocol.held_out_figures import losses_by_source, pair_figures
 from dilocox.coordinator.protocol.site_reports import JOURNALS
 from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.errors import ConfigError
@@ -83,6 +83,8 @@ class Status:
     """Held-out loss before the first round."""
     held_out_by_source: Record = field(default_factory=dict)
     """Held-out loss of each of several sources, at the latest evaluation."""
+    held_out_pairs: Record = field(default_factory=dict)
+    """Figures of held-out pairs, at the latest evaluation of preference training."""
     tasks: Record | None = None
     """The latest evaluation on tasks, as in `metrics.jsonl`."""
     plan: Record | None = None
@@ -213,6 +215,7 @@ def _take_up(found: Status, records: Iterable[Record]) -> None:
             found.held_out_loss = real(record, "val_loss")
             found.held_out_after = whole(record, "after_round")
             found.held_out_by_source = losses_by_source(record)
+            found.held_out_pairs = pair_figures(record)
             if found.held_out_after == -1:
                 found.held_out_first = found.held_out_loss
         elif kind == "tasks" and reported(record):

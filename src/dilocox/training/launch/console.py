@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.metrics.privacy import words
-from dilocox.coordinator.protocol.held_out_figures import changes, losses_by_source, source_text
+from dilocox.coordinator.protocol.held_out_figures import beside_text, changes
 from dilocox.coordinator.protocol.task_figures import line as task_line
 from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.utils.formatting import number, size
@@ -130,8 +130,7 @@ class Display:
             self.line(plan_line(record))
         elif kind == "evaluation":
             when = "before training" if record["after_round"] < 0 else "of the anchor"
-            own = source_text(losses_by_source(record))
-            self.line(f"held-out loss {when}: {record['val_loss']:.4f}{own}")
+            self.line(f"held-out loss {when}: {record['val_loss']:.4f}{beside_text(record)}")
         elif kind == "tasks":
             self.line(task_line(reported(record), record["after_round"]))
         elif kind == "message":

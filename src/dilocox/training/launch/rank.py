@@ -254,6 +254,7 @@ def _take_part(
             validation_batches(config, files, place.shard, job.hooks.validation),
             probe_batch(config, files, place.shard),
             source_batches(config, files, place.shard, job.hooks),
+            figures=config.data.format == "preference",
         ),
         checkpointer=checkpointer,
         hooks=job.hooks,

@@ -18,7 +18,7 @@ from typing import Any
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
-from dilocox.coordinator.protocol.held_out_figures import losses_by_source, source_text
+from dilocox.coordinator.protocol.held_out_figures import beside_text
 from dilocox.coordinator.protocol.messages import ReportKind
 from dilocox.coordinator.protocol.site_reports import FIRST, JOURNALS, RESERVED
 from dilocox.coordinator.protocol.task_figures import line as line_of_tasks
@@ -100,8 +100,7 @@ def line_of(kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:
         return str(metrics["text"])
     if kind in ("evaluation", "first_evaluation"):
         when = "before training" if metrics["after_round"] < 0 else "of the anchor"
-        own = source_text(losses_by_source(metrics))
-        return f"held-out loss {when}: {metrics['val_loss']:.4f}{own}"
+        return f"held-out loss {when}: {metrics['val_loss']:.4f}{beside_text(metrics)}"
     if kind in ("tasks", "first_tasks"):
         return line_of_tasks(reported(metrics), metrics["after_round"])
     if kind == "flush":
