@@ -194,7 +194,7 @@ def test_without_peft_the_line_to_install_it_is_given(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "peft" else find(name)
     )
-    with pytest.raises(ConfigError, match="pip install peft"):
+    with pytest.raises(ConfigError, match=r"pip install 'dilocox\[adapters\]'"):
         adapter_shapes(small_config("qwen3"), LORA)
 
 

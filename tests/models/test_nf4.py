@@ -128,5 +128,5 @@ def test_what_cannot_be_kept_in_four_bits_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="does not work here"):
         check_bitsandbytes()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"pip install 'dilocox\[nf4\]'"):
         check_bitsandbytes()

@@ -37,7 +37,7 @@ def check_peft() -> None:
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
             "[adapter]: needs the package peft, which is not installed here; run: "
-            "pip install peft, or remove [adapter]"
+            "pip install 'dilocox[adapters]', or remove [adapter]"
         )
     ignore_optional_kernels()
 

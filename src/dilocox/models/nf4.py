@@ -38,7 +38,8 @@ def check_bitsandbytes() -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             'adapter.base = "nf4": needs the package bitsandbytes, which is not installed here; '
-            'run: pip install bitsandbytes, or set adapter.base = "full"'
+            "run: pip install 'dilocox[nf4]', or set "
+            'adapter.base = "full"'
         )
     try:
         packed, scales = quantised(torch.linspace(-1.0, 1.0, BLOCK))

@@ -27,23 +27,15 @@ def write_merged(adapters: AdapterFolder, target: Path, dtype: Any) -> None:
         OSError: if a file cannot be written.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    base, revision = adapters.base
-    options = {"revision": revision} if revision else {}
+    from dilocox.models.network import load_network
+
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            base,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation="eager",  # any attention has the same weights
-            dtype=torch.float32,
-            **options,
-        )
-        merged = adapters.added_to(model).merge_and_unload()
+        merged = load_network(adapters.folder, adapters, torch.float32).merge_and_unload()
     except Exception as error:  # missing or damaged files, other shapes: many kinds
         raise CheckpointError(
-            f"{adapters.folder}: cannot be added to its base model {base} ({one_line(error)}); "
+            f"{adapters.folder}: cannot be added to its base model {adapters.base[0]} "
+            f"({one_line(error)}); "
             f"write the folder of the right one as base_model_name_or_path in {ADAPTER_CONFIG}"
         ) from None
     merged.to(dtype).save_pretrained(target)

@@ -235,27 +235,16 @@ def load_model(folder: Path, device: str) -> tuple[Any, Any]:
     adapters = _adapters(folder)
     # Imported only now: the two imports take seconds, and there may be no model.
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from dilocox.models.network import load_network
 
     try:
         with _no_progress_bar():
             # The folder may come from a stranger, so no code in it is run.
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            base, revision = (str(folder), None) if adapters is None else adapters.base
-            named = {"revision": revision} if revision else {}
-            config = AutoConfig.from_pretrained(base, trust_remote_code=False, **named)
-            options: dict[str, Any] = {} if device == "cpu" else {"dtype": torch.bfloat16}
-            # The attention is named here, because a folder may name one whose code is on a hub.
-            capped = getattr(config, "attn_logit_softcapping", None) is not None
-            network = AutoModelForCausalLM.from_pretrained(
-                base,
-                trust_remote_code=False,
-                attn_implementation="eager" if capped else "sdpa",
-                use_safetensors=True,
-                **named,
-                **options,
-            )
-            network = (network if adapters is None else adapters.added_to(network)).eval()
+            dtype = None if device == "cpu" else torch.bfloat16
+            network = load_network(folder, adapters, dtype).eval()
     except Exception as error:  # missing or damaged files: many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{folder}: cannot be loaded ({reason}); was it changed?") from None

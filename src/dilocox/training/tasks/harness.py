@@ -184,21 +184,19 @@ def evaluate_models(
 def _load(folder: Path, options: TaskOptions, asked: str) -> Any:
     """Return the model in `folder` as lm-eval's `HFLM`."""
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoConfig
+
+    from dilocox.models.network import attention_of
 
     check_device(options.device, asked)
     try:
         network, options_of_adapters = _base(folder)
-        config = AutoConfig.from_pretrained(network, trust_remote_code=False)
-        # The attention is named here, because a folder may name one whose code is on a hub.
-        capped = getattr(config, "attn_logit_softcapping", None) is not None
         model = HFLM(
             pretrained=network,
             device=options.device,
             batch_size=BATCH if options.device == "cpu" else "auto",
             trust_remote_code=False,
             use_safetensors=True,
-            attn_implementation="eager" if capped else "sdpa",
+            attn_implementation=attention_of(network, options_of_adapters.get("revision")),
             **options_of_adapters,
         )
         if options.chat and not getattr(model.tokenizer, "chat_template", None):
