@@ -76,6 +76,10 @@ def test_a_frozen_a_has_no_state(pool: Pool, shards: int, precision: str) -> Non
         {"stages": 2, "checkpointing": "selective"},
         {"stages": 2, "schedule": "zbv", "precision": "bfloat16"},
         {"stages": 2, "schedule": "interleaved-1f1b", "checkpointing": True},
+        {"stages": 1, "shards": 2},
+        {"stages": 1, "shards": 2, "whole_gradients": True, "precision": "bfloat16"},
+        {"stages": 1, "replicas": 2},
+        {"stages": 2, "shards": 2, "checkpointing": True},
     ],
     ids=lambda each: "-".join(str(value) for value in each.values()),
 )
@@ -86,7 +90,10 @@ def test_a_base_in_four_bits_trains_the_same_however_it_is_cut(
     precision = layout.get("precision", "float32")
     (whole,) = pool.run(1, *CASE, stages=1, shards=1, precision=precision, base="nf4")
     assert whole["names"] == alone["names"]
-    for each in pool.run(layout["stages"], *CASE, shards=1, **layout, base="nf4"):
+    layout = {"shards": 1, **layout}
+    firsts = layout["stages"] * layout["shards"]
+    ranks = firsts * layout.get("replicas", 1)
+    for each in pool.run(ranks, *CASE, **layout, base="nf4")[:firsts]:
         assert each["kept"]
         assert not each["graded"]
         tolerance = 2e-5 if precision == "float32" else 2e-2

@@ -247,6 +247,9 @@ def test_frozen_weights_need_their_own_bytes_and_no_state() -> None:
             run, 100, 5, width=2
         )
         assert more == 4000 // run.site.shards + gathered
+        # Shards neither divide nor gather weights in four bits.
+        packed = memory.gpu_bytes(run, 100, 5, width=2, frozen=4000, packed=600)
+        assert packed - memory.gpu_bytes(run, 100, 5, width=2, frozen=4000) == 600
     plain = config()
     section = plain.admission.model_copy(update={"gate": True})
     gated = plain.model_copy(update={"admission": section})
@@ -254,8 +257,12 @@ def test_frozen_weights_need_their_own_bytes_and_no_state() -> None:
     # On a CPU in fp32 every replica has all of them.
     run = config(precision="fp32")
     needed = int(100 * memory.host_bytes_per_parameter(run, on_gpu=False)) + 4 * 2000
-    assert memory.host_problem(run, [100], 1, needed, False, False, [8000]) is None
-    assert memory.host_problem(run, [100], 1, needed - 1, False, False, [8000]) is not None
+    assert memory.host_problem(run, [100], 1, needed, False, False, [(8000, 0)]) is None
+    assert memory.host_problem(run, [100], 1, needed - 1, False, False, [(8000, 0)]) is not None
+    halves = config(precision="fp32", shards=2)
+    needed = int(100 * memory.host_bytes_per_parameter(halves, on_gpu=False)) + 8000 + 2 * 600
+    assert memory.host_problem(halves, [100], 1, needed, False, False, [(8000, 600)]) is None
+    assert memory.host_problem(halves, [100], 1, needed - 1, False, False, [(8000, 600)])
 
 
 def test_what_bf16_and_pipelines_add_on_a_gpu() -> None:

@@ -16,7 +16,7 @@ from dilocox.models.adapter import is_adapter
 from dilocox.models.adapter_weights import AdapterWeights
 from tests.support import toy_model
 from tests.support.process_starts import ARCHITECTURE
-from tests.support.site_cases import CPU, rows_of, site_section
+from tests.support.site_cases import CPU, follows, rows_of, site_section
 
 LORA = AdapterSection(rank=4)
 
@@ -28,16 +28,17 @@ def train(
     precision: str = "float32",
     checkpointing: bool | str = False,
     whole_gradients: bool = False,
+    replicas: int = 1,
     **lora: Any,
 ) -> dict[str, Any]:
     """Three steps of a tiny tied Qwen3 with adapters: losses, names, and whether the base moved."""
     section = ModelSection(architecture={**ARCHITECTURE, "vocab_size": 64})
     hf_config = load_model_config(section, 64)
-    site = site_section(stages, shards, schedule)
+    site = site_section(stages, shards, schedule, replicas=replicas)
     per_stage = site.chunks
     adapter = LORA.model_copy(update=lora)
     cut = plan_cut(hf_config, stages * per_stage, toy_model.LENGTH, adapter)
-    mesh = SiteMesh.create(stages, shards, CPU)
+    mesh = SiteMesh.create(stages, shards, CPU, replicas)
     source = AdapterWeights(hf_config, adapter, 7, open_weights(section, hf_config, seed=3))
     dtype = getattr(torch, precision)
     chunks = [
@@ -64,11 +65,14 @@ def train(
     frozen = [p for chunk in chunks for p in chunk.parameters() if not p.requires_grad]
     before = [local(parameter).clone() for parameter in frozen]
     torch.manual_seed(1)
+    if follows(model):
+        return {}
     values = []
     for step in range(3):
         ids, labels = (rows_of(mesh.shard, shards, part) for part in toy_model.batch(8, seed=step))
         result = model.inner_step(ids, labels, 0.01)
         values += [result.loss, result.grad_norm, model.evaluate(ids, labels)]
+    model.let_go()
     names = sorted(model.local_tensors())
     assert all(map(is_adapter, names))
     state = {name.partition("/")[2] for name in model.optimizer_state() if "/" in name}

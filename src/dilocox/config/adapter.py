@@ -69,11 +69,8 @@ def compile_setting(adapter: AdapterSection | None, model: ModelSection) -> bool
     return False if automatic and adapter and adapter.base == "nf4" else model.compile
 
 
-def adapter_problem(adapter: AdapterSection | None, model: ModelSection, parts: int) -> str | None:
-    """Returns why `[adapter]` does not fit `[model]`; None if it does, or if there is none.
-
-    `parts`: shards times replicas of a site.
-    """
+def adapter_problem(adapter: AdapterSection | None, model: ModelSection) -> str | None:
+    """Returns why `[adapter]` does not fit `[model]`; None if it does, or if there is none."""
     if adapter is None:
         return None
     if model.path is None or not model.pretrained:
@@ -85,11 +82,6 @@ def adapter_problem(adapter: AdapterSection | None, model: ModelSection, parts: 
         return (
             "[adapter]: cannot be used with model.handover, whose outer momentum is of all "
             "parameters: set model.handover = false, or remove [adapter]"
-        )
-    if adapter.base == "nf4" and parts > 1:
-        return (
-            'adapter.base = "nf4": weights in four bits cannot be divided among shards or '
-            'replicas: set site.shards and site.replicas to 1, or adapter.base = "full"'
         )
     if adapter.base == "nf4" and model.compile is True:
         return (

@@ -137,7 +137,7 @@ class RunConfig(Section):
             or privacy_problem(
                 self.privacy, self.outer, self.admission, self.own_data, self.site.ranks
             )
-            or adapter_problem(self.adapter, self.model, self.site.parts)
+            or adapter_problem(self.adapter, self.model)
             or preference_problem(self.preference, self.data, self.model, self.adapter)
         )
         if problem is not None:

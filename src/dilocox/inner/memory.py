@@ -206,25 +206,31 @@ def logits_bytes(config: RunConfig, hf_config: Any, width: int, device: str = "c
     return head_loss_bytes(tokens, vocabulary, int(hf_config.hidden_size), width, device)
 
 
-def frozen_bytes(config: RunConfig, frozen: int, width: int) -> int:
+def frozen_bytes(config: RunConfig, frozen: int, width: int, packed: int = 0) -> int:
     """Return the bytes that the frozen weights of an adapter run take at a rank, on its device.
 
-    Shards divide them. A pipeline of shards gathers them for all of a step. A gate's second model
-    has its own in fp32, or in four bits as the first one.
+    Shards divide them, but not those in four bits. A pipeline of shards gathers the divided ones
+    for all of a step. A gate's second model has its own in fp32, or in four bits as the first one.
 
     Args:
         config: the run file.
         frozen: bytes of the frozen parameters of the rank's stage, over all shards.
         width: bytes of the compute dtype.
+        packed: bytes of the stage's parameters in four bits.
     """
     site = config.site
     gathered = frozen if site.parts > 1 and site.stages > 1 else 0
-    gate = gate_model_bytes_per_parameter(config) * frozen // width
-    return -(-frozen // site.shards) + gathered + gate
+    gate = gate_model_bytes_per_parameter(config) * (frozen + packed) // width
+    return -(-frozen // site.shards) + packed + gathered + gate
 
 
 def gpu_bytes(
-    config: RunConfig, parameters: int, activations: int, width: int = 4, frozen: int = 0
+    config: RunConfig,
+    parameters: int,
+    activations: int,
+    width: int = 4,
+    frozen: int = 0,
+    packed: int = 0,
 ) -> int:
     """Return the least bytes that one rank needs on its GPU.
 
@@ -237,6 +243,7 @@ def gpu_bytes(
         activations: bytes of activations, see `activation_bytes`.
         width: bytes of the compute dtype.
         frozen: bytes of the frozen parameters of the rank's stage, over all shards.
+        packed: bytes of the stage's parameters in four bits, which every shard holds.
     """
     site, outer = config.site, config.outer
     own = parameters / site.shards
@@ -256,7 +263,7 @@ def gpu_bytes(
     if site.parts > 1 and site.stages > 1:
         # Parameters are gathered, and gradients whole, for all of the step (see `site_model`).
         step = (width + 4) * parameters
-    lasting = per_parameter * own + frozen_bytes(config, frozen, width)
+    lasting = per_parameter * own + frozen_bytes(config, frozen, width, packed)
     return round(lasting + max(step + activations, landing))
 
 
@@ -303,10 +310,11 @@ def sums_whole_gradients(
         return False
     parameters = sum(chunk.trained for chunk in chunks)
     frozen = sum(chunk.frozen_bytes(width) for chunk in chunks)
+    packed = sum(chunk.packed_bytes for chunk in chunks)
     layers = int(hf_config.num_hidden_layers)
     head = activation_bytes(config, hf_config, 0, 0, True, width)
     kept = activation_bytes(config, hf_config, 0, layers, False, width)
-    sure = gpu_bytes(config, parameters, SURE_ACTIVATIONS * kept + head, width, frozen)
+    sure = gpu_bytes(config, parameters, SURE_ACTIVATIONS * kept + head, width, frozen, packed)
     whole = whole_gradient_bytes(parameters, width) + frozen
     return sure + whole <= SURE_SHARE * memory
 
@@ -358,7 +366,8 @@ def check_gpu(
     )
     parameters = sum(chunk.trained for chunk in chunks)
     frozen = sum(chunk.frozen_bytes(width) for chunk in chunks)
-    needed = gpu_bytes(config, parameters, activations, width, frozen)
+    packed = sum(chunk.packed_bytes for chunk in chunks)
+    needed = gpu_bytes(config, parameters, activations, width, frozen, packed)
     # `auto` holds whole gradients only if they fit.
     if config.site.asks_for_whole_gradients:
         needed += whole_gradient_bytes(parameters, width) + frozen
@@ -412,7 +421,7 @@ def host_problem(
     available: int,
     on_gpu: bool,
     windows: bool = False,
-    frozen: Sequence[int] = (),
+    frozen: Sequence[tuple[int, int]] = (),
 ) -> str | None:
     """Return why the sites do not fit into the machine's memory; None if they fit.
 
@@ -423,10 +432,11 @@ def host_problem(
         available: bytes of memory that are free.
         on_gpu: True if the ranks train on GPUs.
         windows: True if `record.keep` limits the record.
-        frozen: bytes of each stage's frozen parameters; empty if all parameters are trained.
+        frozen: bytes of each stage's frozen parameters: those that shards divide, and those in
+            four bits. Empty if all parameters are trained.
     """
     per_parameter = host_bytes_per_parameter(config, on_gpu, windows)
-    beside = [0 if on_gpu else _frozen_on_host(config, each) for each in frozen]
+    beside = [0 if on_gpu else _frozen_on_host(config, *each) for each in frozen]
     needed = sites_here * (sum(parameters) * per_parameter + sum(beside))
     if needed <= available:
         return None
@@ -441,10 +451,10 @@ def host_problem(
     )
 
 
-def _frozen_on_host(config: RunConfig, frozen: int) -> int:
+def _frozen_on_host(config: RunConfig, frozen: int, packed: int) -> int:
     """Return the least bytes of a stage's frozen weights at all ranks of a site without GPUs."""
     site, width = config.site, 4 if config.site.precision == "fp32" else 2
-    held = site.shards * frozen_bytes(config, frozen, width)
+    held = site.shards * frozen_bytes(config, frozen, width, packed)
     return site.replicas * held
 
 

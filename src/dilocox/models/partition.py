@@ -56,11 +56,16 @@ class ChunkSpec:
         return self.parameters if self.adapters is None else self.adapters
 
     def frozen_bytes(self, width: int) -> int:
-        """Return the bytes of the parameters that the run only reads.
+        """Return the bytes of the parameters that the run only reads and that shards divide.
 
-        `width`: bytes of the compute dtype.
+        Those in NF4 are left out. `width`: bytes of the compute dtype.
         """
-        return width * (self.frozen - self.packed) + nf4_bytes(self.packed)
+        return width * (self.frozen - self.packed)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the parameters that are kept in NF4. Every shard and replica holds them all."""
+        return nf4_bytes(self.packed)
 
     @property
     def frozen(self) -> int:

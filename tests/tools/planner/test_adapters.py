@@ -103,9 +103,11 @@ def test_memory_is_of_adapters_and_a_base_of_two_bytes(base: Path, layout: dict[
             assert part.copies == 2 * (own + frozen) + 6 * each.adapter_layer
 
 
-def test_a_base_in_four_bits_needs_half_a_byte_per_weight(base: Path) -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_base_in_four_bits_needs_half_a_byte_per_weight(base: Path, shards: int) -> None:
+    """Every shard holds all weights in four bits, and gathers none of them."""
     pytest.importorskip("bitsandbytes")
-    site = {"precision": "bf16", "stages": 2}
+    site = {"precision": "bf16", "stages": 2, "shards": shards}
     plans = []
     for kept in ("full", "nf4"):
         raw = config(base, site=site).model_dump(mode="json", exclude_none=True)
@@ -119,10 +121,11 @@ def test_a_base_in_four_bits_needs_half_a_byte_per_weight(base: Path) -> None:
     # The weights of q, k, v, o, gate, up and down, of one layer in each stage.
     weights = 32 * (32 + 2 * 16 + 32 + 3 * 64)
     for one, other in zip(of_whole, of_packed, strict=True):
-        assert one.weights - other.weights == 2 * weights - nf4_bytes(weights)
+        assert one.weights - other.weights == 2 * weights // shards - nf4_bytes(weights)
         assert one.frozen == other.frozen
         # One weight is dequantised at a time.
-        assert other.copies - one.copies == 2 * 32 * 64
+        gathered = 2 * weights if shards > 1 else 0
+        assert other.copies - one.copies == 2 * 32 * 64 - gathered
     assert packed.layer == whole.layer
 
 

@@ -167,6 +167,7 @@ def footprints(
     once = reduces_once(config, outline, place.device)
     windows = has_windows(config, outline.parameters)
     of_frozen = outline.stage_frozen_bytes(_width(config))
+    packed = outline.stage_packed_bytes
     found = []
     for stage, chunks in enumerate(outline.stages):
         parameters, frozen = outline.stage_parameters[stage], outline.stage_frozen[stage]
@@ -184,7 +185,7 @@ def footprints(
                 layers=(layers, chunks[0].first_layer),
                 parameters=parameters,
                 frozen=frozen,
-                weights=4 * own + -(-of_frozen[stage] // site.shards),
+                weights=4 * own + -(-of_frozen[stage] // site.shards) + packed[stage],
                 gradients=gradients,
                 optimizer=optimizer,
                 copies=copies,
@@ -223,14 +224,14 @@ def _stepped(
     `once`: shards reduce gradients once per step.
     """
     site = config.site
-    parameters, frozen = outline.stage_parameters[stage], outline.stage_frozen[stage]
+    parameters = outline.stage_parameters[stage]
     own = -(-parameters // site.shards)
     width = _width(config)
     gradients, copies, lasting = 4 * own, 0, 0
     if site.parts > 1 and once:
         # Parameters are gathered once per step. Gradients are summed up unsharded, in fp32, and
         # reduced at the end of the step (torch.distributed.pipelining, `site.gradient_sync`).
-        copies = width * (parameters + frozen)
+        copies = width * parameters + outline.stage_frozen_bytes(width)[stage]
         gradients = 4 * parameters + 4 * own
     elif site.parts > 1:
         copies = _gathered_at_a_time(outline, parameters, width)
@@ -238,7 +239,7 @@ def _stepped(
         copies = lasting = CAST * parameters
     # A weight in NF4 is dequantised while it is used.
     copies += width * outline.unpacked
-    of_frozen = outline.stage_frozen_bytes(width)[stage]
+    of_frozen = outline.stage_frozen_bytes(width)[stage] + outline.stage_packed_bytes[stage]
     gate = gate_model_bytes_per_parameter(config) * (parameters + of_frozen // width)
     if config.admission.gate and site.ranks > 1:
         # The gate measures slopes with gradients. It needs a copy of the trained parameters and
@@ -259,7 +260,7 @@ def _gathered_at_a_time(outline: ModelOutline, parameters: int, width: int) -> i
     if outline.frozen:
         # Frozen weights have no gradients: two layers at a time, or the last layer with the head.
         trained, layer = outline.adapter_layer, outline.read_layer
-        outside = outline.frozen - outline.read_inside_layers - embedding - closing
+        outside = outline.read - outline.read_inside_layers - embedding - closing
         return width * (layer + max(layer, closing) + 3 * trained + outside) + 4 * trained
     # A tied embedding and head have no unit of their own: they stay gathered throughout, and their
     # gradients are reduced after the backward pass.

@@ -102,21 +102,37 @@ class ModelOutline:
         return sum(map(math.prod, self._base.values())) + sum(self._fixed.values())
 
     @property
+    def read(self) -> int:
+        """Number of parameters that a run with adapters only reads, without those in NF4."""
+        return self.frozen - sum(self._packed.values())
+
+    @property
     def adapter_layer(self) -> int:
         """Number of adapters' parameters of the largest layer; 0 without adapters."""
         return 0 if self.blueprint.adapter is None else max(_by_layer(self.whole).values())
 
     @property
     def read_layer(self) -> int:
-        """Number of parameters of the largest layer that are only read; 0 without adapters."""
+        """Number of parameters of the largest layer that are only read, without those in NF4.
+
+        It is 0 without adapters.
+        """
         if self.blueprint.adapter is None:
             return 0
-        return max(count + self._fixed.get(layer, 0) for layer, count in self._layers.items())
+        return max(
+            count + self._fixed.get(layer, 0) - self._packed.get(layer, 0)
+            for layer, count in self._layers.items()
+        )
 
     @property
     def read_inside_layers(self) -> int:
-        """Number of parameters inside layers that are only read; 0 without adapters."""
-        return self.inside_layers + sum(self._fixed.values()) if self.frozen else 0
+        """Number of parameters inside layers that are only read, without those in NF4.
+
+        It is 0 without adapters.
+        """
+        if not self.frozen:
+            return 0
+        return self.inside_layers + sum(self._fixed.values()) - sum(self._packed.values())
 
     @property
     def layer_parameters(self) -> int:
@@ -171,22 +187,38 @@ class ModelOutline:
         return [sum(chunk.frozen for chunk in chunks) for chunks in self.stages]
 
     def stage_frozen_bytes(self, width: int) -> list[int]:
-        """Return the bytes of each stage's frozen parameters.
+        """Return the bytes of each stage's frozen parameters, without those in NF4.
 
         `width`: bytes of the compute dtype.
         """
         return [sum(chunk.frozen_bytes(width) for chunk in chunks) for chunks in self.stages]
 
-    @cached_property
+    @property
+    def stage_packed_bytes(self) -> list[int]:
+        """Bytes of each stage's parameters in NF4, which every shard holds."""
+        return [sum(chunk.packed_bytes for chunk in chunks) for chunks in self.stages]
+
+    @property
     def unpacked(self) -> int:
         """Number of values of the largest weight that is kept in NF4; 0 if there is none."""
+        return max(self._packed_weights.values(), default=0)
+
+    @property
+    def _packed(self) -> dict[int, int]:
+        """Number of parameters that are kept in NF4, by layer number."""
+        return _by_layer({name: (size,) for name, size in self._packed_weights.items()})
+
+    @cached_property
+    def _packed_weights(self) -> dict[str, int]:
+        """Number of values of each weight that is kept in NF4, by full name."""
         adapter = self.blueprint.adapter
         if adapter is None or adapter.base == "full":
-            return 0
+            return {}
         model = build_skeleton(self.hf_config)
         layout = find_layout(model)
-        layers = model.get_submodule(f"{layout.body}.{layout.layers}")
-        return max(each.weight.numel() for _, each in linear_layers(layers))
+        path = f"{layout.body}.{layout.layers}"
+        layers = linear_layers(model.get_submodule(path))
+        return {f"{path}.{name}.weight": each.weight.numel() for name, each in layers}
 
     @property
     def compute(self) -> float:

@@ -187,7 +187,9 @@ def fsdp_seconds(
     width = 4 if site.precision == "fp32" else 2
     once = reduces_once(config, outline, place.device)
     gathers, times = (1, 1) if once else (2, site.micro_batches)
-    sizes = zip(outline.stage_parameters, outline.stage_frozen, strict=True)
+    # Weights in NF4 are not gathered: every shard holds them.
+    read = (each // width for each in outline.stage_frozen_bytes(width))
+    sizes = zip(outline.stage_parameters, read, strict=True)
     # Frozen weights are gathered, but have no gradients.
     part = max(own * (gathers * width + 4) + frozen * gathers * width for own, frozen in sizes)
     size = times * part * (site.shards - 1) / site.shards

@@ -43,7 +43,9 @@ def check_capacity(
     frozen = _frozen(config, blueprint)
     if ranks_here is not None:
         parameters = _held_by_first(config, parameters, ranks_here)
-        frozen = _held_by_first(config, frozen, ranks_here)
+        kinds = zip(*frozen, strict=True)
+        divided, packed = (_held_by_first(config, each, ranks_here) for each in kinds)
+        frozen = list(zip(divided, packed, strict=True))
     available = available_memory()
     if available is not None:
         on_gpu = ranks_use_gpu(config)
@@ -58,16 +60,19 @@ def check_capacity(
         _check_store(config, blueprint, sum(parameters))
 
 
-def _frozen(config: RunConfig, blueprint: ModelPlan) -> list[int]:
-    """Return the bytes of each stage's frozen parameters."""
+def _frozen(config: RunConfig, blueprint: ModelPlan) -> list[tuple[int, int]]:
+    """Return the bytes of each stage's frozen parameters: those that shards divide, and others.
+
+    The others are kept in four bits.
+    """
     site, width = config.site, 4 if config.site.precision == "fp32" else 2
-    return [
-        sum(
-            blueprint.cut[number].frozen_bytes(width)
-            for number in chunks_of_stage(site.schedule, site.stages, site.chunks, stage)
-        )
-        for stage in range(site.stages)
-    ]
+    found = []
+    for stage in range(site.stages):
+        numbers = chunks_of_stage(site.schedule, site.stages, site.chunks, stage)
+        chunks = [blueprint.cut[number] for number in numbers]
+        divided = sum(chunk.frozen_bytes(width) for chunk in chunks)
+        found.append((divided, sum(chunk.packed_bytes for chunk in chunks)))
+    return found
 
 
 def _held_by_first(config: RunConfig, parameters: Sequence[int], ranks: int) -> list[int]:
