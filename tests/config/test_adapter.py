@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,8 @@ def test_scaling() -> None:
         ({"ranks": 8}, PATH, "adapter.ranks: no such key"),
         ({}, {"path": "org/base", "pretrained": False}, "cannot be fresh"),
         ({}, {"architecture": {"model_type": "qwen3"}}, "cannot be fresh"),
+        ({}, {**PATH, "handover": True}, "name the handover's folder in adapter.handover"),
+        ({"handover": True}, PATH, "adapter.handover: got true"),
     ],
 )
 def test_what_is_refused(adapter: dict[str, Any], model: dict[str, Any], message: str) -> None:
@@ -79,3 +83,16 @@ def test_a_base_in_four_bits_is_said_and_never_compiled() -> None:
     assert adapter_packages(packed.adapter) == ("peft", "bitsandbytes")
     assert compile_setting(plain.adapter, plain.model) == "auto"
     assert compile_setting(packed.adapter, packed.model) is False
+
+
+def test_the_run_that_it_goes_on_from(tmp_path: Path) -> None:
+    anew, handed = resolved({}), resolved({"handover": str(tmp_path)})
+    assert resolved(None).handover is None
+    assert resolved(None, {**PATH, "handover": True}).handover == PATH["path"]
+    assert anew.handover is None
+    assert handed.handover == str(tmp_path)
+    assert "handover" not in anew.shared(without_defaults=True)["adapter"]
+    assert handed.digest() != anew.digest()
+    # The tokenizer is the earlier run's.
+    (tmp_path / "handover.json").write_text(json.dumps({"tokenizer": "org/other"}))
+    assert resolved({"handover": str(tmp_path)}).data.tokenizer == "org/other"

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from dilocox.config.handover import MOMENTUM
-from dilocox.config.run_config import RunConfig
+from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.server.ledger import Ledger
 from dilocox.data import TokenFiles, prepare
+from dilocox.errors import ConfigError
 from dilocox.training.builder import Hooks
 from dilocox.training.launch import data_check, local, preflight
 from dilocox.training.launch.tokenizer_check import check_tokenizer
 from dilocox.training.portable_checkpoint import (
+    HandedAdapters,
     Handover,
     check_handed_momentum,
     check_handover,
@@ -159,3 +161,39 @@ def test_other_token_files_are_refused_with_the_likely_cause(place: Path, tmp_pa
         assert said.startswith("model.handover: the token files' digest is ")
         assert cause in said
         assert "copy that run's data folder" in said
+
+
+def test_adapters_are_gone_on_from_with_the_same_settings_alone(tmp_path: Path) -> None:
+    settings = {
+        "kind": "lora", "rank": 4, "alpha": 32.0, "targets": "all-linear", "use_rslora": False,
+        "freeze_a": False,
+    }  # fmt: skip
+    whole = Handover(
+        run="old", tick=3, steps=4, seed=0, sequence_length=16, data_digest="d", momentum="m",
+        ledger=Ledger().to_json(),
+    )  # fmt: skip
+    whole.write(tmp_path)
+    assert "adapters" not in (tmp_path / "handover.json").read_text()
+    about = HandedAdapters(weights="w", base="b", settings=settings)
+    handed = whole.model_copy(update={"adapters": about})
+    handed.write(tmp_path)
+    assert Handover.read(tmp_path) == handed
+
+    def run(adapter: dict[str, Any] | None, **model: Any) -> RunConfig:
+        raw: dict[str, Any] = {"model": {"path": "base", **model}, "outer": {"rounds": 9},
+                               "data": {"sequence_length": 16}, "sites": {"paris": {}}}  # fmt: skip
+        return resolve_run(raw if adapter is None else {**raw, "adapter": adapter})
+
+    same = run({"rank": 4, "dropout": 0.5, "handover": "start"})
+    handed.check_run(same)
+    handed.check_base(same, "b")
+    for refused, said in (
+        (lambda: handed.check_run(run({"rank": 8, "handover": "start"})), "adapter.rank: 8, but"),
+        (lambda: handed.check_run(run({"rank": 4, "freeze_a": True, "handover": "start"})),
+         "adapter.freeze_a: True, but run old had False"),
+        (lambda: handed.check_run(run(None, handover=True)), "handed over adapters alone"),
+        (lambda: whole.check_run(same), "run old trained no adapters"),
+        (lambda: handed.check_base(same, "c"), "but run old trained its adapters on b"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            refused()

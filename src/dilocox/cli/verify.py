@@ -51,6 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the model that the run started from (default: model.path of the run file)",
     )  # fmt: skip
     parser.add_argument(
+        "--adapters", type=Path, metavar="FOLDER",
+        help="the handover that the run's adapters started from (default: adapter.handover)",
+    )  # fmt: skip
+    parser.add_argument(
         "--key", metavar="NAME+HASH+KEY", help="the log's key, as its owner has told it to you"
     )
     parser.add_argument(
@@ -102,6 +106,7 @@ def run(options: argparse.Namespace) -> int:
                 options.release_key,
                 options.auditor,
                 read_randomness(options.randomness) if options.randomness else {},
+                options.adapters,
             ),
             options.json,
         )

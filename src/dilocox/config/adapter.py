@@ -39,6 +39,11 @@ class AdapterSection(Section):
     """How the frozen weights are kept. `full`: in `site.precision`. `nf4`: those of linear layers
     in four bits, which is QLoRA (arXiv 2305.14314); needs the package bitsandbytes."""
 
+    handover: str | None = None
+    """Folder that `dilocox handover` wrote of an earlier run with the same adapters on the same
+    base model. This run continues that run: it takes over adapters, outer momentum, token ranges
+    and inner steps, as with `model.handover`. `model.path` names the base model, as always."""
+
     @field_validator("targets")
     @classmethod
     def _named(cls, targets: str | list[str]) -> str | list[str]:
@@ -80,8 +85,9 @@ def adapter_problem(adapter: AdapterSection | None, model: ModelSection) -> str 
         )
     if model.handover:
         return (
-            "[adapter]: cannot be used with model.handover, whose outer momentum is of all "
-            "parameters: set model.handover = false, or remove [adapter]"
+            "[adapter]: cannot be used with model.handover, which is for runs that train all "
+            "parameters: name the handover's folder in adapter.handover and the base model in "
+            "model.path, and set model.handover = false"
         )
     if adapter.base == "nf4" and model.compile is True:
         return (

@@ -189,6 +189,13 @@ class RunConfig(Section):
         return tuple(sorted(self.data.columns))
 
     @property
+    def handover(self) -> str | None:
+        """Folder of the handover that this run continues from; None if it begins anew."""
+        if self.adapter is not None and self.adapter.handover is not None:
+            return self.adapter.handover
+        return self.model.path if self.model.handover else None
+
+    @property
     def record_store(self) -> str:
         """Folder or URL of the record's payload store."""
         return self.record.store.replace("{run}", str(self.folder))
@@ -424,7 +431,11 @@ def _take_the_models_tokenizer(raw: dict[str, Any]) -> None:
     if not isinstance(model, dict) or not isinstance(data, dict) or "tokenizer" in data:
         return
     path, revision = model.get("path"), model.get("revision")
-    if isinstance(path, str) and model.get("handover") is True:
+    adapter = raw.get("adapter")
+    handed = adapter.get("handover") if isinstance(adapter, dict) else None
+    if isinstance(handed, str):
+        raw["data"] = handed_tokenizer(handed) | data
+    elif isinstance(path, str) and model.get("handover") is True:
         raw["data"] = handed_tokenizer(path) | data
     elif isinstance(path, str) and model.get("pretrained", True):
         raw["data"] = {**data, "tokenizer": f"{path}@{revision}" if revision else path}

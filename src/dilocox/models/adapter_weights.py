@@ -1,6 +1,7 @@
 """First values of adapters: A is drawn from the run's seed, B is zero.
 
-So the model computes the same as its base when training begins. The values do not depend on how
+So the model computes the same as its base when training begins. A run that continues an earlier one
+takes the trained tensors from a folder instead. The values do not depend on how
 the model is cut into stages and shards. With `adapter.freeze_a`, A keeps these values.
 """
 
@@ -8,15 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dilocox.config.adapter import AdapterSection
 from dilocox.errors import ModelError
 from dilocox.models.adapter import adapter_shapes, is_adapter, is_trained
+from dilocox.models.architecture import one_line
 from dilocox.models.weight_source import WeightSource, read_rows, seeded
+from dilocox.utils.adapter_files import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,6 +35,8 @@ class AdapterWeights:
         adapter: section `[adapter]` of the run file.
         seed: the run's seed.
         base: source of the frozen weights; None if only the adapters are wanted.
+        handed: PEFT folder of an earlier run, which holds the trained tensors; None: they get their
+            first values.
     """
 
     def __init__(
@@ -38,14 +45,21 @@ class AdapterWeights:
         adapter: AdapterSection,
         seed: int,
         base: WeightSource | None,
+        handed: Path | None = None,
     ) -> None:
         self._all = adapter_shapes(hf_config, adapter)
         self.shapes = {n: s for n, s in self._all.items() if is_trained(n, adapter)}
         """Whole shapes of the trained tensors by full name, in model order."""
-        self._seed, self._base = seed, base
+        self._seed, self._base, self._handed = seed, base, handed
 
     def tensor(self, full_name: str) -> torch.Tensor:
-        """See `WeightSource`. Raises `ModelError` if the model has no such tensor."""
+        """See `WeightSource`.
+
+        Raises `ModelError` if the model has no such tensor, or if the earlier run's folder has it
+        not, or in another shape.
+        """
+        if full_name in self.shapes and self._handed is not None:
+            return handed_values(self._handed, full_name, self.shapes[full_name])
         if full_name in self._all:
             first = first_values if full_name in self.shapes else fixed_values
             return first(full_name, self._all[full_name], self._seed)
@@ -70,6 +84,27 @@ def first_values(full_name: str, shape: torch.Size, seed: int) -> torch.Tensor:
         with seeded(seed, full_name):
             nn.init.kaiming_uniform_(value, a=math.sqrt(5))
     return value
+
+
+def handed_values(folder: Path, full_name: str, shape: torch.Size) -> torch.Tensor:
+    """Return an adapter's tensor, fp32, from the PEFT folder that an earlier run handed over.
+
+    Raises `ModelError` if it cannot be read or has another shape.
+    """
+    path = folder.expanduser() / ADAPTER_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            found: torch.Tensor = file.get_tensor(full_name)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{path}: {full_name} cannot be read ({one_line(error)}); copy the folder again"
+        ) from None
+    if found.shape != shape or found.dtype != torch.float32:
+        raise ModelError(
+            f"{path}: {full_name} is {str(found.dtype).split('.')[1]} {list(found.shape)}, and "
+            f"this run's is float32 {list(shape)}; name the handover of a run with these adapters"
+        )
+    return found
 
 
 def fixed_values(full_name: str, shape: torch.Size, seed: int) -> torch.Tensor:

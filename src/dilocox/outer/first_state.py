@@ -32,6 +32,8 @@ class FirstState:
     donor: str
     stored: bool
     """True if theta_0 comes from the files of `model.path`; False if `run.seed` draws it."""
+    files: str = "model.path"
+    """Key of the run file that names these files."""
 
     def difference(
         self, snapshot: Snapshot, anchor: Tensor, momentum: Tensor, starting: bool
@@ -68,7 +70,7 @@ class FirstState:
         return off
 
     def _error(self, what: str) -> OtherStartError:
-        source = "model.path holds" if self.stored else "run.seed gives"
+        source = f"{self.files} holds" if self.stored else "run.seed gives"
         mend = (
             "the same files, or the same model.revision"
             if self.stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dilocox.config.adapter import AdapterSection
@@ -90,4 +91,6 @@ class ModelPlan:
         source = open_weights(config.model, self.hf_config, config.run.seed)
         if self.adapter is None:
             return source
-        return AdapterWeights(self.hf_config, self.adapter, config.run.seed, source)
+        named = self.adapter.handover
+        handed = None if named is None else Path(named).expanduser()
+        return AdapterWeights(self.hf_config, self.adapter, config.run.seed, source, handed)

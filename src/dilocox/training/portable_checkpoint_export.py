@@ -31,11 +31,14 @@ from dilocox.models import (
     stage_file_name,
     write_stage_file,
 )
+from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
+from dilocox.models.adapter_weights import with_fixed
 from dilocox.outer.layout import Layout, local_shapes
 from dilocox.training import checkpoint_io
 from dilocox.training.builder import ModelPlan
 from dilocox.training.payload_sizes import bare_chunks, model_shapes, piece_names
-from dilocox.training.portable_checkpoint import Handover
+from dilocox.training.portable_checkpoint import OF_ADAPTERS, HandedAdapters, Handover
+from dilocox.utils.adapter_files import ADAPTER_FILE
 from dilocox.utils.storage import sha256_of
 
 Tensors = dict[str, torch.Tensor]
@@ -62,33 +65,19 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
         raise CheckpointError(
             f"{folder}: method {config.outer.method} has no outer state; export its model"
         )
-    if config.adapter is not None:
-        raise CheckpointError(
-            f"{folder}: its checkpoints hold adapters alone, which no run can begin from; export "
-            "its model"
-        )
     files, (point, site, digests, state) = _parts(config, folder, tick)
     blueprint = ModelPlan.of(config, files.vocabulary_size)
     shapes = model_shapes(config, blueprint)
-    buffers = saved_buffers(config, blueprint)
-    momenta: Tensors = {}
     target.mkdir(parents=True, exist_ok=True)
-    for stage, whole_shapes in enumerate(shapes):
-        parts = _load_stage(config, site, digests, point.tick, stage)
-        whole = whole_state(config, whole_shapes, parts)
-        name = stage_file_name(stage, len(shapes))
-        tensors = whole["anchor"] | buffers[stage]
-        # Always fp32, because the next run continues from these values.
-        form = replace(Published.of(config), bf16=False)
-        write_stage_file(target / name, tensors, blueprint.hf_config, form)
-        momenta |= whole["momentum"]
-    finish_model_folder(
-        target,
-        blueprint.hf_config,
-        files.tokenizer_folder,
-        config.model.revision,
-        files.ends_of_turn,
-    )
+    stages = [
+        whole_state(config, each, _load_stage(config, site, digests, point.tick, stage))
+        for stage, each in enumerate(shapes)
+    ]
+    if config.adapter is None:
+        _write_model(config, blueprint, files, target, [whole["anchor"] for whole in stages])
+    else:
+        _write_adapters(config, blueprint, files, target, [whole["anchor"] for whole in stages])
+    momenta = {name: each for whole in stages for name, each in whole["momentum"].items()}
     save_file(momenta, target / MOMENTUM)
     plan = state.plans.get(point.round)
     made = Handover(
@@ -102,9 +91,63 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
         ledger=ledger_of(Ledger.from_json(point.ledger), plan, point.slot).to_json(),
         tokenizer=config.data.tokenizer,
         vocabulary_size=config.data.vocabulary_size,
+        adapters=_about_adapters(config, target, state),
     )
     made.write(target)
     return made
+
+
+def _write_model(
+    config: RunConfig,
+    blueprint: ModelPlan,
+    files: TokenFiles,
+    target: Path,
+    stages: Sequence[Tensors],
+) -> None:
+    """Write the anchor as a Hugging Face folder, fp32. `stages`: whole tensors of each stage."""
+    # Always fp32, because the next run continues from these values.
+    form = replace(Published.of(config), bf16=False)
+    buffers = saved_buffers(config, blueprint)
+    for stage, (tensors, own) in enumerate(zip(stages, buffers, strict=True)):
+        name = stage_file_name(stage, len(stages))
+        write_stage_file(target / name, tensors | own, blueprint.hf_config, form)
+    finish_model_folder(
+        target,
+        blueprint.hf_config,
+        files.tokenizer_folder,
+        config.model.revision,
+        files.ends_of_turn,
+    )
+
+
+def _write_adapters(
+    config: RunConfig,
+    blueprint: ModelPlan,
+    files: TokenFiles,
+    target: Path,
+    stages: Sequence[Tensors],
+) -> None:
+    """Write the adapters' anchor as a PEFT folder, fp32. `stages`: whole tensors of each stage."""
+    adapter, hf_config = config.adapter, blueprint.hf_config
+    assert adapter is not None
+    form = replace(Published.of(config), bf16=False)
+    for stage, tensors in enumerate(stages):
+        whole = with_fixed(tensors, hf_config, adapter, config.run.seed)
+        write_adapter_stage(target, stage, whole, form)
+    finish_adapter_folder(target, hf_config, config.model, adapter, files.tokenizer_folder)
+
+
+def _about_adapters(
+    config: RunConfig, target: Path, state: CoordinatorState
+) -> HandedAdapters | None:
+    """Return what `handover.json` says of the adapters in `target`; None without adapters."""
+    if config.adapter is None:
+        return None
+    return HandedAdapters(
+        weights=sha256_of(target / ADAPTER_FILE),
+        base=str(state.base_digest),
+        settings=config.adapter.model_dump(mode="json", include=set(OF_ADAPTERS)),
+    )
 
 
 Point = tuple[e.Resumed, str, dict[tuple[int, int], str], CoordinatorState]
@@ -262,12 +305,15 @@ def ledger_of(ledger: Ledger, plan: RoundPlan | None, slot: int) -> Ledger:
 def describe(made: Handover, target: Path) -> list[str]:
     """Return the lines that `dilocox handover` prints."""
     committed = sum(entry["count"] for entry in made.ledger["entries"])
+    named = f'model.path = "{target}" and model.handover = true'
+    if made.adapters is not None:
+        named = f'adapter.handover = "{target}" beside the same [adapter] and model.path'
     waiting: Any = [count for items in made.ledger["pool"].values() for _, count in items]
     return [
         f"{target}: anchor and outer momentum of run {made.run} at slot {made.tick}, after "
         f"{made.steps} inner steps; {committed} sequences trained on, {sum(waiting)} to be given "
         "out again",
-        f'go on with model.path = "{target}" and model.handover = true in the run file of a new '
+        f"go on with {named} in the run file of a new "
         "run, with any sites, stages and shards; residuals, inner moments and exchanges that had "
         "not landed yet (a round at most) are not part of it",
     ]

@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dilocox.config.adapter import AdapterSection
 from dilocox.config.handover import MOMENTUM
 from dilocox.config.run_config import ModelSection
 from dilocox.errors import RecordError
 from dilocox.models import load_model_config
 from dilocox.models import weight_source as weights
+from dilocox.models.adapter import adapter_shapes
 from dilocox.models.meta_model import build_skeleton
 from dilocox.models.weight_source import FreshWeights, fresh_facts
 from dilocox.record.log.blob_store import Store
@@ -27,6 +29,7 @@ from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.verify.start_weights import Start
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF, listing_of
+from dilocox.utils.adapter_files import ADAPTER_FILE
 from tests.support.architectures import reference_model, small_config
 
 SEED = 7
@@ -57,6 +60,8 @@ def judged(
     kept: bool = True,
     stages: int = 1,
     outer: Mapping[str, Any] | None = None,
+    adapter: Mapping[str, Any] | None = None,
+    adapters: Path | None = None,
 ) -> str:
     """What is said of a run whose founder has signed `tensors`, in so many stages, as theta_0."""
     store = Store(str(folder / "store"))
@@ -69,6 +74,7 @@ def judged(
             "run": {"seed": SEED},
             "model": {"architecture": ARCHITECTURE, **(model or {})},
             "outer": outer or {},
+            **({} if adapter is None else {"adapter": dict(adapter)}),
         },
     })  # fmt: skip
     for stage in range(stages):
@@ -86,7 +92,7 @@ def judged(
 
         return read_listing(store.get, state.listing, state.root)
 
-    return Start(course, listing_, store.get, start, lambda what, share: None).judge()
+    return Start(course, listing_, store.get, start, adapters, lambda *_: None).judge()
 
 
 def backdoored(tensors: Tensors) -> Tensors:
@@ -176,7 +182,7 @@ def moving(tensors: Tensors) -> Tensors:
         (without, r"theta_0 has no model\.norm\.weight"),
         (more, r"model\.extra\.weight of theta_0 is float32 \(3,\); the model has no such tensor"),
         (reshaped, r"model\.norm\.weight of theta_0 is float32 \(4, 4\); the model has \(16,\)"),
-        (moving, r"an outer momentum, and model\.handover is false"),
+        (moving, r"an outer momentum, and the run file names no handover"),
     ],
 )
 def test_other_tensors_than_the_model_has(
@@ -271,13 +277,47 @@ def test_a_handover_brings_its_momentum(tmp_path: Path, published: Path, dtype: 
     last = MOMENTUM_OF + next(iter(theta))
     with pytest.raises(RecordError, match=rf"{last} of theta_0"):
         judged(tmp_path, {**signed, last: signed[last] + 1}, model, **more)  # type: ignore[arg-type]
-    with pytest.raises(RecordError, match=r"has no outer momentum, and model\.handover is true"):
+    with pytest.raises(RecordError, match=r"has no outer momentum, and the run file names a"):
         judged(tmp_path, theta, model, **more)  # type: ignore[arg-type]
+
+
+def test_adapters_that_were_handed_over(tmp_path: Path, published: Path) -> None:
+    """They are compared with the folder that is named, or with one of the run file's name."""
+    config = load_model_config(ModelSection(path=str(published)), None)
+    shapes = adapter_shapes(config, AdapterSection(rank=2))
+    theta = {name: torch.randn(shape) for name, shape in shapes.items()}
+    momenta = {name: torch.randn(shape) for name, shape in shapes.items()}
+    folder = tmp_path / "start"
+    folder.mkdir()
+    save_file(theta, folder / ADAPTER_FILE)
+    save_file(momenta, folder / MOMENTUM)
+    signed = theta | {MOMENTUM_OF + name: each for name, each in momenta.items()}
+    section = {"rank": 2, "handover": str(folder)}
+    more: dict[str, Any] = {"adapter": section, "start": published}
+    model = of_path("base")
+    said = f"{2 * len(theta)} tensors, the same bits as {folder} holds"
+    assert judged(tmp_path, signed, model, **more) == said
+    assert judged(tmp_path, signed, model, adapters=folder, **more) == said
+    name = next(iter(theta))
+    for other in (name, MOMENTUM_OF + name):
+        foreign = {**signed, other: signed[other] + 1}
+        with pytest.raises(RecordError, match=f"{other} of theta_0"):
+            judged(tmp_path, foreign, model, adapters=folder, **more)
+        with pytest.raises(NotRunError, match="name their folder with --adapters"):
+            judged(tmp_path, foreign, model, **more)
+    with pytest.raises(RecordError, match="has no outer momentum"):
+        judged(tmp_path, theta, model, **more)
+    for change, what in (({"rank": 3}, r"has shape \(2, "), ({"handover": None}, "no handover")):
+        with pytest.raises(RecordError, match=what):
+            judged(tmp_path, signed, model, adapter=section | change, start=published)
+    folder.rename(tmp_path / "gone")
+    with pytest.raises(NotRunError, match="name its folder with --adapters"):
+        judged(tmp_path, signed, model, **more)
 
 
 def test_a_run_that_has_not_begun_has_no_theta_0(tmp_path: Path) -> None:
     course = RunHistory("run", "", {"config": {"site": {"stages": 1, "shards": 1}}})
-    start = Start(course, lambda state: [], lambda digest: b"", None, lambda what, share: None)
+    start = Start(course, lambda state: [], lambda digest: b"", None, None, lambda *_: None)
     with pytest.raises(NotRunError, match="the run has not begun"):
         start.judge()
 

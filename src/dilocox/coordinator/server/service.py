@@ -112,9 +112,11 @@ class Coordinator:
             sizes = sizes_to_log(self.state.payloads, start.payloads)
             if sizes is not None:
                 self.run.append(e.Sized(self.run.wall(), sizes))
-        if self.config.model.handover and self.state.steps_before is None:
+        if self.config.handover is not None and self.state.steps_before is None:
             if start.earlier is None:
-                raise TrainingError("model.handover: the coordinator was given no earlier run")
+                raise TrainingError(
+                    "the run file names a handover, and the coordinator was given no earlier run"
+                )
             found = start.earlier()
             self.run.append(e.HandedOver(self.run.wall(), found.name, found.steps, found.ledger))
         for name in self.state.live:

@@ -21,6 +21,7 @@ def further(
     listing: Callable[[State], Sequence[TensorDigest]],
     get: Callable[[str], bytes],
     start: Path | None,
+    adapters: Path | None,
     run: Path,
     progress: Callable[[str, float], None],
 ) -> list[Check]:
@@ -31,6 +32,7 @@ def further(
         listing: Returns the tensors of a signed state.
         get: Returns an object of the stores by SHA-256, hex.
         start: Folder of the model that the run began from; None if the reader names none.
+        adapters: Folder of `adapter.handover`; None if the reader names none.
         run: The run's folder.
         progress: Called with an activity and the share of it done.
     """
@@ -38,7 +40,7 @@ def further(
     def begun() -> str:
         from dilocox.record.verify.start_weights import Start
 
-        return Start(course(), listing, get, start, progress).judge()
+        return Start(course(), listing, get, start, adapters, progress).judge()
 
     def metrics() -> str:
         from dilocox.record.verify.metric_reports import judge_reports

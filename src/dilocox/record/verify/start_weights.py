@@ -1,5 +1,7 @@
 """Judges the claim `start`: theta_0 is the weights of `run.seed`, or the weights of `model.path`.
 
+With adapters, theta_0 is what `run.seed` gives, or the adapters that an earlier run handed over.
+
 Weights of a seed are generated again, one module at a time. On another processor the last bits
 differ, and under other versions all bits may differ. So a difference is a FAIL only if processor
 and versions cannot explain it.
@@ -48,6 +50,8 @@ class Start:
     """Returns an object of the record's stores by SHA-256, hex."""
     folder: Path | None
     """Folder that the reader knows to be `model.path`; None: what this machine has of that name."""
+    adapters: Path | None
+    """The same of `adapter.handover`."""
     progress: Callable[[str, float], None]
 
     def judge(self) -> str:
@@ -55,12 +59,13 @@ class Start:
         states = self._states()
         signed = [(state, each) for state in states for each in self.listing(state)]
         said = self.course.config["model"]
-        handed_over = bool(said.get("handover"))
+        adapter = self.course.config.get("adapter") or {}
+        handed_over = bool(said.get("handover") or adapter.get("handover"))
         if handed_over != any(each.name.startswith(MOMENTUM_OF) for _, each in signed):
             raise RecordError(
-                "theta_0 has no outer momentum, and model.handover is true"
+                "theta_0 has no outer momentum, and the run file names a handover"
                 if handed_over
-                else "theta_0 has an outer momentum, and model.handover is false"
+                else "theta_0 has an outer momentum, and the run file names no handover"
             )
         tensors = {each.name: each for _, each in signed}
         source = self._source(said, tensors)
@@ -89,8 +94,7 @@ class Start:
         try:
             config = _config_of(said, folder, tensors)
             if adapter is not None:
-                adapters = _adapters(config, adapter, seed, tensors)
-                return _Source(adapters, f"run.seed = {seed} gives", None, True)
+                return self._adapters(config, adapter, seed, tensors)
             _check_names(config, tensors)
             if folder is None or not pretrained:
                 return _Source(FreshWeights(config, seed), f"run.seed = {seed} gives", None, True)
@@ -100,6 +104,29 @@ class Start:
         dtype = self.course.momentum_dtype
         return _Source(weights, f"{folder} holds", folder, sure, dtype)
 
+    def _adapters(
+        self,
+        config: Any,
+        said: Mapping[str, Any],
+        seed: int,
+        tensors: Mapping[str, TensorDigest],
+    ) -> _Source:
+        """Return the source of the first adapters. `said`: section `[adapter]` of the run file."""
+        handed = said.get("handover")
+        if handed is None:
+            found = _adapters(config, said, seed, tensors, None)
+            return _Source(found, f"run.seed = {seed} gives", None, True)
+        folder = self.adapters or Path(str(handed)).expanduser()
+        if not folder.is_dir():
+            raise NotRunError(
+                f"{folder}: not there; the run's adapters began from adapter.handover = {handed}: "
+                "name its folder with --adapters"
+            )
+        _check_plain(folder)
+        found = _adapters(config, said, seed, tensors, folder)
+        sure, dtype = self.adapters is not None, self.course.momentum_dtype
+        return _Source(found, f"{folder} holds", folder, sure, dtype, "--adapters")
+
     def _unlike(self, source: _Source, state: State, signed: TensorDigest, found: Tensor) -> None:
         """Raise the verdict for a tensor that differs: `RecordError` (FAIL) or `NotRunError`."""
         where = f"{signed.name} of theta_0, which {state.site} signed, is not what {source.what}"
@@ -108,7 +135,7 @@ class Start:
                 raise RecordError(where)
             raise NotRunError(
                 f"{where}: if the run began from other files of that name, name their folder with "
-                "--start"
+                f"{source.option}"
             )
         self._unlike_fresh(where, state, signed, found)
 
@@ -172,6 +199,8 @@ class _Source:
     sure: bool
     """True if this certainly is the source that the run file names."""
     momentum_dtype: str = "fp32"
+    option: str = "--start"
+    """Option of `dilocox verify` that names `folder`."""
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of theta_0, or of the outer momentum in a handover."""
@@ -207,11 +236,16 @@ def folder_of_model(said: Mapping[str, Any], folder: Path | None) -> tuple[Path,
 
 
 def _adapters(
-    config: Any, said: Mapping[str, Any], seed: int, tensors: Mapping[str, TensorDigest]
+    config: Any,
+    said: Mapping[str, Any],
+    seed: int,
+    tensors: Mapping[str, TensorDigest],
+    handed: Path | None,
 ) -> AdapterWeights:
     """Return the source of the first adapters, after checking the names and shapes of `tensors`.
 
-    `said`: section `[adapter]` of the run file. Raises `RecordError` for other tensors, and the
+    `said`: section `[adapter]` of the run file. `handed`: folder of the earlier run's adapters;
+    `tensors` then has the outer momentum, too. Raises `RecordError` for other tensors, and the
     errors of `AdapterWeights`.
     """
     from pydantic import ValidationError
@@ -223,9 +257,12 @@ def _adapters(
         section = AdapterSection.model_validate(dict(said))
     except ValidationError as error:
         raise RecordError(f"the run file's [adapter] is not valid: {error}") from None
-    found = AdapterWeights(config, section, seed, None)
-    for name in sorted(found.shapes.keys() | tensors.keys()):
-        has = tuple(found.shapes[name]) if name in found.shapes else None
+    found = AdapterWeights(config, section, seed, None, handed)
+    shapes = dict(found.shapes)
+    if handed is not None:
+        shapes |= {MOMENTUM_OF + name: shape for name, shape in found.shapes.items()}
+    for name in sorted(shapes.keys() | tensors.keys()):
+        has = tuple(shapes[name]) if name in shapes else None
         signed = tensors[name].shape if name in tensors else None
         if has != signed:
             raise RecordError(f"{name} of theta_0 has shape {signed}; the model's is {has}")

@@ -72,6 +72,8 @@ class Places:
     """Public keys, hex, of auditors whose verdicts count; empty: all auditors."""
     randomness: Mapping[int, bytes] = field(default_factory=dict)
     """Public randomness by round, which the reader has looked up at its source."""
+    adapters: Path | None = None
+    """Folder that the reader knows to be `adapter.handover`; None: what this machine has."""
 
 
 @dataclass
@@ -127,7 +129,7 @@ class _Verification:
             checks.append((c.RELEASE, self.release))
         checks += [(c.DATA, self.data), (c.CODE, self.code)]
         agreed = partial(self._need, c.LOG, c.SIGNATURES)
-        where = self.places.start, self.places.run
+        where = self.places.start, self.places.adapters, self.places.run
         checks += further(agreed, self._listing, self._get, *where, self.progress)
         findings = [self._judge(claim, check) for claim, check in checks]
         course = self.course

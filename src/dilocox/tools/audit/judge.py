@@ -267,9 +267,13 @@ def _job(case: Case, began: SignedRound, plan: RoundPlan) -> RankJob:
         raise JudgedError("FAIL", f"{began.place} names no determinism class") from None
     compiled = compile_again(case.config.model.compile, facts)
     model = case.config.model.model_copy(update={"compile": compiled})
+    adapter = case.config.adapter
+    if adapter is not None:
+        # The state that is repeated from has all adapters: an earlier run's folder is not needed.
+        adapter = adapter.model_copy(update={"handover": None})
     served = began.after is not None and began.after.served == "yes"
     return RankJob(
-        config=case.config.model_copy(update={"site": site, "model": model}),
+        config=case.config.model_copy(update={"site": site, "model": model, "adapter": adapter}),
         place=began.place,
         course=case.course,
         plan=plan,

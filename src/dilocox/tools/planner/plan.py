@@ -213,12 +213,12 @@ def _steps_left(config: RunConfig) -> int:
     Steps of the earlier run, whose portable checkpoint this run starts from, are not counted.
     Raises `CheckpointError` if that checkpoint cannot be read, `ConfigError` if no steps are left.
     """
-    if not config.model.handover:
+    if config.handover is None:
         return config.total_steps
-    taken = Handover.read(config.model.path).steps
+    taken = Handover.read(config.handover).steps
     if taken >= config.total_steps:
         raise ConfigError(
-            f"outer.steps {config.total_steps}: the run that model.path {config.model.path} comes "
+            f"outer.steps {config.total_steps}: the run that {config.handover} comes "
             f"from has taken {taken} already; raise outer.steps (or outer.rounds)"
         )
     return config.total_steps - taken

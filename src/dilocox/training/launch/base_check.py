@@ -1,4 +1,4 @@
-"""Checks that a run with adapters goes on with the base model that it was begun with."""
+"""Checks that a run with adapters goes on with the base model that they were trained on."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.event_log import NAME, EventLog
 from dilocox.errors import TrainingError
 from dilocox.models.prefetch import digest_of_base
+from dilocox.training.portable_checkpoint import Handover
 
 
 def check_base(config: RunConfig) -> None:
     """Check the base model of the run in `config.folder` before its processes start.
 
-    Does nothing if the run has no adapters, or if no site had enrolled yet. Sites at other places
-    are checked when they enrol. Raises `TrainingError` for another base model, and `ModelError` if
-    it cannot be read.
+    Does nothing if the run has no adapters. If no site had enrolled yet, only the base model of
+    handed over adapters is compared. Sites at other places are checked when they enrol. Raises
+    `TrainingError` for another base model than the run was begun with, `ConfigError` for another
+    one than that of handed over adapters, and `ModelError` if it cannot be read.
     """
     if config.adapter is None:
         return
     begun = _digest_of_run(config)
     here = digest_of_base(config)
+    if config.handover is not None:
+        Handover.read(config.handover).check_base(config, here)
     if begun is not None and here is not None and here != begun:
         raise TrainingError(
             f"model.path {config.model.path}: base model with digest {here[:12]}…, but the run in "

@@ -202,11 +202,11 @@ def serve_run(
 
 
 def earlier_run(config: RunConfig) -> EarlierRun:
-    """Return the run from which a run with `model.handover` continues.
+    """Return the run from which a run with a handover continues.
 
     Raises `CheckpointError` if its handover cannot be read.
     """
-    found = Handover.read(config.model.path)
+    found = Handover.read(config.handover)
     return EarlierRun(found.run, found.steps, found.ledger)
 
 

@@ -107,11 +107,11 @@ def _template(files: TokenFiles) -> str:
 
 def check_handed_data(config: RunConfig, files: TokenFiles) -> None:
     """Raise `ConfigError` for token files that differ from those of the handover's run."""
-    found = Handover.read(config.model.path)
+    found = Handover.read(config.handover)
     if files.digest == found.data_digest:
         return
     tokenizer = json.dumps(config.data.tokenizer)
-    if _has_tokenizer_of(files, Path(str(config.model.path)).expanduser()):
+    if _has_tokenizer_of(files, Path(str(config.handover)).expanduser()):
         cause = (
             "the tokenizer knows the same tokens, so most likely data.source or "
             f"data.validation_fraction differed in that run, or {tokenizer} was not the name in "
@@ -120,9 +120,9 @@ def check_handed_data(config: RunConfig, files: TokenFiles) -> None:
     else:
         cause = f"most likely data.tokenizer, here {tokenizer}, differed in that run"
     raise ConfigError(
-        f"model.handover: the token files' digest is {files.digest}, but run {found.run} had "
+        f"{found.key}: the token files' digest is {files.digest}, but run {found.run} had "
         f"{found.data_digest}, and token ranges would name other text; {cause}: set [data] as in "
-        "its run.toml, copy that run's data folder, or set handover = false"
+        f"its run.toml, copy that run's data folder, or {found.without}"
     )
 
 

@@ -35,8 +35,8 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
         lines.insert(2, f"rows: {rows_line(rows, 'train')}")
     if config.record.enabled and not config.exchanges_gradients:
         lines.append(record_line(config, blueprint, blueprint.trained))
-    if config.model.handover:
-        lines.append(Handover.read(config.model.path).line)
+    if config.handover is not None:
+        lines.append(Handover.read(config.handover).line)
     return "\n".join(lines)
 
 

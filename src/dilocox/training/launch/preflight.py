@@ -129,7 +129,7 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
         fetch_weights(config)
     else:
         fetch_weights(config, display.step)
-    if prepared.begun:
+    if prepared.begun or config.handover is not None:
         check_base(config)
     # A joining site keeps its files: the coordinator compares their digest with that of the start.
     kept = role.site is not None or prepared.begun
@@ -173,7 +173,7 @@ def check_run(
     files = TokenFiles.open(config.data_folder)
     everyone = list(config.sites) if sites_here == len(config.sites) else []
     check_data(config, files, everyone, own_dataset)
-    if config.model.handover:
+    if config.handover is not None:
         check_handed_data(config, files)
     blueprint = ModelPlan.of(config, vocabulary_size)
     parameters = check_blueprint(config, blueprint)

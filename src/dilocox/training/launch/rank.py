@@ -269,7 +269,8 @@ def _take_part(
     with explained(config, place, lambda: trainer.rounds_ended == 0):
         joining_site = _enter(trainer, client, checkpointer)
         if joining_site is None and trainer.at.tick == 0:
-            record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
+            handed = config.handover is not None
+            record_state(record, "initial", 0, rank, control.touch, momentum=handed)
         if job.tell is not None and place.leads:
             job.tell(site_log.begins(place.site, None if joining_site else trainer.at.round))
             site_log.note(config, place.site, "begins", round=trainer.at.round)
@@ -340,20 +341,26 @@ def _enter(
             )
             client.fail(reason)
             raise RunEndedError(reason)
-        if found is None and trainer.config.model.handover:
-            take_momentum(trainer.rank, str(trainer.config.model.path))
+        if found is None and trainer.config.handover is not None:
+            take_momentum(trainer.rank, trainer.config.handover)
         if news.donor is None:
             client.ready()
             return None
         if found is None:
-            model = trainer.config.model
-            stored = model.path is not None and model.pretrained and trainer.config.adapter is None
-            first = FirstState(trainer.me, news.donor, stored)
+            first = _first_state(trainer.config, trainer.me, news.donor)
     entry = next(
         (e for e in news.entering if e.site == trainer.me),
         Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
     )
     return trainer.joining_site(entry, first)
+
+
+def _first_state(config: RunConfig, site: str, donor: str) -> FirstState:
+    """Return the check of theta_0 that `site` receives from `donor` at the start of the run."""
+    model, adapter = config.model, config.adapter
+    if adapter is not None:
+        return FirstState(site, donor, adapter.handover is not None, "adapter.handover")
+    return FirstState(site, donor, model.path is not None and model.pretrained)
 
 
 def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:

@@ -38,14 +38,14 @@ def check_handed_tokenizer(config: RunConfig) -> None:
     run would only be refused after all text is encoded. Raises `CheckpointError` if the handover
     cannot be read, and `DataError` if its tokenizer cannot be read.
     """
-    model, data = config.model, config.data
-    file = Path(str(model.path)).expanduser() / "tokenizer.json"
+    data = config.data
+    file = Path(str(config.handover)).expanduser() / "tokenizer.json"
     # Without a tokenizer in the handover, only the token files can be compared later.
-    if not model.handover or data.tokenizer != "train" or not file.is_file():
+    if config.handover is None or data.tokenizer != "train" or not file.is_file():
         return
     size = max(read_vocabulary(file).values(), default=-1) + 1
     if size != data.vocabulary_size:
-        run = Handover.read(model.path).run
+        run = Handover.read(config.handover).run
         raise ConfigError(
             f'data.tokenizer "train": would give {data.vocabulary_size} tokens '
             f"(data.vocabulary_size), the tokenizer of run {run} has {size}, and token ranges "
