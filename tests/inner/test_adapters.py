@@ -30,6 +30,14 @@ def alone(pool: Pool) -> dict[str, object]:
     return found
 
 
+@pytest.fixture(scope="module")
+def packed(pool: Pool) -> dict[str, dict[str, Any]]:
+    """One rank that holds all, with its base in four bits, by precision."""
+    pytest.importorskip("bitsandbytes")
+    how = {"stages": 1, "shards": 1, "base": "nf4"}
+    return {name: pool.run(1, *CASE, **how, precision=name)[0] for name in ("float32", "bfloat16")}
+
+
 def test_only_adapters_are_trained(alone: dict[str, object]) -> None:
     assert alone["kept"]
     assert not alone["graded"]
@@ -37,7 +45,7 @@ def test_only_adapters_are_trained(alone: dict[str, object]) -> None:
     values = alone["values"]
     assert isinstance(values, list)
     losses = values[::3]
-    assert len(set(losses)) == 3
+    assert len(set(losses)) == 2
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,7 @@ def test_a_frozen_a_has_no_state(pool: Pool, shards: int, precision: str) -> Non
         assert each["optimized"] == each["names"]
         assert all(".lora_B." in name for name in each["names"])
         assert each["dtypes"] == {f"torch.{precision}"}
-        assert len(set(each["values"][::3])) == 3
+        assert len(set(each["values"][::3])) == 2
 
 
 @pytest.mark.parametrize(
@@ -84,11 +92,13 @@ def test_a_frozen_a_has_no_state(pool: Pool, shards: int, precision: str) -> Non
     ids=lambda each: "-".join(str(value) for value in each.values()),
 )
 def test_a_base_in_four_bits_trains_the_same_however_it_is_cut(
-    pool: Pool, alone: dict[str, object], layout: dict[str, Any]
+    pool: Pool,
+    alone: dict[str, object],
+    packed: dict[str, dict[str, Any]],
+    layout: dict[str, Any],
 ) -> None:
-    pytest.importorskip("bitsandbytes")
     precision = layout.get("precision", "float32")
-    (whole,) = pool.run(1, *CASE, stages=1, shards=1, precision=precision, base="nf4")
+    whole = packed[precision]
     assert whole["names"] == alone["names"]
     layout = {"shards": 1, **layout}
     firsts = layout["stages"] * layout["shards"]

@@ -35,6 +35,19 @@ SPLITS: list[dict[str, Any]] = [
 ]
 
 
+ONE_OF_A_KIND = (SPLITS[1], SPLITS[4], SPLITS[5], SPLITS[7], SPLITS[9], SPLITS[11])
+"""One rank, shards, replicas, a pipeline, one that splits the backward pass, and shards in a
+pipeline."""
+
+
+def kept(settings: list[dict[str, Any]]) -> list[Any]:
+    """Those of which there is no other of the kind; the rest is slow."""
+    return [
+        each if each in ONE_OF_A_KIND else pytest.param(each, marks=pytest.mark.slow)
+        for each in settings
+    ]
+
+
 def named(setting: dict[str, Any]) -> str:
     return "-".join(f"{key}-{value}" for key, value in setting.items())
 
@@ -65,7 +78,7 @@ def test_own_losses_count_alike(pool: Pool, name: str, told: bool, setting: dict
     check(pool, name, setting, told=told)
 
 
-@pytest.mark.parametrize("setting", SPLITS[:6] + SPLITS[7:], ids=named)
+@pytest.mark.parametrize("setting", kept(SPLITS[:6] + SPLITS[7:]), ids=named)
 def test_pairs_of_answers_count_alike_however_the_batch_is_split(
     pool: Pool, setting: dict[str, Any]
 ) -> None:
@@ -73,7 +86,7 @@ def test_pairs_of_answers_count_alike_however_the_batch_is_split(
     check(pool, "dpo", setting)
 
 
-@pytest.mark.parametrize("setting", SPLITS[4:6] + SPLITS[7:], ids=named)
+@pytest.mark.parametrize("setting", kept(SPLITS[4:6] + SPLITS[7:]), ids=named)
 def test_columns_reach_the_loss_however_the_batch_is_split(
     pool: Pool, setting: dict[str, Any]
 ) -> None:
@@ -144,6 +157,19 @@ def test_a_loss_without_labels_is_zero_and_its_gradient_is_finite() -> None:
         assert float(loss.take_count(logits.device)) == 0.0
 
 
+CASE = ("tests.support.site_model_cases", "real_model")
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[str, Any]:
+    """Packed rows in one rank. They train other than rows that are not packed."""
+    plain = {"stages": 1, "shards": 1, "schedule": "1f1b"}
+    (found,) = pool.run(1, *CASE, **plain, packed=True)
+    (stream,) = pool.run(1, *CASE, **plain)
+    assert found["values"] != pytest.approx(stream["values"], rel=1e-3)
+    return found
+
+
 @pytest.mark.parametrize(
     ("stages", "shards", "schedule", "head_chunk"),
     [
@@ -156,14 +182,14 @@ def test_a_loss_without_labels_is_zero_and_its_gradient_is_finite() -> None:
     ],
 )
 def test_packed_rows_train_alike_in_every_layout(
-    pool: Pool, stages: int, shards: int, schedule: str, head_chunk: int | None
+    pool: Pool,
+    alone: dict[str, Any],
+    stages: int,
+    shards: int,
+    schedule: str,
+    head_chunk: int | None,
 ) -> None:
     """Positions reach every stage, and go with the rows of their micro-batch."""
-    case = ("tests.support.site_model_cases", "real_model")
-    plain = {"stages": 1, "shards": 1, "schedule": "1f1b"}
-    (alone,) = pool.run(1, *case, **plain, packed=True)
-    (stream,) = pool.run(1, *case, **plain)
     split = {"stages": stages, "shards": shards, "schedule": schedule, "head_chunk": head_chunk}
-    for found in pool.run(stages * shards, *case, **split, packed=True):
+    for found in pool.run(stages * shards, *CASE, **split, packed=True):
         assert found["values"] == pytest.approx(alone["values"], rel=1e-5)
-    assert alone["values"] != pytest.approx(stream["values"], rel=1e-3)

@@ -213,32 +213,48 @@ def test_chunks_are_of_nearly_equal_size() -> None:
     assert not head_loss.logits_are_less(8192, 1024)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+LAYOUTS = [
+    (1, 1, "1f1b", "float32"),
+    (1, 1, "1f1b", "bfloat16"),
+    (1, 2, "1f1b", "bfloat16"),
+    (2, 1, "gpipe", "float32"),
+    (2, 2, "1f1b", "float32"),
+    (2, 1, "interleaved-1f1b", "bfloat16"),
+    (2, 2, "interleaved-zero-bubble", "bfloat16"),
+    (2, 1, "zbv", "bfloat16"),
+    (2, 2, "zbv", "float32"),
+]
+"""Every layout once; both precisions with each number of stages and of shards, and with a backward
+pass that is split (zbv) and one that is not (1f1b)."""
+OTHER = {"float32": "bfloat16", "bfloat16": "float32"}
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool) -> dict[str, dict[str, Any]]:
+    """One rank that holds all, by precision."""
+    case = ("tests.support.site_model_cases", "real_model")
+    alone = {"stages": 1, "shards": 1, "schedule": "1f1b"}
+    return {name: pool.run(1, *case, **alone, precision=name)[0] for name in OTHER}
+
+
 @pytest.mark.parametrize(
-    ("stages", "shards", "schedule"),
+    ("stages", "shards", "schedule", "precision"),
     [
-        (1, 1, "1f1b"),
-        (1, 2, "1f1b"),
-        (2, 1, "gpipe"),
-        (2, 2, "1f1b"),
-        (2, 1, "interleaved-1f1b"),
-        (2, 2, "interleaved-zero-bubble"),
-        (2, 1, "zbv"),
-        (2, 2, "zbv"),
+        *LAYOUTS,
+        *(
+            pytest.param(*layout, OTHER[precision], marks=pytest.mark.slow)
+            for *layout, precision in LAYOUTS[2:]
+        ),
     ],
 )
 def test_every_layout_trains_alike_in_chunks(
-    pool: Pool, stages: int, shards: int, schedule: str, precision: str
+    pool: Pool,
+    whole: dict[str, dict[str, Any]],
+    stages: int,
+    shards: int,
+    schedule: str,
+    precision: str,
 ) -> None:
-    whole = pool.run(
-        1,
-        "tests.support.site_model_cases",
-        "real_model",
-        stages=1,
-        shards=1,
-        schedule="1f1b",
-        precision=precision,
-    )[0]
     near = 1e-4 if precision == "float32" else 0.02
     for result in pool.run(
         stages * shards,
@@ -250,6 +266,6 @@ def test_every_layout_trains_alike_in_chunks(
         head_chunk=3 * 64,
         precision=precision,
     ):
-        assert result["values"] == pytest.approx(whole["values"], rel=near)
+        assert result["values"] == pytest.approx(whole[precision]["values"], rel=near)
         chunked = result["last"] and computes_head_with_loss(schedule)
         assert result["chunked"] is chunked

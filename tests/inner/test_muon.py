@@ -273,20 +273,26 @@ def test_matrices_are_shared_out_and_come_back(pool: Pool, count: int, rows: int
 
 
 LAYOUTS = [(2, 1, "1f1b"), (1, 2, "1f1b"), (1, 3, "1f1b"), (2, 2, "1f1b"), (2, 2, "zbv")]
+TRAINED: dict[str, Any] = {
+    "inner": InnerSection(optimizer="muon", clip=0.5),
+    "rows": 12,
+    "tied": True,
+}
+
+
+@pytest.fixture(scope="module")
+def single(pool: Pool) -> dict[str, Any]:
+    """One rank that holds all."""
+    (found,) = pool.run(1, "tests.support.site_cases", "trained", **TRAINED)
+    return found
 
 
 @pytest.mark.parametrize(("stages", "shards", "schedule"), LAYOUTS)
 def test_training_is_the_same_in_every_layout(
-    pool: Pool, stages: int, shards: int, schedule: str
+    pool: Pool, single: dict[str, Any], stages: int, shards: int, schedule: str
 ) -> None:
-    setting: dict[str, Any] = {
-        "inner": InnerSection(optimizer="muon", clip=0.5),
-        "rows": 12,
-        "tied": True,
-    }
-    (single,) = pool.run(1, "tests.support.site_cases", "trained", **setting)
-    setting |= {"stages": stages, "shards": shards, "schedule": schedule}
-    results = pool.run(stages * shards, "tests.support.site_cases", "trained", **setting)
+    layout = {"stages": stages, "shards": shards, "schedule": schedule}
+    results = pool.run(stages * shards, "tests.support.site_cases", "trained", **TRAINED, **layout)
     for name, wanted in single["tensors"].items():
         parts = [r["tensors"][name] for r in results if name in r["tensors"]]
         np.testing.assert_allclose(np.concatenate(parts), wanted, atol=2e-5, err_msg=name)

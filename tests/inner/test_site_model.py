@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dilocox.config.site import InnerSection
-from tests.support.architectures import BUFFERS
+from tests.support.architectures import ARCHITECTURES, BUFFERS
+from tests.support.grids import pairs_of
 from tests.support.worker_pool import Pool
 
 pytestmark = pytest.mark.waits
@@ -17,22 +18,22 @@ pytestmark = pytest.mark.waits
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "recompute"])
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "shards", "checkpointing", "tied"),
+    pairs_of(SCHEDULES, [1, 2], [False, True], [False, True], rest=pytest.mark.slow),
+)
 def test_gradients_equal_single_process(
-    pool: Pool, schedule: str, shards: int, checkpointing: bool
+    pool: Pool, schedule: str, shards: int, checkpointing: bool, tied: bool
 ) -> None:
-    for tied in (False, True):
-        setting = {
-            "stages": 2,
-            "shards": shards,
-            "schedule": schedule,
-            "checkpointing": checkpointing,
-            "tied": tied,
-            "rows": 4 * shards,
-        }
-        check_gradients(pool, 2 * shards, setting)
+    setting = {
+        "stages": 2,
+        "shards": shards,
+        "schedule": schedule,
+        "checkpointing": checkpointing,
+        "tied": tied,
+        "rows": 4 * shards,
+    }
+    check_gradients(pool, 2 * shards, setting)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble", "zbv"])
@@ -40,17 +41,35 @@ def test_gradients_equal_single_process_over_four_stages(pool: Pool, schedule: s
     check_gradients(pool, 4, {"stages": 4, "schedule": schedule, "rows": 8, "tied": True})
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
-def test_gradients_equal_single_process_in_one_stage(pool: Pool, shards: int) -> None:
-    for tied in (False, True):
-        check_gradients(pool, shards, {"shards": shards, "rows": 8, "tied": tied})
+@pytest.mark.parametrize(
+    ("shards", "tied"),
+    [
+        (1, False),
+        (1, True),
+        (2, False),
+        (2, True),
+        (4, True),
+        pytest.param(4, False, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_equal_single_process_in_one_stage(pool: Pool, shards: int, tied: bool) -> None:
+    check_gradients(pool, shards, {"shards": shards, "rows": 8, "tied": tied})
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-def test_gradients_reduced_once_per_step_equal_single_process(pool: Pool, shards: int) -> None:
-    for checkpointing in (False, True):
-        setting = {"shards": shards, "rows": 2 * shards, "checkpointing": checkpointing}
-        check_gradients(pool, shards, {**setting, "whole_gradients": True})
+@pytest.mark.parametrize(
+    ("shards", "checkpointing"),
+    [
+        (2, False),
+        (2, True),
+        (4, True),
+        pytest.param(4, False, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_reduced_once_per_step_equal_single_process(
+    pool: Pool, shards: int, checkpointing: bool
+) -> None:
+    setting = {"shards": shards, "rows": 2 * shards, "checkpointing": checkpointing}
+    check_gradients(pool, shards, {**setting, "whole_gradients": True})
 
 
 def test_a_step_gathers_and_reduces_once_where_gradients_are_whole(pool: Pool) -> None:
@@ -86,7 +105,7 @@ def test_embedding_and_head_are_gathered_when_they_are_needed(pool: Pool, tied: 
 def test_a_head_may_be_used_without_a_call(pool: Pool, stages: int) -> None:
     """As a loss does that takes its weight, or computes part by part: norm and head are one unit
     whatever is called of it."""
-    setting = {"stages": stages, "shards": 2, "rows": 8}
+    setting = {"stages": stages, "shards": 2, "rows": 4, "steps": 2}
     called = pool.run(2 * stages, "tests.support.site_cases", "trained", **setting)
     taken = pool.run(2 * stages, "tests.support.site_cases", "trained", head_in_parts=2, **setting)
     for one, other in zip(called, taken, strict=True):
@@ -95,11 +114,22 @@ def test_a_head_may_be_used_without_a_call(pool: Pool, stages: int) -> None:
             np.testing.assert_allclose(other["tensors"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_shards_of_every_model_type_train_as_one_rank(pool: Pool, tied: bool) -> None:
-    (alone,) = pool.run(1, "tests.support.site_model_cases", "model_types", shards=1, tied=tied)
-    sharded = pool.run(2, "tests.support.site_model_cases", "model_types", shards=2, tied=tied)[0]
-    assert sharded.keys() == alone.keys()
+@pytest.mark.parametrize(
+    ("first", "tied"),
+    [
+        (0, False),
+        (1, True),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_of_every_model_type_train_as_one_rank(pool: Pool, first: int, tied: bool) -> None:
+    """Every second type from `first` on: how a head is tied hangs on no model type."""
+    names = list(ARCHITECTURES)[first::2]
+    case = ("tests.support.site_model_cases", "model_types")
+    (alone,) = pool.run(1, *case, shards=1, tied=tied, names=names)
+    sharded = pool.run(2, *case, shards=2, tied=tied, names=names)[0]
+    assert list(sharded) == list(alone) == names
     for name, values in alone.items():
         assert sharded[name] == pytest.approx(values, rel=1e-4), name
 
@@ -132,15 +162,21 @@ def test_replicas_exchange_gradients_once_per_step(pool: Pool) -> None:
     assert found["sums"] == 10
 
 
-@pytest.mark.parametrize("exchange", [False, True])
+MUON = {"shards": 2, "inner": InnerSection(optimizer="muon")}
+BF16 = {"shards": 2, "precision": torch.bfloat16}
+TIED = {"stages": 2, "tied": True}
+
+
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "exchange"),
     [
-        {"shards": 2, "inner": InnerSection(optimizer="muon")},
-        {"shards": 2, "precision": torch.bfloat16},
-        {"stages": 2, "tied": True},
+        pytest.param(MUON, False, id="muon"),
+        pytest.param(BF16, True, id="bf16-exchange"),
+        pytest.param(TIED, False, id="tied"),
+        pytest.param(TIED, True, id="tied-exchange"),
+        pytest.param(MUON, True, id="muon-exchange", marks=pytest.mark.slow),
+        pytest.param(BF16, False, id="bf16", marks=pytest.mark.slow),
     ],
-    ids=["muon", "bf16", "tied"],
 )
 def test_replicas_end_with_the_same_bits(
     pool: Pool, setting: dict[str, Any], exchange: bool

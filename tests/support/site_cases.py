@@ -162,7 +162,7 @@ def kept_buffers(model: SiteModel) -> int:
     return kept
 
 
-def trained(steps: int = 4, exchange: bool = False, **setting: Any) -> dict[str, Any]:
+def trained(steps: int = 3, exchange: bool = False, **setting: Any) -> dict[str, Any]:
     """Local tensors (numpy), tied copy and losses after inner steps; also an evaluation."""
     shards, rows = setting.get("shards", 1), setting.get("rows", 8)
     model = build(**{"inner": InnerSection(clip=0.5), **setting})

@@ -160,7 +160,7 @@ def real_model(
         ),
     )
     values = []
-    for step in range(3):
+    for step in range(2):
         ids, labels = toy_model.batch(8, seed=step)
         counted = None
         if packed:
@@ -181,16 +181,19 @@ def real_model(
     }
 
 
-def model_types(shards: int, tied: bool) -> dict[str, list[float]]:
-    """Losses and norms of two steps of every tested model type, in one stage."""
+def model_types(shards: int, tied: bool, names: list[str]) -> dict[str, list[float]]:
+    """Losses and norms of two steps of model types with three layers each, in one stage."""
     from dilocox.models import build_chunk, materialise, open_weights, plan_cut, tied_pair
     from tests.support.architectures import ARCHITECTURES, section, small_config
 
-    found = {}
-    for name in ARCHITECTURES:
-        hf_config = small_config(name, tie_word_embeddings=tied)
+    found: dict[str, list[float]] = {}
+    for name in names:
+        keys: dict[str, Any] = {"num_hidden_layers": 3, "tie_word_embeddings": tied}
+        if "layer_types" in ARCHITECTURES[name]:
+            keys["layer_types"] = ARCHITECTURES[name]["layer_types"][:3]
+        hf_config = small_config(name, **keys)
         mesh = SiteMesh.create(1, shards, CPU)
-        source = open_weights(section(name, tie_word_embeddings=tied), hf_config, seed=3)
+        source = open_weights(section(name, **keys), hf_config, seed=3)
         (spec,) = plan_cut(hf_config, 1, toy_model.LENGTH)
         model = SiteModel(
             [build_chunk(hf_config, spec, attention="sdpa", activation_checkpointing=False)],

@@ -52,7 +52,12 @@ class Pool:
         # import of torch for all four.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            [__name__, "tests.support.site_model_cases", "transformers.models.qwen3.modeling_qwen3"]
+            [
+                __name__,
+                "dilocox.models",
+                "tests.support.site_model_cases",
+                "transformers.models.qwen3.modeling_qwen3",
+            ]
         )
         self._folder = tempfile.TemporaryDirectory()
         self._count = 0
