@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 
+from dilocox.config.adapter import AdapterSection
+from dilocox.config.run_config import ModelSection
 from dilocox.errors import ModelError
-from dilocox.models import build_chunk, plan_cut, probe_cut, tied_pair
+from dilocox.models import (
+    ModelChunk,
+    bare_chunks,
+    build_chunk,
+    load_model_config,
+    plan_cut,
+    probe_cut,
+    tied_pair,
+)
 from dilocox.models.partition_probe import tiny_config
 from tests.support.architectures import (
     ARCHITECTURES,
+    BUFFERS,
+    ROUTED,
     StateSource,
     cut_model,
     reference_model,
@@ -36,6 +51,44 @@ def test_cut_logits_equal_the_unsplit_model_to_the_bit(name: str, tied: bool) ->
             expected = 96 if count == 1 else config.hidden_size
             assert hidden.shape == (2, 12, expected)
             assert (run(chunks, ids) - whole).abs().max().item() == 0.0
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_bare_chunks_have_the_names_and_shapes_of_those_that_are_filled(
+    name: str, tied: bool
+) -> None:
+    config = small_config(name, tie_word_embeddings=tied)
+    check_bare_chunks(config, 3, None)
+    if name in ("qwen3", "gpt_neox"):
+        check_bare_chunks(config, 1, None)
+        base = "full" if name == "gpt_neox" else "nf4"
+        check_bare_chunks(config, 2, AdapterSection(rank=2, base=base))
+
+
+def test_bare_chunks_have_the_buffers_of_those_that_are_filled() -> None:
+    config = load_model_config(ModelSection(architecture=ROUTED), 96)
+    bare = check_bare_chunks(config, 3, None)
+    assert [list(chunk.saved_buffers()) for chunk in bare] == [[], BUFFERS[:1], BUFFERS[1:]]
+
+
+def check_bare_chunks(config: Any, count: int, adapter: AdapterSection | None) -> list[ModelChunk]:
+    cut = plan_cut(config, count, 16, adapter)
+    bare = bare_chunks(config, cut, adapter)
+    assert len(bare) == count
+    for spec, found in zip(cut, bare, strict=True):
+        wanted = build_chunk(
+            config, spec, attention="eager", activation_checkpointing=False, adapter=adapter
+        )
+        assert found.spec == spec
+        assert found.full_names() == wanted.full_names()
+        assert shapes(found.named_parameters()) == shapes(wanted.named_parameters())
+        assert shapes(found.saved_buffers().items()) == shapes(wanted.saved_buffers().items())
+    return bare
+
+
+def shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Size, bool]]:
+    return [(name, tensor.shape, tensor.requires_grad) for name, tensor in tensors]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "opt"])

@@ -11,6 +11,7 @@ from dilocox.compression import Geometry, compressor
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.controller.candidates import codecs
 from dilocox.errors import ConfigError
+from dilocox.models import chunk
 from dilocox.training import payload_sizes as payloads
 from dilocox.training.builder import ModelPlan
 from dilocox.training.payload_sizes import message_bytes, payload_sizes, stage_shapes
@@ -108,6 +109,25 @@ def test_a_message_is_what_its_codec_says(codec: str) -> None:
     else:
         expected = 64 + chosen.part(0, 8320, 0).payload_bytes
     assert message_bytes(codec, geometry) == expected
+
+
+def test_the_model_is_built_once_however_many_stages_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = config(site={"stages": 4})
+    blueprint = ModelPlan.of(run, None)
+    built = []
+    plain = chunk.build_skeleton
+
+    def noted(*given: Any, **more: Any) -> Any:
+        built.append(given)
+        return plain(*given, **more)
+
+    monkeypatch.setattr(chunk, "build_skeleton", noted)
+    found = payloads.model_shapes(run, blueprint)
+    assert payloads.model_shapes(run, blueprint) == found
+    assert len(found) == 4
+    assert len(built) == 1
 
 
 def test_shapes_are_known_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ transformers is imported only when one of these functions is called.
 """
 
 from dilocox.models.architecture import load_model_config
-from dilocox.models.chunk import ModelChunk, build_chunk
+from dilocox.models.chunk import ModelChunk, bare_chunks, build_chunk
 from dilocox.models.export import (
     Published,
     finish_model_folder,
@@ -38,6 +38,7 @@ __all__ = [
     "ModelChunk",
     "Published",
     "WeightSource",
+    "bare_chunks",
     "build_chunk",
     "count_parameters",
     "finish_model_folder",

@@ -18,7 +18,7 @@ from torch import nn
 from dilocox.config.adapter import AdapterSection
 from dilocox.errors import ConfigError, ModelError
 from dilocox.models.architecture import one_line
-from dilocox.models.meta_model import build_skeleton, find_layout
+from dilocox.models.meta_model import build_skeleton, find_layout, skeleton_to_read
 from dilocox.models.nf4 import ignore_optional_kernels
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def target_names(hf_config: PretrainedConfig, adapter: AdapterSection) -> tuple[
 
     Raises `ConfigError` if the model has no such layers.
     """
-    return _targets(build_skeleton(hf_config), adapter)
+    return _targets(skeleton_to_read(hf_config), adapter)
 
 
 def adapter_shapes(hf_config: PretrainedConfig, adapter: AdapterSection) -> dict[str, torch.Size]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -227,8 +227,43 @@ def build_chunk(
     lm = build_skeleton(hf_config, attention=attention, dtype=dtype)
     if adapter is not None:
         inject(lm, adapter)
-    layout = find_layout(lm)
-    tied = tied_names(lm)
+    return _cut(lm, find_layout(lm), tied_names(lm), spec, activation_checkpointing, adapter)
+
+
+def bare_chunks(
+    hf_config: PretrainedConfig, cut: Sequence[ChunkSpec], adapter: AdapterSection | None
+) -> list[ModelChunk]:
+    """Builds all chunks of a model, for names and shapes alone.
+
+    The chunks are parts of one skeleton, and share what is in several of them. They are not run,
+    filled or changed. Raises the errors of `build_chunk`.
+    """
+    # Any attention has the same parameters. This one needs no GPU.
+    lm = build_skeleton(hf_config, attention="eager")
+    if adapter is not None:
+        inject(lm, adapter)
+    layout, tied = find_layout(lm), tied_names(lm)
+    return [_cut(_twin(lm, layout), layout, tied, spec, False, adapter) for spec in cut]
+
+
+def _twin(lm: nn.Module, layout: Layout) -> nn.Module:
+    """Returns a copy of a model that may be cut: all that `_cut` changes is copied."""
+    for path in (layout.body, layout.head.rpartition(".")[0]):
+        twin = copy.copy(lm.get_submodule(path))
+        twin._modules = dict(twin._modules)
+        lm = _replaced(lm, path, twin) if path else twin
+    return lm
+
+
+def _cut(
+    lm: nn.Module,
+    layout: Layout,
+    tied: tuple[str, str] | None,
+    spec: ChunkSpec,
+    activation_checkpointing: Checkpointing,
+    adapter: AdapterSection | None,
+) -> ModelChunk:
+    """Takes away all of a model that is not in a chunk."""
     body = lm.get_submodule(layout.body)
     # Layers keep their number in the whole model, and the whole configuration. Only the body, which
     # loops over the layers, gets the sliced configuration.

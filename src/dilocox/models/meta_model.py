@@ -95,6 +95,24 @@ def build_skeleton(
     return model
 
 
+_kept: dict[str, nn.Module] = {}
+"""The last skeleton of `skeleton_to_read`, by its configuration."""
+
+
+def skeleton_to_read(hf_config: PretrainedConfig) -> nn.Module:
+    """Returns a skeleton that its users do not change; see `build_skeleton`.
+
+    The start of a run and a plan ask for it many times. So the last one is kept.
+    """
+    key = hf_config.to_json_string(use_diff=False)
+    model = _kept.get(key)
+    if model is None:
+        model = build_skeleton(hf_config)
+        _kept.clear()
+        _kept[key] = model
+    return model
+
+
 def find_layout(model: nn.Module) -> Layout:
     """Returns the layout of a whole model; see `build_skeleton`.
 
@@ -141,7 +159,7 @@ def tied_pair(hf_config: PretrainedConfig) -> tuple[str, str] | None:
 
     The embedding is the owner of the weights, and the head is the copy.
     """
-    return tied_names(build_skeleton(hf_config))
+    return tied_names(skeleton_to_read(hf_config))
 
 
 def tied_names(model: nn.Module) -> tuple[str, str] | None:
@@ -165,7 +183,7 @@ def tied_names(model: nn.Module) -> tuple[str, str] | None:
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
     """Returns the number of parameters of the model; tied parameters count once."""
-    return sum(parameter.numel() for parameter in build_skeleton(hf_config).parameters())
+    return sum(parameter.numel() for parameter in skeleton_to_read(hf_config).parameters())
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from dilocox.config.adapter import AdapterSection
 from dilocox.errors import ConfigError, ModelError
 from dilocox.models.adapter import inject
-from dilocox.models.meta_model import build_skeleton, find_layout
+from dilocox.models.meta_model import build_skeleton, find_layout, skeleton_to_read
 from dilocox.models.nf4 import linear_layers, nf4_bytes
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def plan_cut(
     positions than `sequence_length`. Raises `ConfigError` if the model cannot have the adapters, or
     if a chunk would have none.
     """
-    model = build_skeleton(hf_config)
+    # Adapters are added to it.
+    model = skeleton_to_read(hf_config) if adapter is None else build_skeleton(hf_config)
     layout = find_layout(model)
     body = model.get_submodule(layout.body)
     layers = list(body.get_submodule(layout.layers).children())

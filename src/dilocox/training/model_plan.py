@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.models import (
     ChunkSpec,
+    ModelChunk,
     WeightSource,
+    bare_chunks,
     count_parameters,
     load_model_config,
     open_weights,
@@ -56,6 +59,11 @@ class ModelPlan:
         # A frozen tensor is read from the same source at both places.
         tied = tied_pair(hf_config) if config.adapter is None else None
         return cls(hf_config, cut, tied, config.adapter)
+
+    @cached_property
+    def bare_chunks(self) -> list[ModelChunk]:
+        """All chunks, for names and shapes alone. Raises the errors of `bare_chunks`."""
+        return bare_chunks(self.hf_config, self.cut, self.adapter)
 
     @property
     def parameters(self) -> int:

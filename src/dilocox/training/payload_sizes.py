@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from dilocox.compression import Geometry, compressor, frame_bytes
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.candidates import codecs
 from dilocox.errors import ConfigError
 from dilocox.inner import chunks_of_stage
-from dilocox.models import ModelChunk, build_chunk
+from dilocox.models import ModelChunk
 from dilocox.outer.layout import Layout, local_shapes, split_pieces
 from dilocox.training.builder import ModelPlan
 
 Shape = tuple[int, ...]
 
 
-def bare_chunks(config: RunConfig, blueprint: ModelPlan, stage: int) -> Iterator[ModelChunk]:
-    """Yield the chunks of a stage, in order, on the meta device: names and shapes, no weights."""
+def chunks_to_read(config: RunConfig, blueprint: ModelPlan, stage: int) -> list[ModelChunk]:
+    """Return the chunks of a stage, in order, on the meta device: names and shapes, no weights."""
     site = config.site
-    for index in chunks_of_stage(site.schedule, site.stages, site.chunks, stage):
-        yield build_chunk(
-            blueprint.hf_config,
-            blueprint.cut[index],
-            attention="eager",  # any attention has the same parameters; this one needs no GPU
-            activation_checkpointing=False,
-            adapter=blueprint.adapter,
-        )
+    indices = chunks_of_stage(site.schedule, site.stages, site.chunks, stage)
+    return [blueprint.bare_chunks[index] for index in indices]
 
 
 def stage_shapes(config: RunConfig, blueprint: ModelPlan, stage: int) -> dict[str, Shape]:
@@ -41,7 +35,7 @@ def stage_shapes(config: RunConfig, blueprint: ModelPlan, stage: int) -> dict[st
     No weights are made.
     """
     shapes: dict[str, Shape] = {}
-    for chunk in bare_chunks(config, blueprint, stage):
+    for chunk in chunks_to_read(config, blueprint, stage):
         shapes |= {
             chunk.full_name(name): tuple(parameter.shape)
             for name, parameter in chunk.named_parameters()

@@ -36,7 +36,7 @@ from dilocox.models.adapter_weights import with_fixed
 from dilocox.outer.layout import Layout, local_shapes
 from dilocox.training import checkpoint_io
 from dilocox.training.builder import ModelPlan
-from dilocox.training.payload_sizes import bare_chunks, model_shapes, piece_names
+from dilocox.training.payload_sizes import chunks_to_read, model_shapes, piece_names
 from dilocox.training.portable_checkpoint import OF_ADAPTERS, HandedAdapters, Handover
 from dilocox.utils.adapter_files import ADAPTER_FILE
 from dilocox.utils.storage import sha256_of
@@ -216,7 +216,11 @@ def saved_buffers(config: RunConfig, blueprint: ModelPlan) -> list[Tensors]:
     weights that the run started from are missing.
     """
     stages = [
-        [name for chunk in bare_chunks(config, blueprint, stage) for name in chunk.saved_buffers()]
+        [
+            name
+            for chunk in chunks_to_read(config, blueprint, stage)
+            for name in chunk.saved_buffers()
+        ]
         for stage in range(config.site.stages)
     ]
     if not any(stages):

@@ -14,7 +14,7 @@ from dilocox.inner import chunks_of_stage
 from dilocox.inner.fsdp import Units
 from dilocox.models import ChunkSpec, build_chunk
 from dilocox.models.adapter import adapter_shapes, trained_shapes
-from dilocox.models.meta_model import build_skeleton, find_layout
+from dilocox.models.meta_model import find_layout, skeleton_to_read
 from dilocox.models.nf4 import linear_layers
 from dilocox.outer.layout import layer_number
 from dilocox.training.builder import ModelPlan
@@ -76,7 +76,7 @@ class ModelOutline:
     @cached_property
     def _base(self) -> dict[str, Shape]:
         """Shapes of the parameters of the model without adapters, by full name."""
-        model = build_skeleton(self.hf_config)
+        model = skeleton_to_read(self.hf_config)
         return {name: tuple(each.shape) for name, each in model.named_parameters()}
 
     @cached_property
@@ -214,7 +214,7 @@ class ModelOutline:
         adapter = self.blueprint.adapter
         if adapter is None or adapter.base == "full":
             return {}
-        model = build_skeleton(self.hf_config)
+        model = skeleton_to_read(self.hf_config)
         layout = find_layout(model)
         path = f"{layout.body}.{layout.layers}"
         layers = linear_layers(model.get_submodule(path))
