@@ -77,3 +77,7 @@ class RunStoppedError(RunEndedError):
 
 class RecordError(DilocoxError):
     """A record of a run that cannot be written or read, or that is not authentic."""
+
+
+class SettlementError(DilocoxError):
+    """A chain, a key or a settlement that cannot be used."""

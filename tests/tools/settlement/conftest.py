@@ -1,0 +1,49 @@
+"""Both chains that the contract is tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("web3")
+
+from tests.support.chains import Chain, anvil, in_process
+from tests.support.ledger_scene import LedgerScene, deployed
+
+
+@pytest.fixture(
+    scope="module", params=["eth-tester", pytest.param("anvil", marks=pytest.mark.slow)]
+)
+def chain(request: pytest.FixtureRequest) -> Iterator[Chain]:
+    """A chain, for all tests of a file."""
+    if request.param == "eth-tester":
+        yield in_process()
+    else:
+        with anvil() as found:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def address(chain: Chain) -> str:
+    """Address of a deployed contract."""
+    return deployed(chain)
+
+
+@pytest.fixture
+def scene_of(
+    chain: Chain, address: str, request: pytest.FixtureRequest
+) -> Callable[..., LedgerScene]:
+    """Returns a registered run of its own, with other values of `LedgerScene` if given."""
+
+    def build(name: str = "", **values: Any) -> LedgerScene:
+        return LedgerScene.on(chain, address, f"{request.node.name} {name}", **values)
+
+    return build
+
+
+@pytest.fixture
+def scene(scene_of: Callable[..., LedgerScene]) -> LedgerScene:
+    """A registered run of its own, whose owner has staked."""
+    return scene_of()
