@@ -70,7 +70,9 @@ dilocox.export(result.folder, "my-model")
 [codecs and methods of your own](extending.md) how to register these.
 """
 
-ORDER = ("load_run", "resolve_run", "RunConfig", "train", "join", "code_digest", "export",
+SITE = ("src/dilocox/loop.py", "Site")
+"""Where the class is that `site` returns."""
+ORDER = ("load_run", "resolve_run", "RunConfig", "train", "join", "code_digest", "site", "export",
          "generate", "evaluate", "register_codec", "CodecKind", "CodecNumber", "register_method",
          "Method", "DilocoxError", "__version__")  # fmt: skip
 """The public names, as one reads of them."""
@@ -201,6 +203,9 @@ def python_page() -> str:
         lines += [f"## `dilocox.{name}`", "", *described(name), ""]
         if name == "train":
             lines += [f"### `{RESULT[1]}`", "", *class_from_source(*RESULT), ""]
+        if name == "site":
+            lines += [f"### `{SITE[1]}`", "", *class_from_source(*SITE), ""]
+            lines += methods_from_source(*SITE)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -281,6 +286,23 @@ def class_from_source(path: str, name: str) -> list[str]:
             said = " ".join((ast.get_docstring(node) or "").split())
             rows.append(entry(f"**`{node.name}`** (`{kind}`)", said))
     return [*prose(ast.get_docstring(found)), "", *rows]
+
+
+def methods_from_source(path: str, name: str) -> list[str]:
+    """A class's public methods with their signatures, read without importing it."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    found = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    lines: list[str] = []
+    for node in found.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if is_property(node):
+                continue
+            node.args.args = node.args.args[1:]
+            returned = ast.unparse(node.returns) if node.returns else "None"
+            call = f"{node.name}({ast.unparse(node.args)}) -> {returned}"
+            lines += [f"#### `{name}.{node.name}`", "", "```python", call, "```", ""]
+            lines += [*prose(ast.get_docstring(node)), ""]
+    return lines
 
 
 def is_property(node: ast.FunctionDef) -> bool:

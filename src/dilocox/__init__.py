@@ -9,6 +9,7 @@ from dilocox.api import (
     join,
     load_run,
     resolve_run,
+    site,
     train,
 )
 from dilocox.config.codec_kinds import CodecKind, CodecNumber, register_codec
@@ -32,5 +33,6 @@ __all__ = [
     "register_codec",
     "register_method",
     "resolve_run",
+    "site",
     "train",
 ]

@@ -5,12 +5,13 @@ run = dilocox.load_run("run.toml", ["outer.rounds=20"])
 result = dilocox.train(run, on_evaluation=lambda round_, loss: print(round_, loss))
 dilocox.export(result.folder, "my-model")
 
-`join` takes part in a run over a network as one site, with the same functions.
+`join` takes part in a run over a network as one site, with the same functions. `site` takes part
+with a training loop of your own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,14 @@ from dilocox.training.launch.join_token import read_token
 from dilocox.training.run_model import export, generate, model_folder
 
 if TYPE_CHECKING:
+    import torch
+
+    from dilocox.inner.loop_optimizers import Stateful
     from dilocox.inner.own_optimizer import OptimizerFactory
+    from dilocox.loop import Site
     from dilocox.training.builder import Dataset, Hooks, Loss
     from dilocox.training.launch.local import Result
+    from dilocox.training.loop.model import Evaluation
     from dilocox.training.tasks.own_function import Score
 
 __all__ = [
@@ -34,6 +40,7 @@ __all__ = [
     "load_run",
     "model_folder",
     "resolve_run",
+    "site",
     "train",
 ]
 
@@ -164,6 +171,52 @@ def join(
         key_file=None if key_file is None else Path(key_file),
         hooks=hooks,
     )
+
+
+def site(
+    run: RunConfig | str | Path,
+    *,
+    name: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    address: str | None = None,
+    token_file: str | Path | None = None,
+    evaluation: Evaluation | None = None,
+    state: Mapping[str, Stateful] | None = None,
+) -> Site:
+    """Take part in a run as one site, with a training loop of your own.
+
+    The result is a context manager. Entering it joins the run and writes the run's weights into
+    `model`. Within the context, the loop calls `step` once after each optimizer step. The site has
+    one process. Its run file needs `own_code = true` for the site, and `inner.optimizer = "sgd"`.
+
+    Args:
+        run: the run, or the path of its run file.
+        name: name of this site in the run file.
+        model: the model, with trained tensors in fp32 on one device, of the names and shapes that
+            `[model]` of the run file has.
+        optimizer: the loop's optimizer, or a list of several. Together they hold every trained
+            tensor once.
+        address: HOST:PORT of the coordinator. None: the coordinator runs on this machine, in the
+            same run folder.
+        token_file: file with the join token, for `address`. Without it, the environment variable
+            DILOCOX_TOKEN is read, as in `join`.
+        evaluation: `evaluation(model, inputs, labels)` returns the mean loss of int64 [b, L] inputs
+            and labels. None: the mean cross-entropy of the model's logits.
+        state: further objects with `state_dict` and `load_state_dict`, by name, which checkpoints
+            keep: schedulers, data loaders, gradient scalers.
+
+    Returns:
+        The site, see `Site`.
+
+    Raises:
+        DilocoxError: the site cannot take part.
+    """
+    from dilocox import loop
+
+    config = run if isinstance(run, RunConfig) else load_run(run)
+    parts = loop.own_loop(model, optimizer, evaluation, state)
+    return loop.site_of(config, name, parts, address, token_file)
 
 
 def evaluate(

@@ -60,6 +60,7 @@ from tests.support.altered import (
 )
 from tests.support.dying import die
 from tests.support.own_functions import FUNCTIONS, enough, on_evaluation
+from tests.support.own_loop import adamw
 from tests.support.streams import play_device
 
 _SET_CHILD_SUBREAPER = 36
@@ -375,6 +376,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "played-device": played_device,
     "lacks-a-kernel": lacks_a_kernel,
     "out-of-memory": out_of_memory,
+    "adamw": lambda: {"optimizer": adamw},
     "own-functions": lambda: {**FUNCTIONS, "on_evaluation": on_evaluation},
     "own-functions-enough": lambda: {**FUNCTIONS, "on_evaluation": enough},
 }

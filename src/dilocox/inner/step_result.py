@@ -44,6 +44,11 @@ class StepResult:
         names: names of the gradients of each rank, in the order of `status_of_rank`.
     """
 
+    tokens: int | None = None
+    """Tokens that a loop of the user's own reports. None: the tokens of the plan."""
+    norm_known = True
+    """Whether the gradient's norm was computed."""
+
     def __init__(
         self, statuses: Tensor, shards: int, last_stage: int, names: list[list[str]]
     ) -> None:
@@ -113,3 +118,27 @@ class StepResult:
 
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g})"
+
+
+class ReportedStep(StepResult):
+    """An inner step that a loop of the user's own has taken, by what the loop reports.
+
+    The optimizer step was taken even if the loss is not finite.
+    """
+
+    def __init__(
+        self, loss: Tensor | float, grad_norm: Tensor | float | None, tokens: int | None
+    ) -> None:
+        """Note the report of one step.
+
+        Args:
+            loss: mean loss of the step, a scalar.
+            grad_norm: norm of the gradient before clipping. None: it is not known.
+            tokens: tokens of the step. None: as many as the plan has.
+        """
+        value = torch.as_tensor(loss).detach().double().reshape(())
+        norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm).detach().double()
+        square = norm.to(value.device).reshape(()).square()
+        super().__init__(torch.stack([value, square, _none(value)])[None], 1, 0, [[]])
+        self.norm_known = grad_norm is not None
+        self.tokens = tokens

@@ -55,6 +55,7 @@ from dilocox.training.batches import Dataset as Dataset
 from dilocox.training.batches import Sequences as Sequences
 from dilocox.training.model_plan import ModelPlan as ModelPlan
 from dilocox.training.own_code import check_code, check_columns, check_preference
+from dilocox.training.rank_model import RankModel
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 """(logits [b, L, V], labels int64 [b, L]) -> scalar mean, or (sum, count). A parameter named
@@ -179,7 +180,7 @@ class RankParts:
     place: RankPlace
     blueprint: ModelPlan
     mesh: SiteMesh
-    model: SiteModel
+    model: RankModel
     live: dict[str, torch.Tensor]
     shapes: dict[str, torch.Size]
     """Shapes of the whole tensors by full name. `live` holds this rank's part of each tensor."""

@@ -231,7 +231,7 @@ class RoundMetrics:
         if sums["finite"]:
             record["loss"] = sums["loss"] / sums["finite"]
         taken = [result for result in self._results if result.finite]
-        if taken:
+        if taken and taken[-1].norm_known:
             record["grad_norm"] = taken[-1].grad_norm
         if self.dropped:
             record["dropped"] = self.dropped
@@ -245,8 +245,7 @@ class RoundMetrics:
         """Return the figures that every round's record has: text, times, and bytes."""
         seconds, payload = shared.seconds, shared.payload_bytes
         member = plan.members.get(rank.place.site)
-        sequences = steps * member.batch if member else 0
-        tokens = sequences * self._config.data.sequence_length
+        tokens = self._tokens(steps, member.batch if member else 0)
         sites = len(plan.members)
         dense = 8 * (sites - 1) / sites * self._parameters if sites else 0.0
         factor = sites - 1 if plan.exchange == "gather" else 2 * (sites - 1) / max(sites, 1)
@@ -271,6 +270,12 @@ class RoundMetrics:
             "ratio_per_token": steps * dense / payload if payload else 0.0,
             "members": sites,
         }
+
+    def _tokens(self, steps: int, batch: int) -> int:
+        """Return the tokens of `steps` inner steps, each of `batch` sequences if none reports its
+        own number."""
+        told = [each.tokens for each in self._results if each.tokens is not None]
+        return (steps - len(told)) * batch * self._config.data.sequence_length + sum(told)
 
     def _measured(self, shared: Shared, like_others: int) -> Measured:
         """Return the measurements for later plans.

@@ -38,6 +38,10 @@ class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to sto
     """The run was stopped after a checkpoint, or this site was asked to leave and has left."""
 
 
+class Left(Stopped):
+    """This site was asked to leave and has left; the run may go on."""
+
+
 @dataclass
 class Trainer:
     """Trains one rank, from its entry to the end of the run."""
@@ -391,7 +395,7 @@ class Trainer:
         """Leave the run, after this rank's exchanges in flight have ended. Raises `Stopped`."""
         self.background.wait()
         self.outer.settle()
-        self._go(self.client.depart)
+        self._go(self.client.depart, Left)
 
     def turn_back(self, leaves: bool) -> NoReturn:
         """End this site's part before it has trained a round since its latest entry.
@@ -399,14 +403,16 @@ class Trainer:
         `leaves`: the site was asked to leave; otherwise the run stops. Raises `Stopped`.
         """
         self.background.wait()
-        self._go(self.client.depart if leaves else lambda: self.client.finish(complete=False))
+        if leaves:
+            self._go(self.client.depart, Left)
+        self._go(lambda: self.client.finish(complete=False))
 
-    def _go(self, say: Callable[[], object]) -> NoReturn:
+    def _go(self, say: Callable[[], object], end: type[Stopped] = Stopped) -> NoReturn:
         if self.tasks is not None:
             self.tasks.close()
         self.wait_for_record()
         say()
-        raise Stopped
+        raise end
 
     def finish(self, plan: RoundPlan) -> None:
         """Write the last checkpoint, flush, evaluate and publish the model.

@@ -41,6 +41,17 @@ def prepare_data(
     return TokenFiles.open(folder)
 
 
+def prepare_here(config: RunConfig) -> TokenFiles:
+    """Return the token files of a run that may have begun. They are made in this process.
+
+    For a process of a user, which may hold threads and GPUs and so cannot be forked.
+    """
+    folder, said = _prepare(config, True, False, lambda _step, _share: None)
+    for line in said:
+        print_error(line)
+    return TokenFiles.open(folder)
+
+
 def _prepare(
     config: RunConfig, begun: bool, overwrite: bool, progress: Callable[[str, float], None]
 ) -> tuple[Path, list[str]]:

@@ -10,6 +10,7 @@ import logging
 import os
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from dilocox.errors import (
 )
 from dilocox.inner import available_cores, resolve_device
 from dilocox.inner.flight_recorder import record_collectives
-from dilocox.inner.garbage import Collector
+from dilocox.inner.garbage import Collector, PythonCollects
 from dilocox.outer.first_state import FirstState
 from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.training.builder import (
@@ -50,6 +51,7 @@ from dilocox.training.launch.exchange_backend import LinkBackend
 from dilocox.training.launch.rank_job import STOPPED, RankJob
 from dilocox.training.launch.rank_log import flight_records, set_up_log
 from dilocox.training.launch.rank_writers import author_of, open_record, open_rounds, warning_to
+from dilocox.training.loop.turns import LoopLeftError
 from dilocox.training.rank_errors import explained
 from dilocox.training.rank_state import RankState
 from dilocox.training.tasks.beside import TaskEvaluations
@@ -66,6 +68,20 @@ Errors = Callable[[str, bool], None]
 """(one line with the reason of a failure, whether another start would fail in the same way)."""
 
 
+@dataclass(frozen=True)
+class LoopParts:
+    """What differs in a rank whose inner steps a loop of the user's own takes."""
+
+    build: Callable[[ModelPlan], RankParts]
+    """Returns the parts of the rank."""
+    batches: Callable[[TokenFiles], Batches]
+    """Returns the batches, which the loop may read."""
+    ready: Callable[[Trainer, RankControl], None]
+    """Called before the trainer runs."""
+    stuck: Callable[[DilocoxError], None]
+    """Called if the training loop does not answer. The process goes on: it is the user's."""
+
+
 def run_rank(job: RankJob, errors: Errors) -> int:
     """Run one rank to its end, and return the exit code: 0, 1 after a failure, or `STOPPED`.
 
@@ -77,7 +93,7 @@ def run_rank(job: RankJob, errors: Errors) -> int:
     set_up_log(job)
     try:
         with tracing.recording(job.trace):
-            _train(job, errors)
+            train_rank(job, errors)
     except Stopped:
         _leave_group()
         return 0
@@ -106,7 +122,13 @@ def _say_failed(errors: Errors, line: str, permanent: bool) -> None:
     errors(line, permanent)
 
 
-def _train(job: RankJob, errors: Errors) -> None:
+def train_rank(job: RankJob, errors: Errors, loop: LoopParts | None = None) -> None:
+    """Train as the rank of `job` to the end of the run.
+
+    `loop`: a loop of the user's own takes the inner steps; None: dilocox's own loop does.
+
+    Raises `Stopped` after a stop or if the site was asked to leave, and the error of a failure.
+    """
     config, place = job.config, job.place
     timeouts = Timeouts.derive(config.network)
     files = TokenFiles.open(config.data_folder)
@@ -136,6 +158,9 @@ def _train(job: RankJob, errors: Errors) -> None:
 
     def stuck(error: DilocoxError) -> None:
         log.error("%s; the training loop does not answer, it hangs here:", error)
+        if loop is not None:
+            loop.stuck(error)
+            return
         faulthandler.dump_traceback()
         errors(f"{place}: {error}", error.permanent)
         os._exit(1)
@@ -144,14 +169,17 @@ def _train(job: RankJob, errors: Errors) -> None:
     try:
         # Building a large model takes minutes, in which the coordinator expects heartbeats.
         control.start(building=True)
-        rank = _build(job, blueprint, timeouts, control.touch)
+        if loop is None:
+            rank = _build(job, blueprint, timeouts, control.touch)
+        else:
+            rank = loop.build(blueprint)
         control.built()
         if rank.not_deterministic:
             _say_not_deterministic(rank, client)
         rank.model.lead()
         # After an error replicas are not released: they may be in a collective that never ends.
         try:
-            _take_part(job, rank, files, client, control, timeouts, endpoint)
+            _take_part(job, rank, files, client, control, timeouts, endpoint, loop)
         except Stopped:
             rank.model.let_go()
             raise
@@ -159,7 +187,9 @@ def _train(job: RankJob, errors: Errors) -> None:
     except DilocoxError as error:
         if place.leads or not isinstance(error, Stopped):
             with contextlib.suppress(DilocoxError):
-                client.leave(str(error), failed=True)
+                client.leave(
+                    str(error), failed=not isinstance(error, LoopLeftError) or error.failed
+                )
         raise
     finally:
         endpoint.close()
@@ -220,6 +250,7 @@ def _take_part(
     control: RankControl,
     timeouts: Timeouts,
     endpoint: LinkEndpoint,
+    loop: LoopParts | None,
 ) -> None:
     config, place = job.config, job.place
     record = open_record(job, rank, client)
@@ -245,7 +276,9 @@ def _take_part(
         state=RankState(config, rank, outer),
         control=control,
         client=client,
-        batches=Batches.open(
+        batches=loop.batches(files)
+        if loop is not None
+        else Batches.open(
             config, place.site, place.shard, files, rank.mesh.device, job.hooks.dataset
         ),
         evaluator=Evaluator(
@@ -263,8 +296,10 @@ def _take_part(
         donor_patience=2 * timeouts.heartbeat,
         watch=rounds,
         tasks=_tasks(config, place, client, checkpointer),
-        collector=Collector(),
+        collector=Collector() if loop is None else PythonCollects(),
     )
+    if loop is not None:
+        loop.ready(trainer, control)
     control.wait_while_role("enrolled")
     with explained(config, place, lambda: trainer.rounds_ended == 0):
         joining_site = _enter(trainer, client, checkpointer)

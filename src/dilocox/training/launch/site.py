@@ -232,10 +232,16 @@ class SiteLine:
 
     def retire(self, reason: str) -> bool:
         """Ask the coordinator to let the site leave after its round. Returns whether it replied."""
+        said = self.ask_to_leave(reason)
+        if said:
+            print_error(f"{said} (again: at once)")
+        return bool(said)
+
+    def ask_to_leave(self, reason: str) -> str:
+        """Do what `retire` does, and return what happens to the site; empty without a reply."""
         with contextlib.suppress(DilocoxError), self._open() as client:
-            print_error(f"{client.retire(self.site, reason)} (again: at once)")
-            return True
-        return False
+            return client.retire(self.site, reason)
+        return ""
 
     def took_part(self) -> bool:
         """Return whether this incarnation of the site has taken part; True if it is not known."""

@@ -1,0 +1,258 @@
+"""A site whose inner steps are taken by a loop of the user's own, in the user's process.
+
+The trainer runs in a thread of this process. It is the trainer of every other site; only the inner
+step waits for the user's loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.client.endpoint import Endpoint
+from dilocox.coordinator.client.heartbeat import RankControl
+from dilocox.coordinator.client.transport import host_and_port
+from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.data import TokenFiles
+from dilocox.errors import (
+    DilocoxError,
+    JoinError,
+    RetryLaterError,
+    RunStoppedError,
+    TrainingError,
+)
+from dilocox.models.prefetch import fetch_weights
+from dilocox.training.builder import Batches, ModelPlan, RankParts, RankPlace
+from dilocox.training.launch import site_log
+from dilocox.training.launch.coordinator_check import ENDPOINT
+from dilocox.training.launch.data_check import check_data
+from dilocox.training.launch.data_preparation import prepare_here
+from dilocox.training.launch.join_token import read_token
+from dilocox.training.launch.model_check import check_model
+from dilocox.training.launch.rank import LoopParts, train_rank
+from dilocox.training.launch.rank_job import RankJob
+from dilocox.training.launch.run_folder import check_writable
+from dilocox.training.launch.site import SiteLine, enrol_site, exchange_address
+from dilocox.training.loop.batches import LoopBatches
+from dilocox.training.loop.hooks import LoopHooks
+from dilocox.training.loop.parts import OwnLoop, build_parts, check_loop
+from dilocox.training.loop.turns import Turns
+from dilocox.training.trainer import Left, Stopped, Trainer
+from dilocox.transport.link.endpoint import check_ports
+from dilocox.transport.link.tcp import check_congestion
+from dilocox.utils.backoff import backoff_delays
+from dilocox.utils.versions import check_versions
+
+log = logging.getLogger("dilocox.site")
+
+Outcome = Literal["running", "finished", "stopped", "left", "failed"]
+"""How a site's part in the run has ended; `running` until then."""
+
+
+def endpoint_of(
+    config: RunConfig,
+    site: str,
+    address: str | None,
+    token_file: str | Path | None,
+) -> Endpoint:
+    """Return the address of the run's coordinator, and the site's token.
+
+    Without `address`, the coordinator runs on this machine and its folder is the run folder.
+
+    Raises `JoinError` if the site, the coordinator or the token is not known.
+    """
+    if site not in config.sites:
+        known = ", ".join(config.sites)
+        raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
+    if address is not None:
+        url = f"https://{address.removeprefix('https://')}"
+        host_and_port(url)
+        token = read_token(None if token_file is None else Path(token_file))
+        return Endpoint(url, {site: token}, "")
+    path = config.folder / "coordinator" / ENDPOINT
+    try:
+        found = Endpoint.load(path)
+        return Endpoint(found.url, {site: found.tokens[site]}, "")
+    except (OSError, ValueError, TypeError, KeyError):
+        raise JoinError(
+            f"site {site}: no coordinator of this run is known on this machine ({path}); start "
+            "it here with dilocox coordinator RUN_FILE, or give address and token_file"
+        ) from None
+
+
+class OwnSite:
+    """One site's part in a run, from the enrolment to its end."""
+
+    def __init__(self, config: RunConfig, name: str, endpoint: Endpoint, loop: OwnLoop) -> None:
+        """Check the run and this site. Nothing is started yet.
+
+        Raises `DilocoxError` for a site that cannot take part.
+        """
+        self.config, self.name, self._endpoint, self.loop = config, name, endpoint, loop
+        check_versions()
+        check_loop(config, name)
+        check_writable(config.folder)
+        check_congestion(config.network.congestion)
+        self._hooks = LoopHooks()
+        self._hooks.check(config, required=True)
+        self.device = loop.device
+        check_model(config)
+        fetch_weights(config)
+        check_data(config, prepare_here(config), [name])
+        self._timeouts = Timeouts.derive(config.network)
+        self._control: RankControl | None = None
+        self.trainer: Trainer | None = None
+        self.batches: LoopBatches | None = None
+        self.outcome: Outcome = "running"
+        self.turns = Turns(self.device, self._look)
+        self._line: SiteLine | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Enrol the site and start the trainer's thread. Raises `DilocoxError` if refused."""
+        config, name = self.config, self.name
+        address = exchange_address(config, name, self._endpoint.url)
+        check_ports(name, config.sites[name], 1, address)
+        identity = self._enrol()
+        where = self._endpoint.url.removeprefix("https://")
+        site_log.note_joined(config, name, where)
+        self._line = SiteLine(config, name, self._endpoint, identity)
+        job = RankJob(
+            config=config,
+            place=RankPlace(name, 0, 0),
+            url=self._endpoint.url,
+            identity=identity,
+            hooks=self._hooks,
+            address=address,
+            meeting=None,
+            local_rank=0,
+            ranks_here=1,
+            shared_folder=(config.folder / "coordinator" / ENDPOINT).exists(),
+            log_file=None,
+            tell=lambda line: log.info("%s", line),
+        )
+        # A thread that has not asked for its number of threads yet would take the trainer's.
+        torch.get_num_threads()
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), name="dilocox-trainer", daemon=True
+        )
+        self._thread.start()
+
+    def _enrol(self) -> Identity:
+        """Enrol the site; wait while an earlier process of the site still counts as present."""
+        end = time.monotonic() + self._timeouts.link
+        for pause in backoff_delays(self._timeouts.retry, self._timeouts.retry_most):
+            try:
+                return enrol_site(self.config, self.name, self._endpoint)
+            except RetryLaterError as error:
+                if time.monotonic() + pause > end:
+                    raise
+                log.info("%s; again in %.1f s", error, pause)
+                time.sleep(pause)
+        raise AssertionError("the delays never end")
+
+    def _run(self, job: RankJob) -> None:
+        """Train to the end of the run, in the trainer's thread."""
+        if self.device.type == "cpu":
+            # Two teams of threads of PyTorch would slow each other down.
+            torch.set_num_threads(1)
+        error: BaseException | None = None
+        try:
+            train_rank(
+                job, self._failed, LoopParts(self._build, self._open, self._ready, self._stuck)
+            )
+            self._take_anchor()
+            self.outcome = "finished"
+        except Left:
+            self.outcome = "left"
+        except (Stopped, RunStoppedError):
+            self.outcome = "stopped"
+        except DilocoxError as found:
+            self.outcome, error = "failed", found
+        except Exception as found:
+            self.outcome = "failed"
+            error = TrainingError(f"site {self.name}: {type(found).__name__}: {found}")
+            error.__cause__ = found
+        site_log.note(
+            self.config,
+            self.name,
+            "ended",
+            code=0 if self.outcome == "finished" else 130 if error is None else 1,
+            reason="" if error is None else str(error),
+        )
+        self.turns.end(error)
+
+    def _build(self, blueprint: ModelPlan) -> RankParts:
+        return build_parts(
+            self.config,
+            blueprint,
+            RankPlace(self.name, 0, 0),
+            self.loop,
+            self.turns,
+            lambda: (self._hooks.steps[0], self.batches is not None and self.batches.last),
+        )
+
+    def _open(self, files: TokenFiles) -> Batches:
+        found = LoopBatches.open(self.config, self.name, 0, files, self.device)
+        assert isinstance(found, LoopBatches)
+        self.batches = found
+        return found
+
+    def _ready(self, trainer: Trainer, control: RankControl) -> None:
+        self.trainer, self._control = trainer, control
+
+    def _look(self) -> None:
+        """Raise the error that ended this site's part in the run, if there is one."""
+        if self._control is not None:
+            _ = self._control.news
+
+    def _stuck(self, error: DilocoxError) -> None:
+        """End the trainer's wait for the loop. If it waits elsewhere, its own time limits do."""
+        self.turns.leave(str(error), failed=True)
+
+    def _failed(self, _line: str, _permanent: bool) -> None:
+        """Do nothing: the user's thread raises the error."""
+
+    def _take_anchor(self) -> None:
+        """Put the run's last anchor, which is the published model, into the user's model."""
+        assert self.trainer is not None
+        rank = self.trainer.rank
+        for state in rank.states:
+            state.layout.unpack(state.anchor, rank.live)
+
+    def touch(self) -> None:
+        """Note that the user's loop is at work between two steps."""
+        if self._control is not None:
+            self._control.touch()
+
+    def retire(self) -> None:
+        """Ask the coordinator to let the site leave after the rounds that are planned.
+
+        Raises `TrainingError` if the coordinator does not reply.
+        """
+        said = "" if self._line is None else self._line.ask_to_leave("asked to go by its loop")
+        if not said:
+            raise TrainingError(
+                f"site {self.name}: the coordinator did not reply to its wish to leave; end the "
+                "loop to leave at once"
+            )
+        log.info("%s", said)
+
+    def end(self, reason: str, *, failed: bool) -> None:
+        """End the site's part in the run, if it goes on, since the user's loop has ended."""
+        if self._thread is None:
+            return
+        if self.outcome == "running":
+            self.turns.leave(f"site {self.name}: {reason}", failed=failed)
+            self._thread.join(self._timeouts.beat)
+            if self._thread.is_alive() and self._line is not None:
+                # The trainer waits for other sites: the coordinator ends that wait.
+                self._line.leave(reason, failed=failed)
+        self._thread.join(self._timeouts.heartbeat + self._timeouts.beat)

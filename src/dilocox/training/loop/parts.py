@@ -1,0 +1,126 @@
+"""Builds a rank's parts around the model of a user's loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from dilocox.config.run_config import RunConfig
+from dilocox.errors import ConfigError, ModelError
+from dilocox.inner import SiteMesh
+from dilocox.inner.loop_optimizers import LoopOptimizers, Stateful
+from dilocox.training.builder import ModelPlan, RankParts, RankPlace, build_states
+from dilocox.training.loop.model import NO_GATE, Evaluation, LoopModel, trained_tensors
+from dilocox.training.loop.turns import Turns
+from dilocox.training.payload_sizes import model_shapes
+
+
+@dataclass(frozen=True)
+class OwnLoop:
+    """The parts of a user's loop."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    evaluation: Evaluation | None = None
+    state: Mapping[str, Stateful] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the trained tensors. Raises `ModelError` if there is not exactly one."""
+        found = {parameter.device for parameter in trained_tensors(self.model).values()}
+        if len(found) != 1:
+            where = ", ".join(sorted(map(str, found))) or "nowhere: none is trained"
+            raise ModelError(f"model: its trained tensors are on {where}; put all on one device")
+        return next(iter(found))
+
+
+def check_loop(config: RunConfig, site: str) -> None:
+    """Raise `ConfigError` if no loop of the user's own can take the steps of `site`."""
+    if not config.sites[site].own_code:
+        raise ConfigError(
+            f"sites.{site}.own_code: is false, and a loop of your own takes the site's steps; set "
+            "it to true in the run file of the coordinator and of all sites"
+        )
+    if config.site.ranks * config.site.replicas != 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "site: a loop of your own is one process per site; set site.stages, site.shards and "
+            "site.replicas to 1 and start one process, or use dilocox join"
+        )
+    if config.exchanges_gradients:
+        raise ConfigError(
+            f'outer.method "{config.outer.method}": exchanges the gradients of every step, which '
+            "only dilocox's own loop does; use another method"
+        )
+    if config.admission.gate:
+        raise ConfigError(NO_GATE)
+    if config.inner.optimizer != "sgd":
+        raise ConfigError(
+            'inner.optimizer: set it to "sgd" in the run file, whatever optimizer the loop has, so '
+            "that no exchange and no estimate of memory relies on AdamW's moments"
+        )
+    if config.loss_columns:
+        raise ConfigError(
+            "data: columns and preferences are read by dilocox's own losses; leave them out"
+        )
+
+
+def build_parts(
+    config: RunConfig,
+    blueprint: ModelPlan,
+    place: RankPlace,
+    loop: OwnLoop,
+    turns: Turns,
+    due: Callable[[], tuple[int, bool]],
+) -> RankParts:
+    """Return the parts of the one rank of a site, with theta_0 in the user's model.
+
+    Args:
+        blueprint: the run's model, which the user's model must have the tensors of.
+        loop: the user's model and optimizers.
+        turns: passes steps to the user's thread.
+        due: returns the number of the step that is due, and whether it is its round's last one.
+
+    Raises `ModelError` for a model of other tensors, and `ConfigError` for optimizers of others.
+    """
+    trained = trained_tensors(loop.model)
+    shapes = {name: torch.Size(shape) for name, shape in model_shapes(config, blueprint)[0].items()}
+    _check_model(trained, shapes)
+    optimizers = LoopOptimizers(trained, loop.optimizers, loop.state)
+    source = blueprint.weights(config)
+    with torch.no_grad():
+        for name in shapes:
+            trained[name].copy_(source.tensor(name))
+    model = LoopModel(loop.model, trained, optimizers, turns, loop.evaluation, due)
+    # In the run's order, since the places in an exchange follow it.
+    live: dict[str, torch.Tensor] = {name: trained[name].detach() for name in shapes}
+    mesh = SiteMesh(1, 1, 0, 0, loop.device)
+    rank = RankParts(place, blueprint, mesh, model, live, shapes)
+    rank.states = build_states(config, rank)
+    return rank
+
+
+def _check_model(trained: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size]) -> None:
+    """Raise `ModelError` unless `trained` has the run's tensors, in fp32."""
+    missing = [name for name in shapes if name not in trained]
+    extra = [name for name in trained if name not in shapes]
+    if missing or extra:
+        what = f"lacks {missing[0]}" if missing else f"also trains {extra[0]}"
+        raise ModelError(
+            f"model: {what}, unlike [model] of the run file ({len(missing)} missing, {len(extra)} "
+            "further tensors); build the same architecture, and freeze nothing"
+        )
+    for name, parameter in trained.items():
+        if parameter.shape != shapes[name]:
+            raise ModelError(
+                f"model: {name} has shape {tuple(parameter.shape)}, [model] of the run file says "
+                f"{tuple(shapes[name])}; build the same architecture"
+            )
+        if parameter.dtype != torch.float32:
+            raise ModelError(
+                f"model: {name} is {str(parameter.dtype).removeprefix('torch.')}; keep trained "
+                "tensors in fp32 (model.float()), and compute in less under torch.autocast"
+            )

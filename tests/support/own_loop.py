@@ -1,0 +1,121 @@
+"""A training loop of a user's own, as one site of a run: `python -m` this file, or its `main`.
+
+Arguments: run file, site, mode, overrides. Modes: `plain`; `dies` raises an error of its own at
+inner step 10; `leaves` asks to leave after its first step; `busy` has several optimizers, gradient
+accumulation, a scaler and its own loader.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import dilocox
+from dilocox.models import load_model_config
+
+RATE = 3e-3
+
+
+def adamw(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of the loop, as `dilocox.train` takes it."""
+    return torch.optim.AdamW(parameters.values(), lr=RATE)
+
+
+def model_of(config: dilocox.RunConfig, seed: int = 5) -> nn.Module:
+    """A model of Hugging Face with weights of its own, which the run's weights replace."""
+    torch.manual_seed(seed)
+    model: nn.Module = AutoModelForCausalLM.from_config(load_model_config(config.model, 300))
+    return model.float()
+
+
+def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy."""
+    logits = model(input_ids=inputs).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def plain(config: dilocox.RunConfig, name: str, mode: str) -> str:
+    """The shortest loop."""
+    model = model_of(config)
+    optimizer, asked = adamw(dict(model.named_parameters())), False
+    with dilocox.site(config, name=name, model=model, optimizer=optimizer) as site:
+        for inputs, labels in site.batches():
+            for group in optimizer.param_groups:
+                group["lr"] = site.learning_rate
+            loss = loss_of(model, inputs, labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if mode == "dies" and site.inner_step == 10:
+                raise ZeroDivisionError("a mistake of the loop")
+            if mode == "leaves" and not asked:
+                asked = True
+                site.leave()
+            site.step(loss=loss)
+    return site.outcome
+
+
+def loader() -> Iterator[Tensor]:
+    """Rows of 33 tokens that count up; micro-batches of two rows."""
+    while True:
+        yield 40 + (torch.randint(0, 50, (2, 1)) + torch.arange(33)) % 50
+
+
+def busy(config: dilocox.RunConfig, name: str) -> str:
+    """Two optimizers, a scheduler, accumulation over two micro-batches, a scaler."""
+    model = model_of(config)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(matrices, lr=0.1, momentum=0.9),
+        torch.optim.AdamW(vectors, lr=RATE),
+    ]
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizers[0], total_iters=20)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    state: dict[str, Any] = {"scheduler": scheduler, "scaler": scaler}
+    seen = 0
+    with dilocox.site(
+        config, name=name, model=model, optimizer=optimizers, state=state,
+        evaluation=lambda model, inputs, labels: loss_of(model, inputs, labels),
+    ) as site:  # fmt: skip
+        for rows in site.batches(loader()):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, rows[:, :-1], rows[:, 1:])
+            scaler.scale(loss / 2).backward()
+            seen += 1
+            if seen % 2:
+                continue
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scheduler.step()
+            site.step(loss=loss, tokens=100)
+    shared = site.state_dict()
+    assert all(torch.equal(shared[name], tensor) for name, tensor in model.state_dict().items())
+    return site.outcome
+
+
+def main() -> int:
+    """Train as one site, and print how that ended."""
+    file, name, mode, *sets = sys.argv[1:]
+    torch.set_num_threads(1)
+    config = dilocox.load_run(file, sets)
+    try:
+        outcome = busy(config, name) if mode == "busy" else plain(config, name, mode)
+    except (dilocox.DilocoxError, ZeroDivisionError) as error:
+        print(f"{type(error).__name__}: {error}")
+        return 1
+    print(outcome)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Which runs and models a loop of the user's own can train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.errors import ConfigError, ModelError
+from dilocox.loop import own_loop
+from dilocox.models import load_model_config
+from dilocox.training.builder import ModelPlan, RankPlace, anchors
+from dilocox.training.loop.parts import build_parts, check_loop
+from dilocox.training.loop.turns import Turns
+
+ARCHITECTURE = {
+    "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "max_position_embeddings": 64, "tie_word_embeddings": True, "vocab_size": 300,
+}  # fmt: skip
+
+
+def run_with(
+    own_code: bool = True, packing: str = "stream", sections: dict[str, Any] | None = None
+) -> RunConfig:
+    """A run of two sites whose loops are their own."""
+    raw: dict[str, Any] = {
+        "model": {"architecture": dict(ARCHITECTURE)},
+        "data": {"source": "python-stdlib", "packing": packing, "sequence_length": 16},
+        "inner": {"optimizer": "sgd"},
+        "outer": {"rounds": 2, "inner_steps": 4, "fragments": 2},
+        "sites": {"paris": {"own_code": own_code}, "lyon": {"own_code": True}},
+    }
+    for name, keys in (sections or {}).items():
+        raw[name] = {**raw.get(name, {}), **keys}
+    return resolve_run(raw)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({"own_code": False}, r"sites\.paris\.own_code: is false"),
+        ({"sections": {"site": {"shards": 2}}}, "one process per site"),
+        ({"sections": {"outer": {"method": "allreduce"}}}, "gradients of every step"),
+        ({"sections": {"admission": {"gate": True}}}, r"admission\.gate: needs dilocox's own"),
+        ({"sections": {"inner": {"optimizer": "adamw"}}}, 'set it to "sgd"'),
+        (
+            {"sections": {"data": {"columns": ["weight"], "format": "jsonl"}}},
+            "columns and preferences",
+        ),
+    ],
+)
+def test_a_run_that_needs_dilocoxs_own_loop_is_refused(run: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_loop(run_with(**run), "paris")
+
+
+def test_several_processes_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one process per site"):
+        check_loop(run_with(), "paris")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check_loop(run_with(), "paris")
+
+
+def built(model: nn.Module) -> Any:
+    """The parts of a rank around `model`."""
+    config = run_with()
+    loop = own_loop(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
+    return build_parts(
+        config, ModelPlan.of(config, 300), RankPlace("paris", 0, 0), loop,
+        Turns(torch.device("cpu"), lambda: None), lambda: (0, False),
+    )  # fmt: skip
+
+
+def fresh(**changes: Any) -> nn.Module:
+    """The run's architecture with weights of its own."""
+    config = run_with(sections={"model": {"architecture": {**ARCHITECTURE, **changes}}})
+    model: nn.Module = AutoModelForCausalLM.from_config(load_model_config(config.model, 300))
+    return model.float()
+
+
+def test_the_runs_first_weights_replace_those_of_the_model() -> None:
+    torch.manual_seed(1)
+    first = fresh()
+    torch.manual_seed(2)
+    second = fresh()
+    rank, other = built(first), built(second)
+    assert len(rank.states) == 2
+    for name, tensor in first.named_parameters():
+        assert torch.equal(tensor, dict(second.named_parameters())[name]), name
+        assert torch.equal(anchors(rank)[name], anchors(other)[name])
+        assert rank.live[name].data_ptr() == tensor.data_ptr()
+
+
+def test_another_architecture_is_named() -> None:
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\..*unlike \[model\]"):
+        built(fresh(num_hidden_layers=1))
+    with pytest.raises(ModelError, match=r"also trains model\.layers\.2\."):
+        built(fresh(num_hidden_layers=3))
+    with pytest.raises(ModelError, match=r"has shape \(56, 32\), \[model\] .* says \(48, 32\)"):
+        built(fresh(intermediate_size=56))
+
+
+def test_tensors_of_sixteen_bits_are_named() -> None:
+    with pytest.raises(ModelError, match="is bfloat16; keep trained tensors in fp32"):
+        built(fresh().bfloat16())
+
+
+def test_a_compiled_model_has_the_same_names() -> None:
+    model = fresh()
+    rank = built(torch.compile(model))  # type: ignore[arg-type]
+    assert list(rank.live) == [name for name, _ in model.named_parameters()]
+    assert rank.model.saved_buffers() == {}
+
+
+def test_a_model_on_no_device_is_named() -> None:
+    model = fresh().requires_grad_(False)
+    with pytest.raises(ModelError, match="none is trained"):
+        _ = own_loop(model, [], None, None).device
