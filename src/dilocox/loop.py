@@ -203,8 +203,7 @@ class Site:
                 )
 
     def _of_loader(self, loader: Iterable[B]) -> Iterator[B]:
-        if self._own.batches is not None:
-            self._own.batches.own_loader = True
+        self.uses_own_data()
         epoch = 0
         while self._work is not None:
             set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
@@ -222,6 +221,14 @@ class Site:
                     "object that can be read again, such as a DataLoader"
                 )
             epoch += 1
+
+    def uses_own_data(self) -> None:
+        """Note that the loop reads data of its own. `batches` with a loader calls this by itself.
+
+        The metrics then count no labels of the run's own data.
+        """
+        if self._own.batches is not None:
+            self._own.batches.own_loader = True
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the shared model, which all sites hold in the same bits, as the model's state.

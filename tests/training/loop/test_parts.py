@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from dilocox.models import load_model_config
 from dilocox.training.builder import ModelPlan, RankPlace, anchors
 from dilocox.training.loop.parts import build_parts, check_loop
 from dilocox.training.loop.turns import Turns
+from tests.support.base_model import write_base
 
 ARCHITECTURE = {
     "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -36,7 +38,8 @@ def run_with(
         "sites": {"paris": {"own_code": own_code}, "lyon": {"own_code": True}},
     }
     for name, keys in (sections or {}).items():
-        raw[name] = {**raw.get(name, {}), **keys}
+        merged = {**raw.get(name, {}), **keys}
+        raw[name] = {key: value for key, value in merged.items() if value is not None}
     return resolve_run(raw)
 
 
@@ -67,12 +70,13 @@ def test_several_processes_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyP
     check_loop(run_with(), "paris")
 
 
-def built(model: nn.Module) -> Any:
+def built(model: nn.Module, config: RunConfig | None = None) -> Any:
     """The parts of a rank around `model`."""
-    config = run_with()
-    loop = own_loop(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
+    config = config or run_with()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    loop = own_loop(model, torch.optim.SGD(trained, lr=0.1), None, None)
     return build_parts(
-        config, ModelPlan.of(config, 300), RankPlace("paris", 0, 0), loop,
+        config, ModelPlan.of(config, None), RankPlace("paris", 0, 0), loop,
         Turns(torch.device("cpu"), lambda: None), lambda: (0, False),
     )  # fmt: skip
 
@@ -122,3 +126,25 @@ def test_a_model_on_no_device_is_named() -> None:
     model = fresh().requires_grad_(False)
     with pytest.raises(ModelError, match="none is trained"):
         _ = own_loop(model, [], None, None).device
+
+
+def test_adapters_of_peft_have_the_names_of_the_runs(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = write_base(tmp_path / "base")
+    sections = {"model": {"path": str(base), "architecture": None}, "adapter": {"rank": 4}}
+    config = run_with(sections=sections)
+
+    def parts(alpha: float) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+        lora = LoraConfig(r=4, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+        return built(get_peft_model(model, lora), config)
+
+    rank = parts(32.0)
+    assert len(rank.live) == 2 * 2 * 7
+    assert all(".lora_" in name and ".default" not in name for name in rank.live)
+    assert all(tensor.dtype == torch.float32 for tensor in rank.live.values())
+    with pytest.raises(ModelError, match=r"adapters are scaled by 4, \[adapter\] .* says 8"):
+        parts(16.0)
+    with pytest.raises(ConfigError, match="freeze_a"):
+        check_loop(run_with(sections={**sections, "adapter": {"freeze_a": True}}), "paris")

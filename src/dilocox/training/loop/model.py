@@ -15,6 +15,7 @@ from dilocox.inner.counted import CountedLabels
 from dilocox.inner.loop_optimizers import LoopOptimizers
 from dilocox.inner.site_model import ExchangeGradients
 from dilocox.inner.step_result import StepResult
+from dilocox.models.adapter import PREFIX, is_adapter, stored_name
 from dilocox.training.loop.turns import StepWork, Turns
 
 Evaluation = Callable[[nn.Module, Tensor, Tensor], "Tensor | float"]
@@ -41,13 +42,20 @@ def usual_evaluation(model: nn.Module, inputs: Tensor, labels: Tensor, **more: T
 def trained_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the tensors of `model` that are trained, by name, in the model's order.
 
-    The prefix of a model that `torch.compile` wraps is left out.
+    The prefix of a model that `torch.compile` wraps is left out. Adapters of a PEFT model have the
+    names of PEFT's files.
     """
     return {
-        name.replace("_orig_mod.", ""): parameter
+        _full_name(name): parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+
+
+def _full_name(name: str) -> str:
+    name = name.replace("_orig_mod.", "")
+    inner = name.removeprefix(PREFIX)
+    return stored_name(inner) if is_adapter(name) and is_adapter(stored_name(inner)) else name
 
 
 class LoopModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dilocox.config.adapter import AdapterSection
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError, ModelError
 from dilocox.inner import SiteMesh
@@ -62,6 +64,8 @@ def check_loop(config: RunConfig, site: str) -> None:
             'inner.optimizer: set it to "sgd" in the run file, whatever optimizer the loop has, so '
             "that no exchange and no estimate of memory relies on AdamW's moments"
         )
+    if config.adapter is not None and config.adapter.freeze_a:
+        raise ConfigError("adapter.freeze_a: is done by dilocox's own loop alone; set it to false")
     if config.loss_columns:
         raise ConfigError(
             "data: columns and preferences are read by dilocox's own losses; leave them out"
@@ -89,6 +93,8 @@ def build_parts(
     trained = trained_tensors(loop.model)
     shapes = {name: torch.Size(shape) for name, shape in model_shapes(config, blueprint)[0].items()}
     _check_model(trained, shapes)
+    if config.adapter is not None:
+        _check_scaling(loop.model, config.adapter)
     optimizers = LoopOptimizers(trained, loop.optimizers, loop.state)
     source = blueprint.weights(config)
     with torch.no_grad():
@@ -123,4 +129,16 @@ def _check_model(trained: Mapping[str, nn.Parameter], shapes: Mapping[str, torch
             raise ModelError(
                 f"model: {name} is {str(parameter.dtype).removeprefix('torch.')}; keep trained "
                 "tensors in fp32 (model.float()), and compute in less under torch.autocast"
+            )
+
+
+def _check_scaling(model: nn.Module, adapter: AdapterSection) -> None:
+    """Raise `ModelError` if a PEFT model scales its adapters unlike `[adapter]`."""
+    for module in model.modules():
+        found = getattr(module, "scaling", None)
+        own = found.get("default") if isinstance(found, dict) else None
+        if own is not None and not math.isclose(float(own), adapter.scaling):
+            raise ModelError(
+                f"model: its adapters are scaled by {own:g}, [adapter] of the run file says "
+                f"{adapter.scaling:g}; give LoraConfig the run's rank, alpha and use_rslora"
             )

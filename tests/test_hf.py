@@ -1,0 +1,113 @@
+"""What the callback tells a site of a trainer's training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from dilocox import hf
+from dilocox.errors import ConfigError
+from tests.support.hf_loop import Rows
+from tests.training.loop.test_parts import run_with
+
+
+class Told:
+    """A site that takes `steps` steps and notes what it is told."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.told = steps, []  # type: ignore[var-annotated]
+        self.given: dict[str, Any] = {}
+        self.ended: list[object] = []
+        self.alive = 0
+
+    def __call__(self, config: object, **given: Any) -> Told:
+        self.given = given
+        return self
+
+    def __enter__(self) -> Told:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.ended.append(error)
+
+    def step(self, *, loss: torch.Tensor, tokens: int) -> bool:
+        self.told.append((float(loss), tokens))
+        return len(self.told) < self.steps
+
+    def touch(self) -> None:
+        self.alive += 1
+
+    def uses_own_data(self) -> None:
+        pass
+
+
+class Constant(nn.Module):
+    """A model whose loss is 3, or an error at its fourth micro-batch."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.calls, self.fails = 0, fails
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        if self.fails and self.calls == 4:
+            raise ZeroDivisionError("a mistake of the model")
+        return {"loss": self.weight + 3.0, "logits": torch.zeros(len(input_ids), 1)}
+
+
+def trainer_of(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch, fails: bool = False, **more: Any
+) -> Trainer:
+    monkeypatch.setattr(hf, "site", told)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=0.0,
+        **more,
+    )  # fmt: skip
+    trainer = Trainer(Constant(fails), arguments, train_dataset=Rows(), eval_dataset=Rows())
+    trainer.add_callback(hf.SiteCallback(trainer, run_with(), name="paris"))
+    return trainer
+
+
+def test_each_step_is_told_with_its_loss_and_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(3)
+    trainer = trainer_of(tmp_path, told, monkeypatch, max_steps=50, eval_strategy="steps",
+                         eval_steps=2)  # fmt: skip
+    trainer.train()
+    assert told.told == [(3.0, 2 * 2 * 32)] * 3
+    assert trainer.state.global_step == 3
+    assert told.ended == [None]
+    assert told.alive == 8
+    assert isinstance(told.given["optimizer"], torch.optim.Optimizer)
+    assert told.given["state"]["scheduler"].state_dict()["last_epoch"] == 3
+    assert told.given["model"] is trainer.model
+
+
+def test_an_error_of_the_trainer_ends_the_sites_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(30)
+    trainer = trainer_of(tmp_path, told, monkeypatch, fails=True, max_steps=50)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert len(told.told) == 1
+    assert [type(error) for error in told.ended] == [ZeroDivisionError]
+
+
+def test_a_trainer_that_would_end_before_the_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(30)
+    trainer = trainer_of(tmp_path, told, monkeypatch, max_steps=7)
+    with pytest.raises(ConfigError, match="the trainer takes 7 steps, the run has 8"):
+        trainer.train()
+    assert not told.given
+    assert not told.ended
