@@ -85,7 +85,7 @@ def evaluated(
     control = cast(Any, SimpleNamespace(touch=lambda: None))
     found = Evaluator(cast(Any, rank), control, batches, None, sources)
     without = Evaluator(cast(Any, rank), control, batches, None)
-    figures = Evaluator(cast(Any, rank), control, batches, None, sources, figures=True)
+    figures = Evaluator(cast(Any, rank), control, batches, None, sources, measure=model.measure)
     beside = figures.held_out_loss(0)
     assert beside.mean == found.held_out_loss(0).mean
     assert beside.figures == pytest.approx({"twice": 2 * beside.mean})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from dilocox.inner.counted import CountedLabels
+from dilocox.inner.site_model import EvaluatedBatch
 from dilocox.outer.loss_gate import GradientProbe
 from dilocox.outer.staging import before_change
 from dilocox.training.batches import Batch
@@ -15,6 +17,9 @@ from dilocox.training.builder import RankParts, anchors
 from dilocox.training.control_plane import LeaseControl
 from dilocox.training.held_out_sources import SourceBatches
 from dilocox.utils import tracing
+
+Measure = Callable[[torch.Tensor, torch.Tensor, CountedLabels | None], EvaluatedBatch]
+"""`SiteModel.measure`."""
 
 
 class HeldOutLoss(NamedTuple):
@@ -38,18 +43,18 @@ class Evaluator:
         probe_batch: Batch | None,
         sources: Sequence[SourceBatches] = (),
         *,
-        figures: bool = False,
+        measure: Measure | None = None,
     ) -> None:
         """Keep the batches for evaluations.
 
         `validation`: this rank's part of the held-out batches. `probe_batch`: the batch that the
         gate reads at a boundary; may be None, then no gradient is probed. `sources`: where each of
-        several sources is in `validation`, and what is left of it. `figures`: the loss gives
-        figures beside it.
+        several sources is in `validation`, and what is left of it. `measure`: evaluates a
+        batch instead of the model's `evaluate`, if the loss gives figures beside it.
         """
         self._rank, self._control = rank, control
         self._validation, self.probe_batch = validation, probe_batch
-        self._sources, self._has_figures = sources, figures
+        self._sources, self._measure = sources, measure
 
     def held_out_loss(self, round_: int, *, by_source: bool = False) -> HeldOutLoss:
         """Return the mean held-out loss of the anchor after `round_`, in nats per counted token.
@@ -76,8 +81,8 @@ class Evaluator:
 
     def _loss(self, batch: Batch, figures: list[dict[str, float]] | None = None) -> float:
         """Return the loss of a batch; append what the loss gives beside it to `figures`."""
-        if self._has_figures:
-            loss, found = self._rank.model.measure(*batch)
+        if self._measure is not None:
+            loss, found = self._measure(*batch)
             if figures is not None:
                 figures.append(found)
         else:

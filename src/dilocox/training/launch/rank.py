@@ -28,7 +28,7 @@ from dilocox.errors import (
     RunEndedError,
     RunStoppedError,
 )
-from dilocox.inner import available_cores, resolve_device
+from dilocox.inner import SiteModel, available_cores, resolve_device
 from dilocox.inner.flight_recorder import record_collectives
 from dilocox.inner.garbage import Collector, PythonCollects
 from dilocox.outer.first_state import FirstState
@@ -42,7 +42,7 @@ from dilocox.training.builder import (
     build_rank,
 )
 from dilocox.training.checkpointing import Checkpointer, record_state, take_momentum
-from dilocox.training.evaluator import Evaluator
+from dilocox.training.evaluator import Evaluator, Measure
 from dilocox.training.held_out_batches import admission_of, probe_batch, validation_batches
 from dilocox.training.held_out_sources import source_batches
 from dilocox.training.join_run import JoiningSite
@@ -287,7 +287,7 @@ def _take_part(
             validation_batches(config, files, place.shard, job.hooks.validation),
             probe_batch(config, files, place.shard),
             source_batches(config, files, place.shard, job.hooks),
-            figures=config.data.format == "preference",
+            measure=_measure_of(config, rank),
         ),
         checkpointer=checkpointer,
         hooks=job.hooks,
@@ -388,6 +388,13 @@ def _enter(
         Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
     )
     return trainer.joining_site(entry, first)
+
+
+def _measure_of(config: RunConfig, rank: RankParts) -> Measure | None:
+    """Return the evaluation of a batch that gives figures beside the loss; None without figures."""
+    if config.data.format == "preference" and isinstance(rank.model, SiteModel):
+        return rank.model.measure
+    return None
 
 
 def _first_state(config: RunConfig, site: str, donor: str) -> FirstState:
