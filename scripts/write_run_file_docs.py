@@ -32,6 +32,7 @@ from dilocox.config import (
     preference,
     privacy,
     run_config,
+    settlement,
     site,
 )
 from dilocox.config import model as config_model
@@ -193,7 +194,7 @@ def source_texts() -> dict[tuple[str, str], str]:
     texts: dict[tuple[str, str], str] = {}
     sources = (
         run_config, config_model, adapter, admission, data, data_sources, outputs, preference,
-        privacy, config_rounds, site,
+        privacy, config_rounds, settlement, site,
     )  # fmt: skip
     written = [inspect.getsource(module) for module in sources]
     for node in ast.parse("\n".join(written)).body:

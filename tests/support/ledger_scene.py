@@ -70,10 +70,7 @@ class LedgerScene:
     @property
     def state(self) -> dict[str, Any]:
         """All that the contract keeps about the run, by name."""
-        ledger = self.ledger("owner")
-        (abi,) = (each for each in ledger.abi if each.get("name") == "runOf")
-        names = [each["name"] for each in abi["outputs"][0]["components"]]
-        return dict(zip(names, ledger.call("runOf", self.run), strict=True))
+        return self.ledger("owner").state(self.run)
 
     def who(self, name: str) -> LocalAccount:
         return account_of(name)

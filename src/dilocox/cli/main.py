@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dilocox.cli import audit, evaluate, generate, plan, publish, report, status, verify
+from dilocox.cli import audit, chain, evaluate, generate, plan, publish, report, status, verify
 from dilocox.cli import testbed as lab_command
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.utils.plain_text import plain, plain_lines
@@ -38,6 +38,7 @@ examples:
   dilocox publish runs/run --to public       (page, record and model in one folder, without keys)
   dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
   dilocox auditor runs/run --key mine        (audits a run while it goes on, until it ends)
+  dilocox chain account runs/run             (what the run owes to whom; needs [settlement])
   dilocox export runs/quickstart --to my-model
   dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
 """
@@ -123,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_arguments(sampling)
     evaluating = commands.add_parser("evaluate", parents=[common], help=evaluate.HELP)
     evaluate.add_arguments(evaluating)
+    settling = commands.add_parser("chain", help=chain.HELP)
+    chain.add_arguments(settling, common)
     lab_command.add_to(commands, common, run_file)
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from dilocox.cli.chain import MISSING
+from dilocox.errors import SettlementError
 from dilocox.utils.plain_text import plain
 
 if TYPE_CHECKING:
+    from dilocox.record.verify.chain_anchors import ChainHeads
     from dilocox.record.verify.claims import Finding
     from dilocox.record.verify.verify import Places, Report
 
@@ -75,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file with lines `ROUND HEX`: public randomness that you looked up yourself. Audits "
         "must have been selected by it",
     )  # fmt: skip
+    parser.add_argument(
+        "--chain", type=Path, metavar="FILE",
+        help="file of `dilocox chain register`: the heads that the chain keeps must be prefixes of "
+        "this log",
+    )  # fmt: skip
     parser.set_defaults(call=run)
 
 
@@ -107,9 +116,21 @@ def run(options: argparse.Namespace) -> int:
                 options.auditor,
                 read_randomness(options.randomness) if options.randomness else {},
                 options.adapters,
+                _heads(options.chain),
             ),
             options.json,
         )
+
+
+def _heads(chain: Path | None) -> ChainHeads | None:
+    """Return what the chain says; None if it is not asked."""
+    if chain is None:
+        return None
+    if importlib.util.find_spec("web3") is None:
+        raise SettlementError(MISSING)
+    from dilocox.tools.settlement.chain_heads import chain_heads
+
+    return chain_heads(chain)
 
 
 def judged(

@@ -44,6 +44,7 @@ from dilocox.config.outputs import (
 )
 from dilocox.config.preference import PAIR, REFERENCE, PreferenceSection, preference_problem
 from dilocox.config.privacy import PrivacySection, privacy_problem
+from dilocox.config.settlement import SettlementSection, settlement_problem
 from dilocox.config.site import ZERO_BUBBLE, InnerSection, SiteName, SiteOverride, SiteSection
 from dilocox.errors import ConfigError
 
@@ -119,6 +120,7 @@ class RunConfig(Section):
     record: RecordSection = RecordSection()
     admission: AdmissionSection = AdmissionSection()
     privacy: PrivacySection = PrivacySection()
+    settlement: SettlementSection | None = None
     metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
@@ -139,6 +141,9 @@ class RunConfig(Section):
             )
             or adapter_problem(self.adapter, self.model)
             or preference_problem(self.preference, self.data, self.model, self.adapter)
+            or settlement_problem(
+                self.settlement, self.sites, self.record.enabled, self.exchanges_gradients
+            )
         )
         if problem is not None:
             raise ValueError(problem)
@@ -288,6 +293,8 @@ class RunConfig(Section):
         else:
             # Adapters count even if all their keys are at their defaults.
             shared["adapter"] = {"kind": self.adapter.kind, **shared.get("adapter", {})}
+        if self.settlement is None:
+            shared.pop("settlement", None)
         for section, keys in _OF_ONE_MACHINE.items():
             for key in keys:
                 shared.get(section, {}).pop(key, None)

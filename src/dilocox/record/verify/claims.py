@@ -159,13 +159,22 @@ ATTESTATIONS = Claim(
     "describes",
     "anything yet: this version stores evidence, but does not judge it",
 )
+ANCHORS = Claim(
+    "anchors",
+    False,
+    "every head of the log that the chain keeps is a prefix of this log: what it covers was not "
+    "rewritten after the head's block",
+    "that contract and run on the chain are the ones that you trust: compare them; anything about "
+    "statements after the newest head; when a round was trained",
+)
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
-    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS,
+    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS, ANCHORS,
 )  # fmt: skip
 """All claims. Some are judged only for certain runs: `history` if `record.keep` removes old
 payloads; `base` if adapters are trained; `audits` and `beacon` if the run stores states for audits;
-`release` if the model is signed; `attestations` if a site has signed one."""
+`release` if the model is signed; `attestations` if a site has signed one; `anchors` if a chain is
+asked."""
 
 
 @dataclass(frozen=True)

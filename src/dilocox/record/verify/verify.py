@@ -27,6 +27,7 @@ from dilocox.record.log.transparency_log import (
 from dilocox.record.verify import claims as c
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code, accepted_data
 from dilocox.record.verify.audit_claims import Audits
+from dilocox.record.verify.chain_anchors import ChainHeads, judge_anchors
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.completeness import broken_commitments, gaps, unknown_extension
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
@@ -74,6 +75,8 @@ class Places:
     """Public randomness by round, which the reader has looked up at its source."""
     adapters: Path | None = None
     """Folder that the reader knows to be `adapter.handover`; None: what this machine has."""
+    chain: ChainHeads | None = None
+    """What a chain says about the run; None: no chain was asked."""
 
 
 @dataclass
@@ -146,6 +149,8 @@ class _Verification:
             findings.append(self._judge(c.BEACON, audits.beacon))
         if course is not None and course.attestations:
             findings.append(self._judge(c.ATTESTATIONS, self.attestations))
+        if self.places.chain is not None:
+            findings.append(self._judge(c.ANCHORS, partial(self.anchors, self.places.chain)))
         rounds = {step.key.round for step in course.steps.values()} if course else set()
         return Report(
             run=course.run if course else "",
@@ -191,6 +196,11 @@ class _Verification:
                 raise RecordError(f"{self.places.seen}: cannot be read ({error})") from None
             text += f"; grown from the {check_grown(self.content, key, seen).size} seen"
         return text
+
+    def anchors(self, chain: ChainHeads) -> str:
+        """Judge: the heads that a chain keeps are prefixes of this log."""
+        run = self._need(c.LOG, c.SIGNATURES).run
+        return judge_anchors(chain, run, self.content.entries)
 
     def signatures(self) -> str:
         """Judge: every statement is signed by the required key."""

@@ -13,7 +13,13 @@ from eth_utils.crypto import keccak
 from hexbytes import HexBytes
 from requests.exceptions import RequestException
 from web3 import HTTPProvider, Web3
-from web3.exceptions import ContractCustomError, TransactionNotFound, Web3Exception
+from web3.exceptions import (
+    ContractCustomError,
+    ContractLogicError,
+    TransactionNotFound,
+    Web3Exception,
+    Web3RPCError,
+)
 
 from dilocox.errors import SettlementError
 from dilocox.tools.settlement.artifact import load_artifact
@@ -71,6 +77,15 @@ class Ledger:
         with _named(name):
             return self._contract.functions[name](*arguments).call()
 
+    def state(self, run: bytes) -> dict[str, Any]:
+        """Return all that the contract keeps about a run, by name; zeros if it is unknown.
+
+        Raises `SettlementError` like `call`.
+        """
+        (abi,) = (each for each in self.abi if each.get("name") == "runOf")
+        names = [each["name"] for each in abi["outputs"][0]["components"]]
+        return dict(zip(names, self.call("runOf", run), strict=True))
+
     def send(self, name: str, *arguments: Any, value: int = 0, keep: Keep | None = None) -> Sent:
         """Send a transaction that calls a function; wait until it is in a block.
 
@@ -97,6 +112,16 @@ class Ledger:
             event = self._contract.events[name]()
             found = event.get_logs(from_block=first, argument_filters={"run": run})
             return [dict(each["args"]) for each in found]
+
+    def now(self) -> int:
+        """Return the time of the newest block, seconds. Raises `SettlementError` like `call`."""
+        with _named("eth_getBlockByNumber"):
+            return int(self.web3.eth.get_block("latest")["timestamp"])
+
+    def block(self) -> int:
+        """Return the number of the newest block. Raises `SettlementError` like `call`."""
+        with _named("eth_blockNumber"):
+            return int(self.web3.eth.block_number)
 
     def _signing(self) -> LocalAccount:
         if self.account is None:
@@ -147,7 +172,7 @@ def _sent(web3: Web3, account: LocalAccount, call: Any, value: int, keep: Keep |
 def _received(web3: Web3, hash_: bytes) -> Sent:
     receipt = web3.eth.wait_for_transaction_receipt(hash_, timeout=PATIENCE)
     if receipt["status"] != 1:
-        raise SettlementError(f"transaction 0x{hash_.hex()} was refused in its block")
+        raise RefusedError(f"transaction 0x{hash_.hex()}", "in its block", "the chain")
     return Sent("0x" + hash_.hex(), receipt["gasUsed"], receipt["contractAddress"])
 
 
@@ -158,16 +183,20 @@ def _named(what: str) -> Iterator[None]:
         yield
     except ContractCustomError as error:
         raise RefusedError(what, _error_name(str(error.data))) from None
+    except (ContractLogicError, Web3RPCError) as error:
+        raise RefusedError(what, " ".join(str(error).split())[:300], "the chain") from None
     except (Web3Exception, RequestException, OSError, ValueError) as error:
         text = " ".join(str(error).split())[:300]
         raise SettlementError(f"{what}: the chain's server failed: {text}") from None
 
 
 class RefusedError(SettlementError):
-    """The contract has refused a call."""
+    """The contract, or the chain's server, has refused a call."""
 
-    def __init__(self, call: str, reason: str) -> None:
-        super().__init__(f"{call}: RunLedger refuses: {reason}")
+    permanent = True
+
+    def __init__(self, call: str, reason: str, by: str = "RunLedger") -> None:
+        super().__init__(f"{call}: {by} refuses: {reason}")
         self.reason = reason
         """Name of the contract's error."""
 

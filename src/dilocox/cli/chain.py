@@ -1,0 +1,235 @@
+"""`dilocox chain`: anchor a run's log on a chain, stake, settle, claim, dispute."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dilocox.errors import ConfigError, SettlementError
+from dilocox.utils.plain_text import plain
+
+if TYPE_CHECKING:
+    from eth_account.signers.local import LocalAccount
+
+    from dilocox.tools.settlement.amounts import SiteAmount
+    from dilocox.tools.settlement.run_on_chain import Desk, RunOnChain
+
+HELP = "anchor a run on a chain, and settle what it owes its sites"
+MISSING = "the package web3 is not installed: pip install 'dilocox[chain]'"
+
+
+def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Add the actions of `dilocox chain` to `parser`. `common`: arguments of every command."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+
+    def action(
+        name: str, call: Callable[[argparse.Namespace], list[str]], help_: str, *places: str
+    ) -> argparse.ArgumentParser:
+        found = actions.add_parser(name, parents=[common], help=help_)
+        for each in places:
+            found.add_argument(each.lower(), metavar=each, type=Path)
+        found.set_defaults(call=lambda options: _run(options, call))
+        return found
+
+    making = action("key", _key, "make an account, and write its key to a file", "FILE")
+    _add_password(making)
+    deploying = action("deploy", _deploy, "deploy the contract; print its address")
+    _add_key(deploying, rpc=True)
+    _add_register(action("register", _register, "register a run with its pool", "RUN"))
+    _add_key(action("stake", _stake, "stake what the run asks for", "RUN"))
+    _add_key(action("leave", _leave, "end a stake, and take it back once it is free", "RUN"))
+    funding = action("fund", _fund, "add to the pool; every call adds", "RUN")
+    _add_key(funding)
+    funding.add_argument("--amount", type=coin, required=True, metavar="COINS")
+    _add_key(action("anchor", _anchor, "anchor a checkpoint: of standard input, or the newest",
+                    "RUN"))  # fmt: skip
+    accounting = action("account", _account, "print what the run owes, by its log alone", "RUN")
+    accounting.add_argument(
+        "--size", type=int, metavar="N",
+        help="by the log's first N statements (default: all that its checkpoint covers)",
+    )  # fmt: skip
+    accounting.add_argument("--json", action="store_true", help="print the amounts as JSON")
+    _add_key(action("settle", _settle, "settle what the anchored log says", "RUN"))
+    _add_key(action("claim", _claim, "claim what is settled, and withdraw it", "RUN"))
+    showing = action("status", _status, "print pool, head, settlement and stakes", "RUN")
+    showing.add_argument(
+        "--account", action="append", default=[], metavar="ADDRESS", help="show this account, too"
+    )
+
+
+def _add_register(parser: argparse.ArgumentParser) -> None:
+    _add_key(parser, rpc=True)
+    parser.add_argument("--contract", required=True, metavar="ADDRESS")
+    parser.add_argument(
+        "--window", type=int, default=86_400, metavar="SECONDS",
+        help="time in which auditors may veto a settlement (default: a day)",
+    )  # fmt: skip
+    parser.add_argument("--stake", type=coin, required=True, metavar="COINS", help="least stake")
+    parser.add_argument("--pool", type=coin, required=True, metavar="COINS")
+    parser.add_argument(
+        "--auditor", action="append", required=True, metavar="ADDRESS",
+        help="account of an auditor; give it once for each",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quorum", type=int, required=True, metavar="N", help="auditors that must agree"
+    )
+
+
+def _add_key(parser: argparse.ArgumentParser, rpc: bool = False) -> None:
+    parser.add_argument(
+        "--key", type=Path, required=True, metavar="FILE", help="file of the account's key"
+    )
+    _add_password(parser)
+    if rpc:
+        parser.add_argument("--rpc", required=True, metavar="URL", help="server of the chain")
+
+
+def _add_password(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--password-file", type=Path, metavar="FILE",
+        help="file of mode 600 whose first line is the key's password (default: a prompt)",
+    )  # fmt: skip
+
+
+def coin(text: str) -> int:
+    """Parse a number of coins; return wei."""
+    try:
+        wei = Decimal(text) * 10**18
+        if wei.is_finite() and wei >= 0 and wei == int(wei):
+            return int(wei)
+    except InvalidOperation:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of coins, such as 1.5")
+
+
+def _run(options: argparse.Namespace, call: Callable[[argparse.Namespace], list[str]]) -> int:
+    """Run an action and print its lines. Amounts alone need no chain, and no package for it."""
+    if call is not _account and importlib.util.find_spec("web3") is None:
+        raise SettlementError(MISSING)
+    for line in call(options):
+        print(plain(line))
+    return 0
+
+
+def _account_of(options: argparse.Namespace) -> LocalAccount:
+    from dilocox.tools.settlement.keystore import load_key, read_password
+
+    return load_key(options.key, read_password(options.password_file, options.key))
+
+
+def _opened(options: argparse.Namespace) -> tuple[Desk, RunOnChain]:
+    """The desk of the account, and the run of RUN: its folder, or the file `chain.json`."""
+    from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
+
+    run = RunOnChain.read(options.run)
+    folder = options.run / FOLDER if options.run.is_dir() else options.run.parent
+    return Desk(run.ledger(_account_of(options)), folder), run
+
+
+def _key(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement.keystore import create_key, read_password
+
+    address = create_key(options.file, read_password(options.password_file, options.file))
+    return [address]
+
+
+def _deploy(options: argparse.Namespace) -> list[str]:
+    account = _account_of(options)
+    from dilocox.tools.settlement.journal import Journal
+    from dilocox.tools.settlement.ledger import connect
+    from dilocox.tools.settlement.settling import deploy_once
+
+    journal = Journal(options.key.with_name(f"{options.key.name}.deploy.jsonl"))
+    return deploy_once(connect(options.rpc), account, journal)
+
+
+def _register(options: argparse.Namespace) -> list[str]:
+    account = _account_of(options)
+    from dilocox.tools.settlement.ledger import Ledger, connect
+    from dilocox.tools.settlement.run_on_chain import FOLDER, Desk
+    from dilocox.tools.settlement.settling import register
+
+    if not options.run.is_dir():
+        raise ConfigError(f"{options.run}: not a run's folder")
+    ledger = Ledger(connect(options.rpc), options.contract, account)
+    return register(
+        Desk(ledger, options.run / FOLDER), options.run, options.rpc, options.window,
+        options.stake, options.auditor, options.quorum, options.pool,
+    )  # fmt: skip
+
+
+def _stake(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import settling
+
+    return settling.stake(*_opened(options))
+
+
+def _leave(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import settling
+
+    return settling.leave(*_opened(options))
+
+
+def _fund(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import settling
+
+    return settling.fund(*_opened(options), options.amount)
+
+
+def _anchor(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import settling
+
+    note = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    return settling.anchor(*_opened(options), options.run, note or None)
+
+
+def _settle(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import settling
+
+    return settling.settle(*_opened(options), options.run)
+
+
+def _claim(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import settling
+
+    return settling.claim(*_opened(options), options.run)
+
+
+def _status(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement.run_on_chain import RunOnChain
+    from dilocox.tools.settlement.settling import status
+
+    run = RunOnChain.read(options.run)
+    return status(run.ledger(), run, options.account)
+
+
+def _account(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement.amounts import amounts, read_prefix
+
+    prefix = read_prefix(options.run, options.size)
+    found = amounts(prefix.course)
+    if options.json:
+        said: dict[str, Any] = {
+            "run": prefix.course.run, "size": prefix.size, "root": prefix.root.hex(),
+            "sites": [{**vars(each), "tokens": str(each.tokens), "wei": str(each.wei)}
+                      for each in found],
+        }  # fmt: skip
+        return [json.dumps(said)]
+    head = f"by the first {prefix.size} statements of the log, root {prefix.root.hex()}"
+    return [head, *map(_line, found)] if found else [head, "no outer step counts yet"]
+
+
+def _line(each: SiteAmount) -> str:
+    where = each.account or "no account: not paid"
+    bad = ", ".join(map(str, each.withheld))
+    withheld = f"; not paid by an auditor's verdict: round {bad}" if bad else ""
+    return (
+        f"{each.site:<12} {int(each.tokens):>14,} tokens in {each.rounds} rounds  "
+        f"{each.wei / 10**18:.9f} coins  {where}{withheld}"
+    )

@@ -1,0 +1,59 @@
+"""Section `[settlement]` of the run file: what a run pays its sites for, and where to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated
+
+from pydantic import Field
+
+from dilocox.config.base import Section
+from dilocox.config.site import SiteName
+
+Account = Annotated[str, Field(pattern=r"^0x[0-9a-fA-F]{40}$")]
+Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class SettlementSection(Section):
+    """`[settlement]`: what the run pays its sites for, on a chain ([settlement](settlement.md)).
+
+    All sites sign it with the rest of the run file, so the coordinator cannot change it later.
+    Training itself does not use it.
+    """
+
+    price: Annotated[int, Field(gt=0, le=2**53 - 1)]
+    """Price of a million tokens whose contribution counts, in gwei (1e-9 of the chain's coin)."""
+    accounts: dict[SiteName, Account] = Field(default={})
+    """Account of each site on the chain, 0x and 40 hex digits, by name of the site. A site without
+    an account is not paid."""
+    auditors: list[Key] = Field(default=[])
+    """Public keys, 64 hex digits, of auditors. A round of a site is not paid if one of them has
+    handed in the verdict MISMATCH or FAIL. Verdicts of others change no amount."""
+
+
+def settlement_problem(
+    settlement: SettlementSection | None, sites: Collection[str], recorded: bool, gradients: bool
+) -> str | None:
+    """Return why a run cannot be settled as `[settlement]` says, with the remedy, or None.
+
+    Args:
+        settlement: The section; None if the run file has none.
+        sites: Names of the run's sites.
+        recorded: True if the run writes a record.
+        gradients: True if the method exchanges gradients, without outer steps.
+    """
+    if settlement is None:
+        return None
+    strange = sorted(set(settlement.accounts) - set(sites))
+    if strange:
+        return f"settlement.accounts names {strange[0]!r}, which is not one of the sites: " + (
+            ", ".join(sites)
+        )
+    if not recorded:
+        return "settlement: amounts follow from the record: set record.enabled, or leave it out"
+    if gradients:
+        return (
+            "settlement: amounts follow from outer steps, and this method exchanges gradients: "
+            "choose another outer.method, or leave [settlement] out"
+        )
+    return None

@@ -1,0 +1,67 @@
+"""Judges the claim `anchors`: the heads that a chain keeps are prefixes of this log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dilocox.errors import RecordError
+from dilocox.record.log.audit_verdicts import Prefix
+from dilocox.record.log.merkle import roots_at
+from dilocox.record.log.transparency_log import leaves_of
+from dilocox.record.verify.claims import NotRunError
+
+
+@dataclass(frozen=True)
+class ChainHeads:
+    """What a chain says about a run."""
+
+    where: str
+    """The contract and the run's id in it, for the line of the claim."""
+    log: str = ""
+    """Id of the log that the run was registered for, hex."""
+    heads: tuple[Prefix, ...] = ()
+    """All anchored heads, in their order."""
+    forked: bool = False
+    """True if the chain has evidence that the owner has signed two logs."""
+    fault: str = ""
+    """Why the chain could not be asked; empty if it was."""
+
+
+def judge_anchors(found: ChainHeads, run: str, entries: Sequence[str]) -> str:
+    """Return a line on the anchored heads, which are prefixes of the log.
+
+    Args:
+        found: What the chain says.
+        run: Id of the log that is verified.
+        entries: All entries of that log.
+
+    Raises:
+        RecordError: A head is not a prefix of the log, or of another run (FAIL).
+        NotRunError: The chain could not be asked, or has no head.
+    """
+    if found.fault:
+        raise NotRunError(found.fault)
+    if found.log != run:
+        raise RecordError(f"{found.where} is of log {found.log[:12]}…, this is {run[:12]}…")
+    if found.forked:
+        raise RecordError(f"{found.where}: the owner has signed two logs of one size")
+    if not found.heads:
+        raise NotRunError(f"{found.where} has no anchored head")
+    last = found.heads[-1]
+    roots = roots_at(leaves_of(entries), [each.size for each in found.heads])
+    for each in found.heads:
+        if each.size > len(entries):
+            raise RecordError(
+                f"the chain has a head of {each.size} statements, this log has {len(entries)}: it "
+                "was cut back"
+            )
+        if roots[each.size].hex() != each.root:
+            raise RecordError(
+                f"the chain's head of {each.size} statements is not a prefix of this log"
+            )
+    count = f"{len(found.heads)} heads" if len(found.heads) > 1 else "1 head"
+    return (
+        f"{count} of {found.where}, the newest of {last.size} of {len(entries)} statements; the "
+        f"last {len(entries) - last.size} are not anchored"
+    )

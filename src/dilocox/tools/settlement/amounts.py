@@ -1,0 +1,150 @@
+"""What a run owes its sites: a pure function of the first statements of its log.
+
+Paid are token ranges whose contribution counts in an outer step. The exchanges of a round, one per
+stage and fragment, have equal parts in the payment of the round's tokens. A site gets the parts of
+those exchanges in whose contribution set it is. Rounds that a resume has abandoned are not paid,
+nor are rounds of a site with the verdict MISMATCH or FAIL of one of the run file's auditors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from dilocox.errors import SettlementError
+from dilocox.record.log.audit_verdicts import BAD
+from dilocox.record.log.merkle import Frontier
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.transparency_log import LogContent, leaves_of, read_covered, read_text
+from dilocox.record.log.verdict_statements import latest
+from dilocox.record.verify.run_history import RunHistory, read_history
+from dilocox.record.verify.verdict_validity import stands
+
+WEI_PER_PRICE = 1000
+"""Wei per token at a price of one gwei per million tokens: 1e9 / 1e6."""
+
+
+@dataclass(frozen=True)
+class SiteAmount:
+    """What one site has earned since the run began."""
+
+    site: str
+    account: str
+    """The site's address; empty if the run file names none."""
+    tokens: Fraction
+    """Tokens that are paid; a token counts by the part of its round's exchanges that count."""
+    rounds: int
+    """Rounds in which some of the site's tokens are paid."""
+    withheld: tuple[int, ...]
+    """Rounds that are not paid because of an auditor's verdict."""
+    wei: int
+    """The amount, rounded down once, at the end."""
+
+
+@dataclass(frozen=True)
+class LogPrefix:
+    """The first statements of a run's log, with all signatures checked."""
+
+    size: int
+    root: bytes
+    """RFC 6962 root."""
+    course: RunHistory
+
+
+def read_prefix(folder: Path, size: int | None = None, key: str | None = None) -> LogPrefix:
+    """Read the first `size` statements of the log in a run's folder.
+
+    Args:
+        folder: The run's folder.
+        size: Number of statements; None: all that the log's newest checkpoint covers.
+        key: The log's key, from another source than the record; None: the record's own.
+
+    Raises:
+        SettlementError: The log's checkpoint does not cover so many statements.
+        RecordError: The log cannot be read, or is not what its key has signed.
+    """
+    content = covered(folder, key)
+    size = len(content.entries) if size is None else size
+    if not 0 < size <= len(content.entries):
+        raise SettlementError(
+            f"{folder}: the log's checkpoint covers {len(content.entries)} statements, not {size}"
+        )
+    entries = content.entries[:size]
+    root = Frontier(leaves_of(entries)).root
+    return LogPrefix(size, root, read_history(entries, NoteKey.parse(content.public)))
+
+
+def covered(folder: Path, key: str | None = None) -> LogContent:
+    """Open the covered part of the log in a run's folder. Raises `RecordError`."""
+    record = folder / "record"
+    public = read_text(record / "log.pub").strip() if key is None else key
+    return read_covered(record, NoteKey.parse(public))
+
+
+def amounts(course: RunHistory) -> list[SiteAmount]:
+    """Return what each site has earned, sorted by name. Pure.
+
+    Raises `SettlementError` if the run file has no `[settlement]`.
+    """
+    terms = terms_of(course)
+    length = int(course.config["data"]["sequence_length"])
+    refused = _refused(course, terms)
+    earned: dict[str, dict[int, Fraction]] = {}
+    withheld: dict[str, set[int]] = {}
+    for step in course.steps.values():
+        if step.flush:
+            continue
+        for site in step.set:
+            if (site, step.key.round) in refused:
+                withheld.setdefault(site, set()).add(step.key.round)
+                continue
+            tokens = length * sum(int(count) for _, count in step.said["ranges"][site])
+            part = Fraction(tokens, course.stages * step.fragments)
+            of_round = earned.setdefault(site, {})
+            of_round[step.key.round] = of_round.get(step.key.round, Fraction()) + part
+    return [
+        _amount(site, terms, earned.get(site, {}), withheld.get(site, set()))
+        for site in sorted({*earned, *withheld})
+    ]
+
+
+def by_account(found: list[SiteAmount]) -> dict[str, int]:
+    """Return wei by account, for sites that have one and have earned something."""
+    total: dict[str, int] = {}
+    for each in found:
+        if each.account and each.wei:
+            total[each.account] = total.get(each.account, 0) + each.wei
+    return total
+
+
+def terms_of(course: RunHistory) -> Mapping[str, Any]:
+    """Return `[settlement]` of the run file. Raises `SettlementError` if it has none."""
+    terms: Mapping[str, Any] | None = course.config.get("settlement")
+    if terms is None:
+        raise SettlementError(
+            "the run file has no [settlement], so nothing has a price; name price and accounts "
+            "there before the run begins"
+        )
+    return terms
+
+
+def _amount(
+    site: str, terms: Mapping[str, Any], rounds: Mapping[int, Fraction], withheld: set[int]
+) -> SiteAmount:
+    tokens = sum(rounds.values(), Fraction())
+    wei = int(tokens * int(terms["price"]) * WEI_PER_PRICE)
+    # Small letters: so an account that two sites write in two ways is one.
+    account = str(terms["accounts"].get(site, "")).lower()
+    return SiteAmount(site, account, tokens, len(rounds), tuple(sorted(withheld)), wei)
+
+
+def _refused(course: RunHistory, terms: Mapping[str, Any]) -> set[tuple[str, int]]:
+    """Return (site, round) of the bad verdicts that count."""
+    return {
+        (each.site, each.round)
+        for each in latest(course.verdicts)
+        if each.auditor in terms["auditors"] and each.verdict in BAD and stands(course, each)
+    }

@@ -1,0 +1,367 @@
+"""What the owner of a run and its sites do on a chain. Every function can be repeated.
+
+Each looks at the chain first, does what is missing, and returns lines that say what was done.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eth_account.signers.local import LocalAccount
+from web3 import Web3
+
+from dilocox.errors import RecordError, SettlementError
+from dilocox.record.log import statements as s
+from dilocox.record.log.merkle import consistency_proof, root_of, roots_at
+from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, open_note
+from dilocox.record.log.transparency_log import leaves_of
+from dilocox.tools.settlement.amounts import amounts, by_account, covered, read_prefix, terms_of
+from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
+from dilocox.tools.settlement.journal import Journal
+from dilocox.tools.settlement.ledger import Ledger, deploy, send_again
+from dilocox.tools.settlement.run_on_chain import Desk, RunOnChain
+
+COIN = 10**18
+"""Wei of one coin."""
+
+
+def deploy_once(web3: Web3, account: LocalAccount, journal: Journal) -> list[str]:
+    """Deploy a contract, or name the one that a crash has left half deployed.
+
+    Raises `SettlementError` if the chain refuses or fails.
+    """
+    with journal.only_here():
+        half = list(journal.open().items())
+        if half:
+            hash_, signed = half[-1]
+            sent = send_again(web3, bytes.fromhex(hash_), bytes.fromhex(signed))
+        else:
+            sent = deploy(web3, account, journal.keep)
+        journal.done(sent.hash)
+    return [f"{sent.contract}", f"deployed RunLedger; {sent.gas} gas"]
+
+
+def register(
+    desk: Desk, folder: Path, rpc: str, window: int, stake: int, auditors: Sequence[str],
+    quorum: int, pool: int,
+) -> list[str]:  # fmt: skip
+    """Register the run in `folder`, and write its `chain.json`.
+
+    Args:
+        desk: The owner's.
+        folder: The run's folder, with its record.
+        rpc: URL of the RPC server, for `chain.json`.
+        window: Seconds in which a settlement can be vetoed.
+        stake: Least stake, wei.
+        auditors: Addresses of the auditors' accounts.
+        quorum: Number of auditors that must agree.
+        pool: Wei that are paid into the pool.
+
+    Raises:
+        SettlementError: The chain refuses or fails, or a value cannot be used.
+        RecordError: The record cannot be read.
+    """
+    accounts = [_checked(each) for each in auditors]
+    if not 1 <= quorum <= len(set(accounts)):
+        raise SettlementError(f"--quorum {quorum}: there are {len(set(accounts))} auditors")
+    prefix = read_prefix(folder, 1)
+    _check_accounts(terms_of(prefix.course))
+    log, ledger = prefix.course.run, desk.ledger
+    with desk.opened():
+        block = ledger.block()
+        found = RunOnChain(rpc, ledger.address, desk.account.address, log, block)
+        state = ledger.state(found.run)
+        if int(state["owner"], 16):
+            # It may have been registered long before the newest block.
+            return [
+                f"run 0x{found.run.hex()}: registered already; pool {coins(state['pool'])}",
+                _written(replace(found, block=0), folder),
+            ]
+        root = AuditorsTree(accounts).root
+        manifest = bytes.fromhex(prefix.course.manifest["config_digest"])
+        terms = (bytes.fromhex(log), manifest, window, stake, root, quorum)
+        sent = desk.send("register", *terms, value=pool)
+    return [
+        f"registered run 0x{found.run.hex()} with a pool of {coins(pool)}; {sent.gas} gas",
+        _written(found, folder),
+    ]
+
+
+def _written(found: RunOnChain, folder: Path) -> str:
+    try:
+        first = RunOnChain.read(folder)
+    except SettlementError:
+        return f"{found.write(folder)}: give it to the sites"
+    if (first.contract, first.run) != (found.contract, found.run):
+        raise SettlementError(
+            f"{folder}/settlement/chain.json is of another contract or owner: move it away first"
+        )
+    return f"{folder}/settlement/chain.json: give it to the sites"
+
+
+def stake(desk: Desk, run: RunOnChain) -> list[str]:
+    """Stake what is missing to the run's least stake. Raises `SettlementError`."""
+    with desk.opened():
+        state = _known(desk.ledger, run)
+        amount, leaving = desk.ledger.call("stakes", run.run, desk.account.address)
+        missing = max(0, state["minStake"] - amount)
+        if not missing and not leaving:
+            return [f"{desk.account.address}: staked already, {coins(amount)}"]
+        desk.send("stake", run.run, value=missing)
+    return [f"{desk.account.address}: staked, {coins(amount + missing)}"]
+
+
+def leave(desk: Desk, run: RunOnChain) -> list[str]:
+    """Announce to leave, and take the stake back once it is free. Raises `SettlementError`."""
+    with desk.opened():
+        state = _known(desk.ledger, run)
+        amount, leaving = desk.ledger.call("stakes", run.run, desk.account.address)
+        if not amount:
+            return [f"{desk.account.address}: nothing is staked", *_withdraw(desk)]
+        if not leaving:
+            desk.send("leaveRun", run.run)
+            wait = 2 * state["window"]
+            return [f"{desk.account.address}: leaving; run this again in {wait} seconds"]
+        left = leaving + 2 * state["window"] - desk.ledger.now()
+        if left > 0:
+            return [f"{desk.account.address}: leaving; run this again in {left} seconds"]
+        desk.send("withdrawStake", run.run)
+        return [f"{desk.account.address}: has left with {coins(amount)}", *_withdraw(desk)]
+
+
+def anchor(desk: Desk, run: RunOnChain, folder: Path, note: str | None) -> list[str]:
+    """Anchor a checkpoint of the run's log, unless the chain has it or a later one.
+
+    Args:
+        desk: The owner's.
+        run: The run.
+        folder: The run's folder.
+        note: The signed checkpoint; None: the newest one of the folder.
+
+    Raises:
+        SettlementError: The chain refuses or fails, or its head is not a prefix of this log.
+        RecordError: The log cannot be read, or `note` is no checkpoint of it.
+    """
+    content = covered(folder)
+    key = NoteKey.parse(content.public)
+    checkpoint = LogCheckpoint.parse(open_note(note or content.note, key))
+    entries = content.entries[: checkpoint.size]
+    leaves = list(leaves_of(entries))
+    if len(leaves) != checkpoint.size or root_of(leaves) != checkpoint.root:
+        raise RecordError(f"{folder}: the checkpoint is not one of this log")
+    with desk.opened():
+        head = _known(desk.ledger, run)
+        size = head["size"]
+        if size and roots_at(leaves_of(content.entries), [size]).get(size) != head["root"]:
+            raise SettlementError(
+                f"the chain's head of {size} statements is not a prefix of this log: another log "
+                "was anchored for this run"
+            )
+        if size >= checkpoint.size:
+            return [f"anchored already: {size} statements"]
+        proof = consistency_proof(leaves, size) if size else []
+        _sign_head(desk, run, folder, checkpoint)
+        number = _last_round(entries)
+        sent = desk.send("anchor", run.run, number, checkpoint.size, checkpoint.root, proof)
+    return [f"anchored {checkpoint.size} statements; {sent.gas} gas"]
+
+
+def _sign_head(desk: Desk, run: RunOnChain, folder: Path, checkpoint: LogCheckpoint) -> None:
+    """Add the owner's signed head to `settlement/heads.jsonl`, once.
+
+    Raises `SettlementError` if another head of this size was signed: that would cost the stake.
+    """
+    path = folder / "settlement" / "heads.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    known = {each["size"]: each["root"] for each in map(json.loads, lines)}
+    root = checkpoint.root.hex()
+    if known.get(checkpoint.size, root) != root:
+        raise SettlementError(f"{path}: another head of {checkpoint.size} statements was signed; "
+                              "a second one would cost the stake")  # fmt: skip
+    if checkpoint.size in known:
+        return
+    said = {"run": run.run, "size": checkpoint.size, "root": checkpoint.root}
+    signature = desk.ledger.domain.sign(desk.account, "Head", **said)
+    line = {"size": checkpoint.size, "root": root, "signature": signature.hex()}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _last_round(entries: Sequence[str]) -> int:
+    """Return the round of the last outer step of the log; 0 without one."""
+    found = 0
+    for entry in entries:
+        statement, _ = s.opened(entry)
+        if statement.kind == s.STEP:
+            found = int(statement.predicate["round"])
+    return found
+
+
+def settle(desk: Desk, run: RunOnChain, folder: Path) -> list[str]:
+    """Settle the amounts of the newest anchored head, unless that is done.
+
+    Raises `SettlementError` if the chain refuses or fails, or its head is not one of this log, and
+    `RecordError` if the log cannot be read.
+    """
+    with desk.opened():
+        ledger = desk.ledger
+        state = _known(ledger, run)
+        tree, owed = claims_at(run, folder, state["size"], state["root"])
+        if tree.root in (state["pending"], state["accepted"]):
+            return [f"settled already: {state['size']} statements, {coins(sum(owed.values()))}"]
+        left = state["pendingSince"] + state["window"] - ledger.now()
+        if int.from_bytes(state["pending"]) and left > 0:
+            return [f"settlement {state['settlements']} waits {left} seconds for vetoes; then run "
+                    "this again"]  # fmt: skip
+        sent = desk.send("settle", run.run, state["size"], tree.root)
+        lines = [f"settled {coins(sum(owed.values()))} to {len(owed)} accounts by "
+                 f"{state['size']} statements; {sent.gas} gas"]  # fmt: skip
+        claimed = sum(ledger.call("claimed", run.run, _checked(each)) for each in owed)
+        missing = sum(owed.values()) - claimed - state["pool"]
+        if missing > 0:
+            lines.append(f"the pool lacks {coins(missing)}: dilocox chain fund")
+    return lines
+
+
+def claims_at(
+    run: RunOnChain, folder: Path, size: int, root: bytes
+) -> tuple[ClaimsTree, dict[str, int]]:
+    """Return the claims after the log's first `size` statements, and wei by account.
+
+    Raises `SettlementError` if the log's root there is not `root`, or if nothing is owed.
+    """
+    if not size:
+        raise SettlementError("nothing is anchored yet: dilocox chain anchor first")
+    prefix = read_prefix(folder, size)
+    if prefix.root != root:
+        raise SettlementError(f"the chain's head of {size} statements is not a prefix of this log")
+    _check_accounts(terms_of(prefix.course))
+    owed = by_account(amounts(prefix.course))
+    if not owed:
+        raise SettlementError(f"nothing is owed to any account after {size} statements")
+    return ClaimsTree(run.run, owed), owed
+
+
+def claim(desk: Desk, run: RunOnChain, folder: Path) -> list[str]:
+    """Claim what the accepted settlement owes the account, and withdraw all its credit.
+
+    Raises `SettlementError` if the chain refuses or fails, or if the settlement is not what this
+    log gives, and `RecordError` if the log cannot be read.
+    """
+    with desk.opened():
+        state = _known(desk.ledger, run)
+        accepted = accepted_root(state, desk.ledger.now())
+        if not int.from_bytes(accepted):
+            return ["no settlement is accepted yet", *_withdraw(desk)]
+        tree, owed = _settlement(desk.ledger, run, folder, accepted)
+        account = desk.account.address.lower()
+        amount = owed.get(account, 0)
+        before = desk.ledger.call("claimed", run.run, desk.account.address)
+        if amount <= before:
+            return [f"{coins(before)} claimed already, no more is owed", *_withdraw(desk)]
+        if not state["pool"]:
+            return [f"{coins(amount - before)} are owed, and the pool is empty", *_withdraw(desk)]
+        proof = tree.proof(account)
+        desk.send("claim", run.run, desk.account.address, amount, proof)
+        paid = desk.ledger.call("claimed", run.run, desk.account.address) - before
+        return [f"claimed {coins(paid)} of {coins(amount - before)}", *_withdraw(desk)]
+
+
+def accepted_root(state: Mapping[str, Any], now: int) -> bytes:
+    """Return the claims root that claims count against now; zeros: none."""
+    pending: bytes = state["pending"]
+    if int.from_bytes(pending) and now >= state["pendingSince"] + state["window"]:
+        return pending
+    accepted: bytes = state["accepted"]
+    return accepted
+
+
+def _settlement(
+    ledger: Ledger, run: RunOnChain, folder: Path, claims_root: bytes
+) -> tuple[ClaimsTree, dict[str, int]]:
+    """Return the claims of the settlement with this root, as this log gives them."""
+    settled = [e for e in ledger.events("Settled", run.run, run.block)
+               if e["claimsRoot"] == claims_root]  # fmt: skip
+    heads = {e["size"]: e["root"] for e in ledger.events("Anchored", run.run, run.block)}
+    size = settled[-1]["size"]
+    tree, owed = claims_at(run, folder, size, heads[size])
+    if tree.root != claims_root:
+        raise SettlementError(
+            f"the settlement by {size} statements is not what this log gives: show it to the "
+            "auditors (dilocox chain dispute)"
+        )
+    return tree, owed
+
+
+def _withdraw(desk: Desk) -> list[str]:
+    credit = desk.ledger.call("balanceOf", desk.account.address)
+    if not credit:
+        return []
+    desk.send("withdraw")
+    return [f"withdrew {coins(credit)}"]
+
+
+def fund(desk: Desk, run: RunOnChain, amount: int) -> list[str]:
+    """Add `amount` wei to the pool. Raises `SettlementError`."""
+    with desk.opened():
+        desk.send("fund", run.run, value=amount)
+        return [f"pool {coins(desk.ledger.state(run.run)['pool'])}"]
+
+
+def status(ledger: Ledger, run: RunOnChain, accounts: Sequence[str] = ()) -> list[str]:
+    """Return lines on a run: pool, head, settlement, and `accounts`. Raises `SettlementError`."""
+    state, now = _known(ledger, run), ledger.now()
+    end = "; FORKED: the owner has signed two logs" if state["forked"] else ""
+    end += "; closing" if state["closedAt"] else ""
+    lines = [
+        f"run         0x{run.run.hex()}{end}",
+        f"owner       {state['owner']}",
+        f"pool        {coins(state['pool'])}",
+        f"head        {state['size']} statements, round {state['round']}, {state['root'].hex()}",
+    ]
+    left = state["pendingSince"] + state["window"] - now
+    pending = int.from_bytes(state["pending"])
+    said = f"number {state['settlements']}, " + (
+        f"can be vetoed for {left} seconds" if pending and left > 0 else "accepted"
+    )
+    if not int.from_bytes(accepted_root(state, now)) and not (pending and left > 0):
+        said = "none"
+    lines.append(f"settlement  {said}")
+    for each in dict.fromkeys([state["owner"], *map(_checked, accounts)]):
+        amount, leaving = ledger.call("stakes", run.run, each)
+        claimed = ledger.call("claimed", run.run, each)
+        going = ", leaving" if leaving else ""
+        lines.append(f"account     {each}: stake {coins(amount)}{going}, claimed {coins(claimed)}")
+    return lines
+
+
+def coins(wei: int) -> str:
+    """Return wei as coins."""
+    return f"{Web3.from_wei(wei, 'ether'):f} coins"
+
+
+def _known(ledger: Ledger, run: RunOnChain) -> dict[str, Any]:
+    state = ledger.state(run.run)
+    if not int(state["owner"], 16):
+        raise SettlementError(f"run 0x{run.run.hex()} is not registered in {run.contract}")
+    return state
+
+
+def _checked(account: str) -> str:
+    """Return an address with its checksum. Raises `SettlementError` for a mistyped one."""
+    digits = account.removeprefix("0x")
+    right = Web3.is_address(account) and (
+        digits in (digits.lower(), digits.upper()) or Web3.is_checksum_address(account)
+    )
+    if not right:
+        raise SettlementError(f"{account}: not an account's address; one of its digits is wrong")
+    return str(Web3.to_checksum_address(account))
+
+
+def _check_accounts(terms: Mapping[str, Any]) -> None:
+    for each in terms["accounts"].values():
+        _checked(str(each))

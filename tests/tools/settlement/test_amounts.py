@@ -1,0 +1,171 @@
+"""What sites have earned, against a second implementation that shares no code with the first."""
+
+from __future__ import annotations
+
+import base64
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.record_scene import Scene
+
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.errors import SettlementError
+from dilocox.record.log.statements import Signer
+from dilocox.record.log.verdict_statements import HandedIn
+from dilocox.tools.settlement.amounts import amounts, by_account, read_prefix
+
+ACCOUNTS = {"a": "0x" + "aA" * 20, "b": "0x" + "bb" * 20, "c": "0x" + "aa" * 20}
+AUDITOR, OTHER = Signer.from_hex("77" * 32), Signer.from_hex("78" * 32)
+PRICE = 3_000_001
+
+
+def second_opinion(folder: Path, size: int) -> dict[str, int]:
+    """Wei by account after the first `size` statements, from the plain text of the log alone."""
+    steps: dict[str, Any] = {}
+    bad: dict[tuple[str, str, int], str] = {}
+    run: dict[str, Any] = {}
+    lines = (folder / "record" / "statements.jsonl").read_text().splitlines()[:size]
+    for line in lines:
+        statement = json.loads(base64.b64decode(json.loads(line)["payload"]))
+        kind, said = statement["predicateType"], statement["predicate"]
+        if "run-manifest" in kind:
+            run = said["config"]
+        elif "outer-step" in kind:
+            steps[said["exchange_key"]] = said
+        elif ":resume:" in kind:
+            steps = {key: each for key, each in steps.items() if each["tick"] <= said["tick"]}
+        elif "audit-verdict" in kind:
+            bad[said["auditor"], said["site"], said["round"]] = said["verdict"]
+    terms = run["settlement"]
+    refused = {
+        (site, number)
+        for (auditor, site, number), verdict in bad.items()
+        if auditor in terms["auditors"] and verdict in ("MISMATCH", "FAIL")
+    }
+    tokens: dict[str, Fraction] = {}
+    for said in steps.values():
+        for site in said["set"] if said["kind"] == "train" else []:
+            if (site, said["round"]) not in refused:
+                read = sum(count for _, count in said["ranges"][site])
+                read *= run["data"]["sequence_length"]
+                parts = run["site"]["stages"] * said["fragments"]
+                tokens[site] = tokens.get(site, Fraction(0)) + Fraction(read, parts)
+    wei: dict[str, int] = {}
+    for site, number in tokens.items():
+        if site in terms["accounts"]:
+            who = terms["accounts"][site].lower()
+            wei[who] = wei.get(who, 0) + int(number * terms["price"] * 1000)
+    return wei
+
+
+def scene_with(root: Path, **terms: Any) -> Scene:
+    """Two rounds of three sites; b withdraws from one of four exchanges."""
+    said = {"price": PRICE, "accounts": ACCOUNTS, "auditors": [AUDITOR.public], **terms}
+    scene = Scene(root, settlement=said)
+    scene.enrol()
+    for round_ in (0, 1):
+        scene.driver.plan(round_, "a")
+        for fragment in (0, 1):
+            key = ExchangeKey.outer(round_, 0, fragment)
+            scene.begin(key)
+            for site in "abc":
+                scene.vote(site, key, contributes=(site, fragment, round_) != ("b", 1, 0))
+        for site in "abc":
+            scene.driver.round_done(site, round_)
+    return scene
+
+
+def hand_in(scene: Scene, auditor: Signer, site: str, round_: int, verdict: Any) -> None:
+    size = len(scene.entries())
+    found = HandedIn(site, round_, verdict, auditor.public, "", "5" * 64, size, size)
+    scene.notary.writer.append(auditor.sign(found.statement(scene.notary.run)))
+
+
+def paid(scene: Scene, size: int | None = None) -> dict[str, int]:
+    """By account; both implementations agree."""
+    folder = scene.config.folder
+    prefix = read_prefix(folder, size)
+    found = by_account(amounts(prefix.course))
+    assert found == second_opinion(folder, prefix.size)
+    return found
+
+
+def test_a_site_is_paid_for_the_exchanges_that_count(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    scene.notary.close()
+    course = read_prefix(scene.config.folder).course
+    a, b, c = amounts(course)
+    length = course.config["data"]["sequence_length"]
+    assert a.tokens == c.tokens == 2 * 4 * 4 * length  # rounds, inner steps, batch
+    assert b.tokens == a.tokens * 3 / 4
+    assert (a.rounds, b.rounds, a.withheld) == (2, 2, ())
+    assert a.wei == a.tokens * PRICE * 1000
+    # Two sites that share an account, though written in two ways, share its payments.
+    assert paid(scene) == {"0x" + "aa" * 20: a.wei + c.wei, "0x" + "bb" * 20: b.wei}
+
+
+def test_amounts_grow_with_the_log(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    scene.notary.close()
+    before: dict[str, int] = {}
+    for size in range(1, read_prefix(scene.config.folder).size + 1):
+        now = paid(scene, size)
+        assert all(now.get(who, 0) >= wei for who, wei in before.items())
+        before = now
+    with pytest.raises(SettlementError, match="covers"):
+        read_prefix(scene.config.folder, 10_000)
+
+
+@pytest.mark.parametrize("verdict", ["MISMATCH", "FAIL", "EXACT", "NOT_RUN"])
+def test_a_bad_verdict_of_an_auditor_of_the_run_file_withholds_a_round(
+    tmp_path: Path, verdict: str
+) -> None:
+    scene = scene_with(tmp_path)
+    hand_in(scene, OTHER, "a", 0, "MISMATCH")  # anybody's: no matter
+    hand_in(scene, AUDITOR, "c", 1, verdict)
+    scene.notary.close()
+    paid(scene)
+    a, _, c = amounts(read_prefix(scene.config.folder).course)
+    assert a.withheld == ()
+    bad = verdict in ("MISMATCH", "FAIL")
+    assert c.withheld == ((1,) if bad else ())
+    assert c.tokens == (a.tokens / 2 if bad else a.tokens)
+
+
+def test_a_newer_verdict_replaces_the_auditor_s_earlier_one(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    hand_in(scene, AUDITOR, "c", 1, "MISMATCH")
+    hand_in(scene, AUDITOR, "c", 1, "EXACT")
+    scene.notary.close()
+    paid(scene)
+    assert amounts(read_prefix(scene.config.folder).course)[2].withheld == ()
+
+
+def test_an_abandoned_round_is_not_paid(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    before = len(scene.entries())
+    scene.notary.resumed(1, scene.driver.core.state.plans[1].first_tick)
+    scene.notary.close()
+    full, less = paid(scene, before), paid(scene)
+    assert 2 * less["0x" + "aa" * 20] == full["0x" + "aa" * 20]
+
+
+def test_who_has_no_account_is_not_paid(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path, accounts={"b": ACCOUNTS["b"]})
+    scene.notary.close()
+    assert list(paid(scene)) == [ACCOUNTS["b"]]
+    found = amounts(read_prefix(scene.config.folder).course)
+    assert [(each.site, each.account) for each in found] == [
+        ("a", ""), ("b", ACCOUNTS["b"]), ("c", ""),
+    ]  # fmt: skip
+
+
+def test_a_run_without_a_price_owes_nothing_that_can_be_named(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.enrol()
+    scene.notary.close()
+    with pytest.raises(SettlementError, match=r"no \[settlement\]"):
+        amounts(read_prefix(scene.config.folder).course)

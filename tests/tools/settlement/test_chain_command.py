@@ -1,0 +1,272 @@
+"""`dilocox chain`: a run is registered, anchored, settled and claimed, and each step repeated."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("web3")
+
+from requests.exceptions import ConnectionError as NoConnectionError
+from tests.support.chains import ETHER, Chain, in_process
+from tests.support.ledger_scene import WINDOW
+from tests.support.record_scene import Scene
+
+from dilocox.cli.main import main
+from dilocox.record.log.audit_verdicts import Prefix
+from dilocox.record.log.transparency_log import open_log
+from dilocox.record.verify.chain_anchors import ChainHeads
+from dilocox.tools.settlement import keystore, ledger, run_on_chain
+from dilocox.tools.settlement.chain_heads import chain_heads
+from dilocox.tools.settlement.run_on_chain import RunOnChain
+
+from .test_amounts import PRICE, scene_with, second_opinion
+
+PASSWORD = "correct horse 4711"
+
+
+class Town:
+    """A chain, key files of an owner and three sites, and a run whose record goes on."""
+
+    def __init__(self, root: Path, chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
+        self.chain, self.root, self._capsys = chain, root, capsys
+        self.contract = ""
+        self.said = ""
+        """All that commands have printed."""
+        password = root / "password"
+        password.write_text(PASSWORD + "\n")
+        password.chmod(0o600)
+        self.secrets = [PASSWORD]
+        self.accounts: dict[str, str] = {}
+        for name in ("owner", "a", "b", "c"):
+            address = keystore.create_key(root / f"{name}.key", PASSWORD, rounds=2)
+            self.accounts[name] = address
+            self.secrets.append(keystore.load_key(root / f"{name}.key", PASSWORD).key.hex()[2:])
+            chain.pay(to=address, value=100 * ETHER)
+        sites = {name: self.accounts[name] for name in "abc"}
+        self.scene: Scene = scene_with(root, accounts=sites, price=PRICE)
+        self.scene.notary.writer.cover()
+        self.folder = self.scene.config.folder
+
+    def run(self, action: str, *words: object, key: str = "owner", code: int = 0) -> str:
+        """Run `dilocox chain ACTION RUN` with a key; return what it prints."""
+        place = [] if action == "deploy" else [str(self.folder)]
+        keys = ["--key", f"{self.root}/{key}.key", "--password-file", f"{self.root}/password"]
+        named = [] if action in ("account", "status") else keys
+        with pytest.raises(SystemExit) as ended:
+            main(["chain", action, *place, *map(str, words), *named])
+        out, err = self._capsys.readouterr()
+        self.said += out + err
+        assert ended.value.code == code, out + err
+        return out + err
+
+    def register(self) -> str:
+        self.deploy()
+        return self.run("register", *self.terms)
+
+    def deploy(self) -> None:
+        self.contract = self.run("deploy", "--rpc", "test").split("\n")[0]
+
+    @property
+    def terms(self) -> tuple[object, ...]:
+        """Arguments of `register`, after RUN."""
+        auditors = [word for name in "abc" for word in ("--auditor", self.accounts[name])]
+        return (
+            "--rpc", "test", "--contract", self.contract, "--stake", "1", "--pool", "40",
+            "--window", WINDOW, "--quorum", 2, *auditors,
+        )  # fmt: skip
+
+    def balance(self, name: str) -> int:
+        return int(self.chain.web3.eth.get_balance(self.accounts[name]))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        run = RunOnChain.read(self.folder)
+        return run.ledger().state(run.run)
+
+
+@pytest.fixture(scope="module")
+def chain() -> Chain:
+    return in_process()
+
+
+@pytest.fixture
+def town(
+    tmp_path: Path,
+    chain: Chain,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Town:
+    for module in (ledger, run_on_chain):
+        monkeypatch.setattr(module, "connect", lambda url: chain.web3)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    return Town(tmp_path, chain, capsys)
+
+
+def test_a_run_is_settled_to_the_wei_and_each_step_can_be_repeated(town: Town) -> None:
+    assert "registered run" in town.register()
+    assert "registered already" in town.run("register", *town.terms)
+    assert "staked, 1 coins" in town.run("stake")
+    assert "staked already" in town.run("stake")
+    assert re.search("anchored [0-9]+ statements", town.run("anchor"))
+    assert "anchored already" in town.run("anchor")
+    assert "to 3 accounts" in town.run("settle")
+    assert "settled already" in town.run("settle")
+    assert "no settlement is accepted" in town.run("claim", key="a")
+    town.chain.advance(WINDOW + 1)
+    owed = second_opinion(town.folder, town.state["size"])
+    for name in "abc":
+        before = town.balance(name)
+        assert "withdrew" in town.run("claim", key=name)
+        paid = town.balance(name) - before
+        wei = owed[town.accounts[name].lower()]
+        assert 0 <= wei - paid < ETHER // 100, "all but the gas"
+        assert "claimed already" in town.run("claim", key=name)
+    assert town.state["pool"] == 40 * ETHER - sum(owed.values())
+    assert f"{town.accounts['owner']}: stake 1 coins" in town.run("status")
+    # Nothing that was printed or written but the key files themselves has a secret.
+    written = [path.read_bytes() for path in town.root.rglob("*") if path.is_file()
+               and path.suffix != ".key" and path.name != "password"]  # fmt: skip
+    for secret in town.secrets:
+        assert secret not in town.said
+        assert not [1 for data in written if secret.encode() in data]
+
+
+def test_the_hook_anchors_the_checkpoint_that_it_is_given(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town.register()
+    town.run("stake")
+    notes = [town.scene.notary.writer.cover()]
+    town.scene.notary.resumed(1, 1)
+    notes.append(town.scene.notary.writer.cover())
+    for note, said in ((notes[0], "anchored"), (notes[1], "anchored"), (notes[0], "already")):
+        monkeypatch.setattr("sys.stdin", io.StringIO(note))
+        assert said in town.run("anchor")
+    monkeypatch.setattr("sys.stdin", io.StringIO("no note\n"))
+    assert "not a signed note" in town.run("anchor", code=1)
+    heads = (town.folder / "settlement/heads.jsonl").read_text().splitlines()
+    sizes = [json.loads(each)["size"] for each in heads]
+    found = chain_heads(town.folder).heads
+    assert sizes == [each.size for each in found]
+    assert [note.split("\n")[1] for note in notes] == list(map(str, sizes))
+
+
+ACTIONS: dict[str, Callable[[Town], str]] = {
+    "register": lambda town: town.run("register", *town.terms),
+    "stake": lambda town: town.run("stake"),
+    "anchor": lambda town: town.run("anchor"),
+    "settle": lambda town: town.run("settle"),
+    "claim": lambda town: town.run("claim", key="a"),
+}
+
+
+@pytest.mark.parametrize("crash", ["send_raw_transaction", "wait_for_transaction_receipt"])
+def test_after_a_crash_every_command_is_repeated_and_counts_once(
+    town: Town, monkeypatch: pytest.MonkeyPatch, crash: str
+) -> None:
+    """The connection ends before the transaction is sent, or before its block is seen."""
+    web3 = town.chain.web3
+    real = getattr(web3.eth, crash)
+    town.deploy()
+
+    def fail(*_: object, **__: object) -> None:
+        raise NoConnectionError("the line is cut")
+
+    for name, action in ACTIONS.items():
+        if name == "claim":
+            town.chain.advance(WINDOW + 1)
+        who = "a" if name == "claim" else "owner"
+        before = web3.eth.get_transaction_count(town.accounts[who])
+        with monkeypatch.context() as patch:
+            patch.setattr(web3.eth, crash, fail)
+            words = town.terms if name == "register" else ()
+            said = town.run(name, *words, key=who, code=1)
+            assert "the chain's server failed: the line is cut" in said
+        action(town)
+        action(town)
+        sent = web3.eth.get_transaction_count(town.accounts[who]) - before
+        assert sent == (2 if name == "claim" else 1), name  # claim and withdraw
+    assert getattr(web3.eth, crash) == real
+    assert town.state["settlements"] == 1
+    owed = second_opinion(town.folder, town.state["size"])
+    assert town.state["pool"] == 40 * ETHER - owed[town.accounts["a"].lower()]
+
+
+def test_a_dead_server_is_one_line(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    town.register()
+    monkeypatch.undo()
+    path = town.folder / "settlement/chain.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({**said, "rpc": "http://127.0.0.1:9"}))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    text = town.run("anchor", code=1)
+    assert text.count("\n") == 1
+    assert "the chain's server failed" in text
+    assert "the chain's server failed" in chain_heads(town.folder).fault
+
+
+def test_another_log_than_the_anchored_one_is_neither_anchored_nor_settled(town: Town) -> None:
+    town.register()
+    town.run("stake")
+    town.run("anchor")
+    other = scene_with(town.root / "other", price=PRICE)
+    other.notary.close()
+    shutil.rmtree(town.folder / "record")
+    shutil.copytree(other.config.folder / "record", town.folder / "record")
+    for action in ("anchor", "settle"):
+        assert "is not a prefix of this log" in town.run(action, code=1)
+
+
+def test_verify_judges_the_heads_of_the_chain(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def anchors() -> tuple[str, str]:
+        with pytest.raises(SystemExit):
+            main(["verify", str(town.folder), "--json", "--chain", str(town.folder)])
+        claims = json.loads(capsys.readouterr().out)["claims"]
+        (found,) = (each for each in claims if each["name"] == "anchors")
+        return found["verdict"], found["reason"]
+
+    town.register()
+    town.run("stake")
+    (town.folder / "run.toml").write_text(town.scene.config.to_toml())
+    assert anchors()[0] == "NOT_RUN"
+    town.run("anchor")
+    town.scene.notary.resumed(1, 1)
+    town.scene.notary.close()
+    town.run("anchor")
+    verdict, reason = anchors()
+    assert (verdict, reason.startswith("2 heads of run 0x")) == ("PASS", True), reason
+
+
+def judged(found: ChainHeads, town: Town) -> str:
+    from dilocox.errors import RecordError
+    from dilocox.record.verify.chain_anchors import judge_anchors
+
+    entries = open_log(town.folder / "record").entries
+    try:
+        return judge_anchors(found, town.scene.notary.run, entries)
+    except RecordError as error:
+        return f"FAIL {error}"
+
+
+def test_a_log_that_was_cut_or_changed_is_not_the_anchored_one(town: Town) -> None:
+    town.scene.notary.close()
+    size = len(town.scene.entries())
+    run = town.scene.notary.run
+    other = Prefix(size - 1, "00" * 32)
+    for found, said in (
+        (ChainHeads("c", "11" * 32, (other,)), "FAIL c is of log"),
+        (ChainHeads("c", run, (other,)), "FAIL the chain's head of"),
+        (ChainHeads("c", run, (Prefix(size + 1, "00" * 32),)), "it was cut back"),
+        (ChainHeads("c", run, (), forked=True), "signed two logs"),
+    ):
+        assert said in judged(found, town)
