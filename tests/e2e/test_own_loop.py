@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_operations import coordinate, flush_digests
 from tests.support.forge import Forge, ForkedRun
@@ -13,6 +14,7 @@ from tests.support.harness import PATIENT, Workshop, verdicts
 
 pytestmark = pytest.mark.runs
 
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "own-loop" / "gpt.py")
 SCRIPT = str(Path(__file__).parents[1] / "support" / "own_loop.py")
 OWN = ("sites.paris.own_code=true", "sites.lyon.own_code=true")
 SETS = (
@@ -85,3 +87,31 @@ def test_a_loop_that_crashes_joins_again(workshop: Workshop, forge: Forge) -> No
     reports = run.records("round", "paris")
     assert {report["tokens"] for report in reports} == {8 * 100}
     assert not verdicts(run.folder)
+
+
+def test_a_model_that_only_the_sites_know(workshop: Workshop, forge: Forge) -> None:
+    """The example. Every site begins with weights of its own; the first site's count."""
+    words = workshop.run_file(
+        "gpt", *SETS, *OWN, "outer.rounds=3", "evaluation.every_rounds=1",
+        model="[model]\nown = true\n",
+    )  # fmt: skip
+    run = coordinate(forge, workshop, "gpt", *words)
+    sets = [word for word in words[1:] if word != "--set"]
+    sites = [
+        forge.command(workshop, "gpt", "python", EXAMPLE, words[0], site, *sets)
+        for site in ("paris", "lyon")
+    ]
+    assert [site.wait() for site in sites] == [0, 0], sites[0].printed() + sites[1].printed()
+    assert run.wait() == 0, run.output()
+    ends = {site.last_line() for site in sites}
+    assert len(ends) == 1
+    assert ends.pop().startswith("finished ")
+    assert len(flush_digests(run)) == 1
+    summary = run.summary()
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.2
+    assert verdicts(run.folder) == {"start": "NOT_RUN"}
+    tensors = load_file(run.folder / "model" / "model.safetensors")
+    assert tensors["tokens.weight"].shape == (300, 64)
+    tensors["tokens.weight"][0, 0] += 1.0
+    save_file(tensors, run.folder / "model" / "model.safetensors")
+    assert verdicts(run.folder)["model"] == "FAIL"

@@ -34,6 +34,17 @@ def test_run_files_resolve(example: str, form: str, name: str) -> None:
     assert str(config.data.validation_source) in text
 
 
+def test_the_run_file_of_a_loop_of_ones_own_resolves() -> None:
+    config = load_run(EXAMPLES / "own-loop" / "run.toml")
+    assert config.model.own
+    assert all(site.own_code for site in config.sites.values())
+    lines = (EXAMPLES / "own-loop" / "gpt.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    text = (EXAMPLES / "own-loop" / "README.md").read_text(encoding="utf-8")
+    assert str(config.folder) in text
+    assert f"{config.total_steps} inner steps" in text
+
+
 @pytest.mark.slow
 @pytest.mark.runs
 def test_from_a_table_to_auroc(tmp_path: Path) -> None:

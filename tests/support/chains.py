@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +14,20 @@ from typing import Any
 
 from eth_account import Account
 from eth_account.signers.local import LocalAccount
-from eth_tester import EthereumTester, PyEVMBackend
-from eth_tester.exceptions import TransactionFailed
 from eth_utils.crypto import keccak
 from scripts.npm_packages import anvil as anvil_program
 from web3 import EthereumTesterProvider, Web3
 from web3.types import RPCEndpoint
 
 from dilocox.tools.settlement.ledger import connect
+
+LIMIT = sys.getrecursionlimit()
+from eth_tester import EthereumTester, PyEVMBackend  # noqa: E402
+from eth_tester.exceptions import TransactionFailed  # noqa: E402
+
+# py-evm raises the limit so far that deeply nested JSON, in another test of this process, would
+# overflow the stack of C.
+sys.setrecursionlimit(LIMIT)
 
 ETHER = 10**18
 MOST_GAS = 5_000_000

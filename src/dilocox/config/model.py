@@ -23,6 +23,9 @@ class ModelSection(Section):
     these inner steps count towards this run's length. Sites, stages and shards may differ."""
     architecture: dict[str, Any] | None = None
     """Inline architecture: `model_type` and the keys of that type's configuration."""
+    own: bool = False
+    """`true`: the model of [loops of your own](own-loop.md#a-model-of-your-own). Its tensors are
+    those of the sites' programs, and its first weights those of the site that begins the run."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     activation_checkpointing: bool | Literal["selective"] = False
     """Activations that the backward pass recomputes. `false`: none. `true`: all of a layer but its
@@ -34,10 +37,37 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
-        if (self.path is None) == (self.architecture is None):
-            raise ValueError("give exactly one of path and architecture")
+        if (self.path, self.architecture, self.own or None).count(None) != 2:
+            raise ValueError("give exactly one of path and architecture, or own = true")
         if self.architecture is not None and "model_type" not in self.architecture:
             raise ValueError('architecture needs model_type, for example "qwen3"')
         if self.handover and (self.path is None or not self.pretrained):
             raise ValueError("handover needs path, and pretrained = true")
         return self
+
+
+def own_model_problem(
+    model: ModelSection, adapts: bool, ranks: int, tasks: bool, checkpoints: bool
+) -> str | None:
+    """Return why a run cannot have a model of loops of the users' own; None if it can.
+
+    Args:
+        model: the section.
+        adapts: whether plans adapt, which needs the model's shapes at the coordinator.
+        ranks: ranks of a site.
+        tasks: whether anchors are evaluated on tasks.
+        checkpoints: whether checkpoints are written as Hugging Face folders.
+    """
+    if not model.own:
+        return None
+    if adapts:
+        return (
+            "model.own: plans cannot adapt, since the coordinator does not know the model: set "
+            'control.adapt to "off"'
+        )
+    if ranks > 1:
+        return "model.own: a loop of your own is one rank: set site.stages and site.shards to 1"
+    if tasks or checkpoints:
+        key = "evaluation.tasks" if tasks else "checkpoint.hugging_face"
+        return f"model.own: {key} needs a Hugging Face model: leave the key out"
+    return None

@@ -27,6 +27,7 @@ from dilocox.config.error_messages import first_problem
 from dilocox.config.handover import handed_tokenizer
 from dilocox.config.methods import BEFORE, find_method, method_defaults
 from dilocox.config.model import ModelSection as ModelSection
+from dilocox.config.model import own_model_problem
 from dilocox.config.outer import (
     PINS,
     CompressionSection,
@@ -143,6 +144,13 @@ class RunConfig(Section):
             or preference_problem(self.preference, self.data, self.model, self.adapter)
             or settlement_problem(
                 self.settlement, self.sites, self.record.enabled, self.exchanges_gradients
+            )
+            or own_model_problem(
+                self.model,
+                self.control.adapt != "off",
+                self.site.ranks * self.site.replicas,
+                bool(self.evaluation.tasks),
+                self.checkpoint.hugging_face,
             )
         )
         if problem is not None:
@@ -413,6 +421,8 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
         # An unknown method is left to the validation, which lists the known methods.
         known = "dilocox" if find_method(method) is None else str(method)
         defaults = method_defaults(known, outer, compression)
+        if isinstance(raw.get("model"), dict) and raw["model"].get("own") is True:
+            defaults["control"]["adapt"] = "off"
         control = {**defaults["control"], **control}
         if control["adapt"] != "link":
             control["pinned"] = []

@@ -21,6 +21,7 @@ from dilocox.models.export import (
     finish_model_folder,
     stage_file_name,
     write_stage_file,
+    write_tensors,
 )
 from dilocox.models.materialise import materialise
 from dilocox.models.meta_model import count_parameters, tied_pair
@@ -54,4 +55,5 @@ __all__ = [
     "stage_file_name",
     "tied_pair",
     "write_stage_file",
+    "write_tensors",
 ]

@@ -43,6 +43,11 @@ def load_model_config(model: ModelSection, vocabulary_size: int | None) -> Pretr
 
     Raises `ModelError`, which gives the reason and the remedy, if the configuration cannot be used.
     """
+    if model.own:
+        raise ModelError(
+            "model.own: the model is known to the sites' own programs alone (dilocox.site); name "
+            "model.path or model.architecture for this, or load the tensors by your own code"
+        )
     if model.architecture is not None:
         name = f'model.architecture (model_type "{model.architecture.get("model_type")}")'
         config = _inline(model.architecture, vocabulary_size)

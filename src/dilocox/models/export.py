@@ -24,7 +24,7 @@ from dilocox.config.base import parse_bytes
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import CheckpointError
 from dilocox.models.architecture import one_line
-from dilocox.models.hf_weights import INDEX_FILE, find_recipes
+from dilocox.models.hf_weights import INDEX_FILE, SINGLE_FILE, find_recipes
 from dilocox.models.meta_model import build_skeleton, tied_names
 from dilocox.utils.rounding import round_to_bf16
 
@@ -161,6 +161,24 @@ def _groups(tensors: Mapping[str, torch.Tensor], form: Published) -> list[list[s
         groups[-1].append(name)
         size += own
     return groups
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], form: Published) -> None:
+    """Write the tensors of a model that transformers does not know, as `model.safetensors`.
+
+    The file is written atomically. Raises `CheckpointError` if it cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path = folder / SINGLE_FILE
+    part = path.with_name(f".{path.name}.part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: form.converted(tensor) for name, tensor in tensors.items()}, part)
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be written ({error})") from None
 
 
 def finish_model_folder(

@@ -25,6 +25,7 @@ from dilocox.models import (
     finish_model_folder,
     stage_file_name,
     write_stage_file,
+    write_tensors,
 )
 from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
 from dilocox.models.adapter_weights import with_fixed
@@ -232,6 +233,8 @@ class Checkpointer:
         Returns the reason why a rank of the site failed, or an empty text.
         """
         tensors, config = whole_anchor(rank), rank.blueprint.hf_config
+        if self._config.model.own:
+            return self._written(rank, folder, lambda: write_tensors(folder, tensors, self._form))
         adapter = rank.blueprint.adapter
         if adapter is None:
             tensors |= rank.model.saved_buffers()

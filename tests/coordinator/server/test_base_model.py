@@ -56,3 +56,16 @@ def test_another_peft_is_refused(tmp_path: Path, theirs: str) -> None:
 
 def test_a_run_without_adapters_names_no_peft() -> None:
     assert set(VERSIONS.named()) == {"dilocox", "torch", "python", "defaults"}
+
+
+def test_sites_with_a_model_of_their_own_have_the_same(tmp_path: Path) -> None:
+    raw = run_config("abc").model_dump(mode="json", exclude_none=True)
+    driver = Driver(tmp_path, resolve_run({**raw, "model": {"own": True}}))
+    with pytest.raises(Refused, match=r"take part with dilocox\.site, not with dilocox join"):
+        driver.enrol("a")
+    driver.enrol("a", base_digest="1" * 64)
+    with pytest.raises(Refused, match="site b: its model trains other tensors than the model of"):
+        driver.enrol("b", base_digest="2" * 64)
+    driver.enrol("c", base_digest="1" * 64)
+    assert replayed(driver).base_digest == "1" * 64
+    driver.core.close()

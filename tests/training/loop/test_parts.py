@@ -14,8 +14,8 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.errors import ConfigError, ModelError
 from dilocox.loop import own_loop
 from dilocox.models import load_model_config
-from dilocox.training.builder import ModelPlan, RankPlace, anchors
-from dilocox.training.loop.parts import build_parts, check_loop
+from dilocox.training.builder import RankPlace, anchors
+from dilocox.training.loop.parts import OwnModelPlan, build_parts, check_loop
 from dilocox.training.loop.turns import Turns
 from tests.support.base_model import write_base
 
@@ -70,13 +70,13 @@ def test_several_processes_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyP
     check_loop(run_with(), "paris")
 
 
-def built(model: nn.Module, config: RunConfig | None = None) -> Any:
+def built(model: nn.Module, config: RunConfig | None = None, vocabulary: int = 300) -> Any:
     """The parts of a rank around `model`."""
     config = config or run_with()
     trained = [each for each in model.parameters() if each.requires_grad]
     loop = own_loop(model, torch.optim.SGD(trained, lr=0.1), None, None)
     return build_parts(
-        config, ModelPlan.of(config, None), RankPlace("paris", 0, 0), loop,
+        config, vocabulary, RankPlace("paris", 0, 0), loop,
         Turns(torch.device("cpu"), lambda: None), lambda: (0, False),
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_adapters_of_peft_have_the_names_of_the_runs(tmp_path: Path) -> None:
     def parts(alpha: float) -> Any:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
         lora = LoraConfig(r=4, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-        return built(get_peft_model(model, lora), config)
+        return built(get_peft_model(model, lora), config, 272)
 
     rank = parts(32.0)
     assert len(rank.live) == 2 * 2 * 7
@@ -148,3 +148,46 @@ def test_adapters_of_peft_have_the_names_of_the_runs(tmp_path: Path) -> None:
         parts(16.0)
     with pytest.raises(ConfigError, match="freeze_a"):
         check_loop(run_with(sections={**sections, "adapter": {"freeze_a": True}}), "paris")
+
+
+def test_a_model_of_ones_own_keeps_its_weights_and_is_known_by_a_digest() -> None:
+    config = run_with(sections={"model": {"architecture": None, "own": True}})
+    assert config.control.adapt == "off"
+
+    def digest(*widths: int) -> str:
+        layers = [nn.Linear(4, 4), *(nn.Linear(width, width) for width in widths)]
+        model = nn.Sequential(*layers)
+        before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+        rank = built(model, config)
+        assert all(torch.equal(before[name], tensor) for name, tensor in rank.live.items())
+        assert rank.blueprint.trained == sum(tensor.numel() for tensor in before.values())
+        assert isinstance(rank.blueprint, OwnModelPlan)
+        return rank.blueprint.digest
+
+    assert digest(8) == digest(8) != digest(9)
+    own = {"model": {"architecture": None, "own": True}, "outer": {"fragments": 3}}
+    run = run_with(sections=own)
+    with pytest.raises(ConfigError, match=r"outer\.fragments"):
+        built(nn.Sequential(nn.Linear(4, 4)), run)
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "said"),
+    [
+        ("control", {"adapt": "link"}, r"set control\.adapt to"),
+        ("site", {"stages": 2}, "one rank: set site.stages"),
+        ("checkpoint", {"hugging_face": True}, "checkpoint.hugging_face needs"),
+        ("model", {"path": "somewhere"}, "exactly one of path and architecture, or own"),
+    ],
+)
+def test_what_needs_a_known_model_is_refused(section: str, keys: Any, said: str) -> None:
+    sections = {"model": {"architecture": None, "own": True}}
+    sections[section] = {**sections.get(section, {}), **keys}
+    with pytest.raises(ConfigError, match=said):
+        run_with(sections=sections)
+
+
+def test_commands_that_build_the_model_name_the_reason() -> None:
+    config = run_with(sections={"model": {"architecture": None, "own": True}})
+    with pytest.raises(ModelError, match=r"model\.own: the model is known to the sites' own"):
+        load_model_config(config.model, None)

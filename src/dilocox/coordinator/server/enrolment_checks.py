@@ -84,6 +84,9 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
 def _check_base(state: CoordinatorState, request: EnrolRequest) -> None:
     """Raise `Refused` unless the site has the frozen base model of the other sites."""
     site, theirs, ours = request.site, request.base_digest, state.base_digest
+    if state.config.model.own:
+        _check_own_model(site, theirs, ours)
+        return
     if (theirs is None) != (state.config.adapter is None):
         raise Refused(
             "join",
@@ -96,6 +99,22 @@ def _check_base(state: CoordinatorState, request: EnrolRequest) -> None:
             f"site {site}: its base model {state.config.model.path} has digest {theirs[:12]}…, "
             f"this run's has {ours[:12]}…; copy the folder from another site, or set "
             "model.revision to the same commit",
+        )
+
+
+def _check_own_model(site: str, theirs: str | None, ours: str | None) -> None:
+    """Raise `Refused` unless the site's own model has the tensors of the other sites' models."""
+    if theirs is None:
+        raise Refused(
+            "join",
+            f"site {site}: model.own needs a loop of the site's own; take part with dilocox.site, "
+            "not with dilocox join",
+        )
+    if ours is not None and theirs != ours:
+        raise Refused(
+            "join",
+            f"site {site}: its model trains other tensors than the model of the sites before; "
+            "build it with the same names, shapes and order everywhere",
         )
 
 

@@ -58,6 +58,14 @@ def check_adapter(folder: Path, names: set[str]) -> None:
     _check_keys(folder / ADAPTER_FILE, names)
 
 
+def check_tensors(folder: Path, names: set[str]) -> None:
+    """Raise `RecordError` unless `folder` holds exactly the tensors `names`, in one file."""
+    for path in sorted(folder.iterdir()):
+        if path.name != SINGLE_FILE:
+            _check_other(path)
+    _check_keys(folder / SINGLE_FILE, names)
+
+
 def _check_other(path: Path) -> None:
     """Raise `RecordError` if a file or folder without compared tensors may hold other weights."""
     name = path.name.lower()

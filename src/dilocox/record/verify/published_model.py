@@ -50,6 +50,33 @@ def compare_model(
     return len(signed), unsigned
 
 
+def compare_tensors(folder: Path, signed: Sequence[TensorDigest], progress: Progress) -> int:
+    """Compare the tensors of a model of users' own loops with the `signed` ones.
+
+    Returns their number. Raises `RecordError` if a tensor differs, is missing or is not signed, or
+    if the folder holds other weights.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    from dilocox.models.hf_weights import SINGLE_FILE
+    from dilocox.record.log.digests import tensor_digest
+    from dilocox.record.verify.model_weights import check_tensors
+
+    path = folder / SINGLE_FILE
+    if not path.is_file():
+        raise RecordError(f"{path}: missing")
+    check_tensors(folder, {each.name for each in signed})
+    try:
+        with safe_open(path, framework="pt") as file:
+            for number, each in enumerate(signed):
+                progress("comparing the model", number / len(signed))
+                if tensor_digest(each.name, file.get_tensor(each.name)) != each:
+                    raise RecordError(f"{path}: {each.name} is not the one that was signed")
+    except (OSError, SafetensorError) as error:
+        raise RecordError(f"{path}: cannot be read ({error})") from None
+    return len(signed)
+
+
 def compare_adapters(
     folder: Path, signed: Sequence[TensorDigest], seed: int | None, progress: Progress
 ) -> int:

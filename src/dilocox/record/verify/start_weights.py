@@ -87,6 +87,11 @@ class Start:
         from dilocox.models.hf_weights import PretrainedWeights
         from dilocox.models.weight_source import FreshWeights
 
+        if said.get("own"):
+            raise NotRunError(
+                "the run file names no first weights (model.own): they are those of the site that "
+                "began the run"
+            )
         path, pretrained = said.get("path"), bool(said.get("pretrained", True))
         folder, sure = (None, True) if path is None else folder_of_model(said, self.folder)
         adapter = self.course.config.get("adapter")

@@ -426,7 +426,11 @@ class _Verification:
 
     def _tensors(self, folder: Path, states: Sequence[State]) -> tuple[int, list[str]]:
         """Compare the tensors of `folder` with the signed `states`; see `published_model`."""
-        from dilocox.record.verify.published_model import compare_adapters, compare_model
+        from dilocox.record.verify.published_model import (
+            compare_adapters,
+            compare_model,
+            compare_tensors,
+        )
 
         course = self._need(c.LOG, c.SIGNATURES)
         try:
@@ -438,6 +442,8 @@ class _Verification:
         if adapter is not None:
             seed = int(course.config["run"]["seed"]) if adapter.get("freeze_a") else None
             return compare_adapters(folder, signed, seed, self.progress), []
+        if course.config["model"].get("own"):
+            return compare_tensors(folder, signed, self.progress), []
         return compare_model(folder, signed, self.progress)
 
     def base(self) -> str:

@@ -29,7 +29,7 @@ from dilocox.errors import (
     TrainingError,
 )
 from dilocox.models.prefetch import fetch_weights
-from dilocox.training.builder import Batches, ModelPlan, RankParts, RankPlace
+from dilocox.training.builder import Batches, RankParts, RankPlace
 from dilocox.training.launch import site_log
 from dilocox.training.launch.coordinator_check import ENDPOINT
 from dilocox.training.launch.data_check import check_data
@@ -42,7 +42,13 @@ from dilocox.training.launch.run_folder import check_writable
 from dilocox.training.launch.site import SiteLine, enrol_site, exchange_address
 from dilocox.training.loop.batches import LoopBatches
 from dilocox.training.loop.hooks import LoopHooks
-from dilocox.training.loop.parts import OwnLoop, build_parts, check_loop
+from dilocox.training.loop.parts import (
+    OwnLoop,
+    OwnModelPlan,
+    build_parts,
+    check_loop,
+    plan_of,
+)
 from dilocox.training.loop.turns import Turns
 from dilocox.training.trainer import Left, Stopped, Trainer
 from dilocox.transport.link.endpoint import check_ports
@@ -103,9 +109,13 @@ class OwnSite:
         self._hooks = LoopHooks()
         self._hooks.check(config, required=True)
         self.device = loop.device
-        check_model(config)
-        fetch_weights(config)
-        check_data(config, prepare_here(config), [name])
+        if not config.model.own:
+            check_model(config)
+            fetch_weights(config)
+        files = prepare_here(config)
+        check_data(config, files, [name])
+        plan, _ = plan_of(config, loop, files.vocabulary_size)
+        self._own_model = plan.digest if isinstance(plan, OwnModelPlan) else None
         self._timeouts = Timeouts.derive(config.network)
         self._control: RankControl | None = None
         self.trainer: Trainer | None = None
@@ -150,7 +160,7 @@ class OwnSite:
         end = time.monotonic() + self._timeouts.link
         for pause in backoff_delays(self._timeouts.retry, self._timeouts.retry_most):
             try:
-                return enrol_site(self.config, self.name, self._endpoint)
+                return enrol_site(self.config, self.name, self._endpoint, self._own_model)
             except RetryLaterError as error:
                 if time.monotonic() + pause > end:
                     raise
@@ -189,10 +199,10 @@ class OwnSite:
         )
         self.turns.end(error)
 
-    def _build(self, blueprint: ModelPlan) -> RankParts:
+    def _build(self, files: TokenFiles) -> RankParts:
         return build_parts(
             self.config,
-            blueprint,
+            files.vocabulary_size,
             RankPlace(self.name, 0, 0),
             self.loop,
             self.turns,

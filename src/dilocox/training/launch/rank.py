@@ -72,7 +72,7 @@ Errors = Callable[[str, bool], None]
 class LoopParts:
     """What differs in a rank whose inner steps a loop of the user's own takes."""
 
-    build: Callable[[ModelPlan], RankParts]
+    build: Callable[[TokenFiles], RankParts]
     """Returns the parts of the rank."""
     batches: Callable[[TokenFiles], Batches]
     """Returns the batches, which the loop may read."""
@@ -132,9 +132,8 @@ def train_rank(job: RankJob, errors: Errors, loop: LoopParts | None = None) -> N
     config, place = job.config, job.place
     timeouts = Timeouts.derive(config.network)
     files = TokenFiles.open(config.data_folder)
-    blueprint = ModelPlan.of(config, files.vocabulary_size)
     if not place.exchanges:
-        _follow(job, blueprint, timeouts)
+        _follow(job, ModelPlan.of(config, files.vocabulary_size), timeouts)
         return
     number = place.rank_of(config.site)
     endpoint = open_endpoint(
@@ -170,9 +169,10 @@ def train_rank(job: RankJob, errors: Errors, loop: LoopParts | None = None) -> N
         # Building a large model takes minutes, in which the coordinator expects heartbeats.
         control.start(building=True)
         if loop is None:
+            blueprint = ModelPlan.of(config, files.vocabulary_size)
             rank = _build(job, blueprint, timeouts, control.touch)
         else:
-            rank = loop.build(blueprint)
+            rank = loop.build(files)
         control.built()
         if rank.not_deterministic:
             _say_not_deterministic(rank, client)
@@ -381,7 +381,7 @@ def _enter(
         if news.donor is None:
             client.ready()
             return None
-        if found is None:
+        if found is None and not trainer.config.model.own:
             first = _first_state(trainer.config, trainer.me, news.donor)
     entry = next(
         (e for e in news.entering if e.site == trainer.me),

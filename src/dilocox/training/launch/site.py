@@ -153,16 +153,19 @@ def _rank_in_child(job: RankJob, errors: Any) -> None:
     sys.exit(code)
 
 
-def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
+def enrol_site(
+    config: RunConfig, site: str, endpoint: Endpoint, own_model: str | None = None
+) -> Identity:
     """Enrol `site` with the coordinator, and return its identity.
 
     The site's ranks must send heartbeats soon after that. The site names the digest of the token
     files that all sites share, even if it has text of its own. If the run has adapters, the site
-    also names the digest of the base model. Raises `JoinError` if the coordinator refuses the site.
+    also names the digest of the base model. `own_model`: digest of a model of a loop of the user's
+    own, which the site names instead. Raises `JoinError` if the coordinator refuses the site.
     """
     versions = installed_versions(adapter_packages(config.adapter))
     data = TokenFiles.open(config.data_folder).digest
-    base, layout = digest_of_base(config), (config.site.stages, config.site.shards)
+    base, layout = own_model or digest_of_base(config), (config.site.stages, config.site.shards)
     identity, reply = enrol(
         endpoint.url,
         endpoint.tokens[site],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -15,6 +17,8 @@ from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError, ModelError
 from dilocox.inner import SiteMesh
 from dilocox.inner.loop_optimizers import LoopOptimizers, Stateful
+from dilocox.models import WeightSource
+from dilocox.outer.layout import split_pieces
 from dilocox.training.builder import ModelPlan, RankParts, RankPlace, build_states
 from dilocox.training.loop.model import NO_GATE, Evaluation, LoopModel, trained_tensors
 from dilocox.training.loop.turns import Turns
@@ -72,9 +76,68 @@ def check_loop(config: RunConfig, site: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class OwnModelPlan(ModelPlan):
+    """The plan of a model that only the user's program knows."""
+
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    """Shapes of the trained tensors by name, in the model's order."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained parameters."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    @property
+    def trained(self) -> int:
+        """Number of trained parameters."""
+        return self.parameters
+
+    @property
+    def flops_per_token(self) -> float:
+        """See `ModelPlan`; as if each trained parameter were used once per token."""
+        return 6.0 * self.parameters
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, hex, over names and shapes in order. All sites of a run have the same."""
+        listed = [[name, list(shape)] for name, shape in self.shapes.items()]
+        text = json.dumps(["dilocox: model of a loop", listed], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def weights(self, config: RunConfig) -> WeightSource:
+        """Raise `ModelError`: the user's program has the weights."""
+        raise ModelError("model.own: its first weights are those of the user's program")
+
+
+def plan_of(
+    config: RunConfig, loop: OwnLoop, vocabulary_size: int
+) -> tuple[ModelPlan, dict[str, torch.Size]]:
+    """Return the plan of the run's model, and the shapes of its trained tensors, in order.
+
+    Raises `ModelError` if the user's model has other tensors, or tensors that are not fp32, and
+    `ConfigError` if its optimizers have others.
+    """
+    trained = trained_tensors(loop.model)
+    blueprint: ModelPlan
+    if config.model.own:
+        shapes = {name: parameter.shape for name, parameter in trained.items()}
+        blueprint = OwnModelPlan(None, (), None, shapes=shapes)
+    else:
+        blueprint = ModelPlan.of(config, vocabulary_size)
+        told = model_shapes(config, blueprint)[0]
+        shapes = {name: torch.Size(shape) for name, shape in told.items()}
+    _check_model(trained, shapes)
+    if config.adapter is not None:
+        _check_scaling(loop.model, config.adapter)
+    split_pieces({name: shape.numel() for name, shape in shapes.items()}, config.outer.pieces)
+    LoopOptimizers(trained, loop.optimizers, loop.state)
+    return blueprint, shapes
+
+
 def build_parts(
     config: RunConfig,
-    blueprint: ModelPlan,
+    vocabulary_size: int,
     place: RankPlace,
     loop: OwnLoop,
     turns: Turns,
@@ -82,24 +145,24 @@ def build_parts(
 ) -> RankParts:
     """Return the parts of the one rank of a site, with theta_0 in the user's model.
 
+    With `model.own` theta_0 is what the model holds.
+
     Args:
-        blueprint: the run's model, which the user's model must have the tensors of.
+        vocabulary_size: number of tokens of the run's tokenizer.
         loop: the user's model and optimizers.
         turns: passes steps to the user's thread.
         due: returns the number of the step that is due, and whether it is its round's last one.
 
-    Raises `ModelError` for a model of other tensors, and `ConfigError` for optimizers of others.
+    Raises the errors of `plan_of`.
     """
+    blueprint, shapes = plan_of(config, loop, vocabulary_size)
     trained = trained_tensors(loop.model)
-    shapes = {name: torch.Size(shape) for name, shape in model_shapes(config, blueprint)[0].items()}
-    _check_model(trained, shapes)
-    if config.adapter is not None:
-        _check_scaling(loop.model, config.adapter)
     optimizers = LoopOptimizers(trained, loop.optimizers, loop.state)
-    source = blueprint.weights(config)
-    with torch.no_grad():
-        for name in shapes:
-            trained[name].copy_(source.tensor(name))
+    if not config.model.own:
+        source = blueprint.weights(config)
+        with torch.no_grad():
+            for name in shapes:
+                trained[name].copy_(source.tensor(name))
     model = LoopModel(loop.model, trained, optimizers, turns, loop.evaluation, due)
     # In the run's order, since the places in an exchange follow it.
     live: dict[str, torch.Tensor] = {name: trained[name].detach() for name in shapes}
