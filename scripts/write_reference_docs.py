@@ -56,7 +56,8 @@ PYTHON_HEAD = """\
 <!-- Change them there. -->
 
 The functions and classes of `import dilocox`. Everything else in the package may change with any
-version.
+version. Before a name or a parameter goes away, it gives a `DeprecationWarning` for
+a release.
 
 ```python
 import dilocox

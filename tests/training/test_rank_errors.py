@@ -166,7 +166,7 @@ def test_a_rank_tells_that_its_failure_is_permanent(
             raise FULL
 
     monkeypatch.setattr(rank_process, "set_up_log", lambda job: None)
-    monkeypatch.setattr(rank_process, "_train", train)
+    monkeypatch.setattr(rank_process, "train_rank", train)
     job: Any = SimpleNamespace(trace=None, place=PLACE)
     assert rank_process.run_rank(job, lambda *given: told.append(given)) == 1
     assert [permanent for _, permanent in told] == [True]

@@ -52,7 +52,7 @@ def fails_beside_one_that_waits(job: RankJob, *_: object) -> None:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run a site of two ranks whose process groups hang when they are destroyed."""
     told: list[str] = []
-    monkeypatch.setattr(rank_process, "_train", fails_beside_one_that_waits)
+    monkeypatch.setattr(rank_process, "train_rank", fails_beside_one_that_waits)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(LONG))
     monkeypatch.setattr(site_process, "enrol_site", lambda *_: None)

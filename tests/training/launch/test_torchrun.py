@@ -351,7 +351,7 @@ def test_a_rank_says_that_it_lives_before_it_builds(
         log_file=None,
     )
     with pytest.raises(StopError):
-        rank_process._train(job, lambda *_: None)
+        rank_process.train_rank(job, lambda *_: None)
     assert done == [
         "links", "client", "beats, building True", "build", "links closed", "closed",
     ]  # fmt: skip
