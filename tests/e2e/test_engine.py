@@ -45,7 +45,7 @@ def one_stage(shared_workshop: Workshop) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "sets"),
     [
-        ("2x1", ("site.stages=2",)),
+        pytest.param("2x1", ("site.stages=2",), marks=pytest.mark.slow),
         ("4x1", ("site.stages=4", "site.micro_batch_size=1")),
         ("1x2", ("site.stages=1", "site.shards=2")),
         ("2x2-zero-bubble", (
@@ -92,8 +92,12 @@ def test_rounds_of_one_step_equal_synchronous_training(workshop: Workshop) -> No
     ("name", "sets"),
     [
         ("allreduce-reduce", ("outer.method=allreduce", "outer.exchange=reduce")),
-        ("diloco", ("outer.method=diloco",)),
-        ("opendiloco", ("outer.method=opendiloco", "outer.fragments=2", "outer.slots=4")),
+        pytest.param("diloco", ("outer.method=diloco",), marks=pytest.mark.slow),
+        pytest.param(
+            "opendiloco",
+            ("outer.method=opendiloco", "outer.fragments=2", "outer.slots=4"),
+            marks=pytest.mark.slow,
+        ),
         ("intellect1", ("outer.method=intellect1", "outer.exchange=reduce")),
         ("naive", ("outer.overlap=naive", "outer.slots=2", "compression.codec=bf16")),
         ("keep-damped", ("outer.keep=0.65", "outer.delay=7", "sites.paris.batch_size=8")),

@@ -287,6 +287,7 @@ def test_two_real_sites(workshop: Workshop) -> None:
         "data.vocabulary_size=600",
         "data.sequence_length=64",
         "model.architecture.hidden_size=64",
+        "model.architecture.num_hidden_layers=4",
         "model.architecture.intermediate_size=128",
         "model.architecture.head_dim=8",
         "site.batch_size=8",

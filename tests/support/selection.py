@@ -1,6 +1,6 @@
 """Which test files a run of pytest needs, and in which order: from their text, before any import.
 
-Every process of a test run imports the files that it collects, and all of them take seconds.
+A test run imports the files that it collects, and all of them take half a minute of a core.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ MARKS = frozenset(("slow", "waits", "runs", "stops", "alone"))
 """The marks of pyproject.toml. A file's text names all marks of its tests."""
 DEAREST = (
     "e2e/test_readme.py",
-    "e2e/test_network.py",
-    "e2e/test_engine.py",
     "e2e/test_versions.py",
+    "e2e/test_engine.py",
+    "e2e/test_adapters.py",
+    "e2e/test_network.py",
     "e2e/test_not_finite.py",
     "e2e/test_replicas.py",
     "e2e/test_record.py",
+    "e2e/test_tasks.py",
     "benchmarks/test_quality_run.py",
     "e2e/test_api.py",
     "e2e/test_own_code.py",
@@ -26,6 +28,8 @@ DEAREST = (
     "e2e/test_wire_bytes.py",
     "e2e/test_flush.py",
     "inner/test_site_model.py",
+    "inner/test_adapters.py",
+    "inner/test_counted.py",
     "tools/planner/test_link_probe.py",
     "compression/lowrank/test_codec.py",
     "inner/test_head_loss.py",
@@ -33,8 +37,11 @@ DEAREST = (
     "inner/test_muon.py",
     "inner/test_precision.py",
     "cli/test_plan.py",
+    "tools/audit/test_cheats.py",
     "benchmarks/test_gpu.py",
     "outer/test_invariants.py",
+    "outer/test_device_path.py",
+    "compression/test_everywhere.py",
     "compression/test_lowrank_format.py",
     "coordinator/server/test_properties.py",
     "transport/test_groups.py",
