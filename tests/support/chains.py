@@ -89,7 +89,9 @@ def in_process() -> Chain:
     tester = EthereumTester(PyEVMBackend())
 
     def advance(seconds: int) -> None:
-        tester.time_travel(int(tester.get_block_by_number("latest")["timestamp"]) + seconds)
+        # A block may be a second earlier than the time that eth-tester is asked for.
+        latest = int(tester.get_block_by_number("latest")["timestamp"])
+        tester.time_travel(latest + seconds + 1)
 
     return Chain(Web3(_InProcess(tester)), advance)
 

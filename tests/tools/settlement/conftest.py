@@ -13,16 +13,14 @@ from tests.support.chains import Chain, anvil, in_process
 from tests.support.ledger_scene import LedgerScene, deployed
 
 
-@pytest.fixture(
-    scope="module", params=["eth-tester", pytest.param("anvil", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module")
 def chain(request: pytest.FixtureRequest) -> Iterator[Chain]:
-    """A chain, for all tests of a file."""
-    if request.param == "eth-tester":
-        yield in_process()
-    else:
+    """The chain that a file's tests ask for; without a question, the one in this process."""
+    if getattr(request, "param", None) == "anvil":
         with anvil() as found:
             yield found
+    else:
+        yield in_process()
 
 
 @pytest.fixture(scope="module")

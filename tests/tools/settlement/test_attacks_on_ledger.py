@@ -13,6 +13,9 @@ from dilocox.errors import SettlementError
 from dilocox.tools.settlement.claims_tree import ClaimsTree
 from dilocox.tools.settlement.messages import Domain
 
+CHAINS = ["eth-tester", pytest.param("anvil", marks=pytest.mark.slow)]
+pytestmark = pytest.mark.parametrize("chain", CHAINS, indirect=True)
+
 ORDER = 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFEBAAEDCE6AF48A03BBFD25E8CD0364141
 """Order of secp256k1."""
 

@@ -11,6 +11,9 @@ from tests.support.ledger_scene import LEAVES, LedgerScene, proof, root
 from dilocox.record.log.merkle import leaf_hash
 from dilocox.tools.settlement.ledger import Ledger
 
+CHAINS = ["eth-tester", pytest.param("anvil", marks=pytest.mark.slow)]
+pytestmark = pytest.mark.parametrize("chain", CHAINS, indirect=True)
+
 PARTS = 20
 OTHER = [*LEAVES[:7], leaf_hash(b"changed"), *LEAVES[8:]]
 """The same log with another statement 7."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from tests.support.chains import ETHER
 from tests.support.ledger_scene import MANIFEST, QUORUM, WINDOW, LedgerScene, root
 
 from dilocox.tools.settlement.ledger import run_id
+
+CHAINS = ["eth-tester", pytest.param("anvil", marks=pytest.mark.slow)]
+pytestmark = pytest.mark.parametrize("chain", CHAINS, indirect=True)
 
 GAS = {
     "register": 190_000,

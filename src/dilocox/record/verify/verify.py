@@ -62,7 +62,7 @@ class Places:
     data: Path | None = None
     """Token files; None: where the run file says."""
     start: Path | None = None
-    """Folder that the reader knows to be `model.path`; None: what this machine has of that name."""
+    """Folder that the reader knows to be `model.path`; None: what this machine has."""
     key: str | None = None
     """The log's key, from another source than the record; None: the record's `log.pub`."""
     seen: Path | None = None
