@@ -57,10 +57,34 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
     accounting.add_argument("--json", action="store_true", help="print the amounts as JSON")
     _add_key(action("settle", _settle, "settle what the anchored log says", "RUN"))
     _add_key(action("claim", _claim, "claim what is settled, and withdraw it", "RUN"))
+    committing = action("commit", _commit, "sign a site's commitments of finished rounds", "RUN")
+    committing.add_argument("--site", required=True, metavar="NAME")
+    _add_key(committing)
+    _add_dispute(action("dispute", _dispute, "slash, or vote as an auditor", "RUN"))
     showing = action("status", _status, "print pool, head, settlement and stakes", "RUN")
     showing.add_argument(
         "--account", action="append", default=[], metavar="ADDRESS", help="show this account, too"
     )
+
+
+def _add_dispute(parser: argparse.ArgumentParser) -> None:
+    _add_key(parser)
+    kinds = parser.add_mutually_exclusive_group(required=True)
+    kinds.add_argument(
+        "--signed", type=Path, nargs=2, metavar="FILE",
+        help="two files of signed heads or commits that contradict each other: slashes the signer",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--veto", action="store_true", help="vote against the pending settlement, if it is wrong"
+    )
+    kinds.add_argument(
+        "--site", metavar="NAME", help="vote to slash this site for --round, by its verdicts"
+    )
+    parser.add_argument("--round", type=int, metavar="N")
+    parser.add_argument(
+        "--votes", type=Path, metavar="FILE",
+        help="file that the auditors hand on; each adds a vote, and the last one sends them",
+    )  # fmt: skip
 
 
 def _add_register(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +223,28 @@ def _claim(options: argparse.Namespace) -> list[str]:
     from dilocox.tools.settlement import settling
 
     return settling.claim(*_opened(options), options.run)
+
+
+def _commit(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import disputes
+
+    return disputes.commit(*_opened(options), options.run, options.site)
+
+
+def _dispute(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import disputes
+
+    if options.signed:
+        return disputes.slash_by_signatures(*_opened(options), *options.signed)
+    if options.votes is None:
+        raise ConfigError("--votes: name the file that the auditors hand on")
+    if options.veto:
+        return disputes.veto(*_opened(options), options.run, options.votes)
+    if options.round is None:
+        raise ConfigError("--site: name the round, too, with --round")
+    return disputes.mismatch(
+        *_opened(options), options.run, options.site, options.round, options.votes
+    )
 
 
 def _status(options: argparse.Namespace) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("web3")
 
+from eth_account.signers.local import LocalAccount
 from requests.exceptions import ConnectionError as NoConnectionError
 from tests.support.chains import ETHER, Chain, in_process
 from tests.support.ledger_scene import WINDOW
@@ -82,6 +83,9 @@ class Town:
             "--rpc", "test", "--contract", self.contract, "--stake", "1", "--pool", "40",
             "--window", WINDOW, "--quorum", 2, *auditors,
         )  # fmt: skip
+
+    def key(self, name: str) -> LocalAccount:
+        return keystore.load_key(self.root / f"{name}.key", PASSWORD)
 
     def balance(self, name: str) -> int:
         return int(self.chain.web3.eth.get_balance(self.accounts[name]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class RunOnChain:
     """Id of the run's log, 64 hex digits."""
     block: int
     """A block before the run was registered; its events are looked up from there."""
+    auditors: tuple[str, ...]
+    """Addresses of the auditors. The contract keeps only their Merkle root."""
 
     @property
     def run(self) -> bytes:
@@ -59,7 +61,7 @@ class RunOnChain:
             said = json.loads(path.read_text(encoding="utf-8"))
             found = cls(**{name: said[name] for name in cls.__dataclass_fields__})
             bytes.fromhex(found.log)
-            return found
+            return replace(found, auditors=tuple(map(str, found.auditors)))
         except FileNotFoundError:
             raise SettlementError(
                 f"{path}: missing; dilocox chain register writes it, copy it from there"

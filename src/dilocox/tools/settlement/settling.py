@@ -23,7 +23,7 @@ from dilocox.tools.settlement.amounts import amounts, by_account, covered, read_
 from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
 from dilocox.tools.settlement.journal import Journal
 from dilocox.tools.settlement.ledger import Ledger, deploy, send_again
-from dilocox.tools.settlement.run_on_chain import Desk, RunOnChain
+from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
 
 COIN = 10**18
 """Wei of one coin."""
@@ -65,7 +65,7 @@ def register(
         SettlementError: The chain refuses or fails, or a value cannot be used.
         RecordError: The record cannot be read.
     """
-    accounts = [_checked(each) for each in auditors]
+    accounts = [checked(each) for each in auditors]
     if not 1 <= quorum <= len(set(accounts)):
         raise SettlementError(f"--quorum {quorum}: there are {len(set(accounts))} auditors")
     prefix = read_prefix(folder, 1)
@@ -73,7 +73,8 @@ def register(
     log, ledger = prefix.course.run, desk.ledger
     with desk.opened():
         block = ledger.block()
-        found = RunOnChain(rpc, ledger.address, desk.account.address, log, block)
+        owner = desk.account.address
+        found = RunOnChain(rpc, ledger.address, owner, log, block, tuple(accounts))
         state = ledger.state(found.run)
         if int(state["owner"], 16):
             # It may have been registered long before the newest block.
@@ -106,7 +107,7 @@ def _written(found: RunOnChain, folder: Path) -> str:
 def stake(desk: Desk, run: RunOnChain) -> list[str]:
     """Stake what is missing to the run's least stake. Raises `SettlementError`."""
     with desk.opened():
-        state = _known(desk.ledger, run)
+        state = known_run(desk.ledger, run)
         amount, leaving = desk.ledger.call("stakes", run.run, desk.account.address)
         missing = max(0, state["minStake"] - amount)
         if not missing and not leaving:
@@ -118,7 +119,7 @@ def stake(desk: Desk, run: RunOnChain) -> list[str]:
 def leave(desk: Desk, run: RunOnChain) -> list[str]:
     """Announce to leave, and take the stake back once it is free. Raises `SettlementError`."""
     with desk.opened():
-        state = _known(desk.ledger, run)
+        state = known_run(desk.ledger, run)
         amount, leaving = desk.ledger.call("stakes", run.run, desk.account.address)
         if not amount:
             return [f"{desk.account.address}: nothing is staked", *_withdraw(desk)]
@@ -154,7 +155,7 @@ def anchor(desk: Desk, run: RunOnChain, folder: Path, note: str | None) -> list[
     if len(leaves) != checkpoint.size or root_of(leaves) != checkpoint.root:
         raise RecordError(f"{folder}: the checkpoint is not one of this log")
     with desk.opened():
-        head = _known(desk.ledger, run)
+        head = known_run(desk.ledger, run)
         size = head["size"]
         if size and roots_at(leaves_of(content.entries), [size]).get(size) != head["root"]:
             raise SettlementError(
@@ -171,24 +172,45 @@ def anchor(desk: Desk, run: RunOnChain, folder: Path, note: str | None) -> list[
 
 
 def _sign_head(desk: Desk, run: RunOnChain, folder: Path, checkpoint: LogCheckpoint) -> None:
-    """Add the owner's signed head to `settlement/heads.jsonl`, once.
+    """Add the owner's signed head to `settlement/heads.jsonl`; see `sign_once`."""
+    path = folder / FOLDER / "heads.jsonl"
+    sign_once(desk, run, path, "Head", "size", {checkpoint.size: checkpoint.root})
 
-    Raises `SettlementError` if another head of this size was signed: that would cost the stake.
+
+def sign_once(
+    desk: Desk, run: RunOnChain, path: Path, kind: str, name: str, roots: Mapping[int, bytes]
+) -> int:
+    """Sign a message for each root, and append it to a public file; return how many were new.
+
+    Args:
+        desk: Who signs.
+        run: The run.
+        path: The file, JSON lines. Roots that it has are not signed again.
+        kind: Type of the message, `Head` or `Commit`.
+        name: Its field beside the root, `size` or `round`.
+        roots: Root by that field.
+
+    Raises:
+        SettlementError: The file has another root for the same field. To sign a second one would
+            cost the stake.
     """
-    path = folder / "settlement" / "heads.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    known = {each["size"]: each["root"] for each in map(json.loads, lines)}
-    root = checkpoint.root.hex()
-    if known.get(checkpoint.size, root) != root:
-        raise SettlementError(f"{path}: another head of {checkpoint.size} statements was signed; "
-                              "a second one would cost the stake")  # fmt: skip
-    if checkpoint.size in known:
-        return
-    said = {"run": run.run, "size": checkpoint.size, "root": checkpoint.root}
-    signature = desk.ledger.domain.sign(desk.account, "Head", **said)
-    line = {"size": checkpoint.size, "root": root, "signature": signature.hex()}
+    known = {int(each[name]): str(each["root"]) for each in map(json.loads, lines)}
+    for number, root in roots.items():
+        if known.get(number, root.hex()) != root.hex():
+            raise SettlementError(
+                f"{path}: another root of {name} {number} was signed; a second one would cost the "
+                "stake"
+            )
+    new = {number: root for number, root in roots.items() if number not in known}
+    domain = desk.ledger.domain
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        for number, root in sorted(new.items()):
+            said = {"run": run.run, name: number, "root": root}
+            signature = domain.sign(desk.account, kind, **said).hex()
+            line = {name: number, "root": root.hex(), "signature": signature}
+            file.write(json.dumps(line) + "\n")
+    return len(new)
 
 
 def _last_round(entries: Sequence[str]) -> int:
@@ -209,7 +231,7 @@ def settle(desk: Desk, run: RunOnChain, folder: Path) -> list[str]:
     """
     with desk.opened():
         ledger = desk.ledger
-        state = _known(ledger, run)
+        state = known_run(ledger, run)
         tree, owed = claims_at(run, folder, state["size"], state["root"])
         if tree.root in (state["pending"], state["accepted"]):
             return [f"settled already: {state['size']} statements, {coins(sum(owed.values()))}"]
@@ -220,7 +242,7 @@ def settle(desk: Desk, run: RunOnChain, folder: Path) -> list[str]:
         sent = desk.send("settle", run.run, state["size"], tree.root)
         lines = [f"settled {coins(sum(owed.values()))} to {len(owed)} accounts by "
                  f"{state['size']} statements; {sent.gas} gas"]  # fmt: skip
-        claimed = sum(ledger.call("claimed", run.run, _checked(each)) for each in owed)
+        claimed = sum(ledger.call("claimed", run.run, checked(each)) for each in owed)
         missing = sum(owed.values()) - claimed - state["pool"]
         if missing > 0:
             lines.append(f"the pool lacks {coins(missing)}: dilocox chain fund")
@@ -232,7 +254,19 @@ def claims_at(
 ) -> tuple[ClaimsTree, dict[str, int]]:
     """Return the claims after the log's first `size` statements, and wei by account.
 
-    Raises `SettlementError` if the log's root there is not `root`, or if nothing is owed.
+    Raises `SettlementError` like `owed_at`, and if nothing is owed.
+    """
+    owed = owed_at(folder, size, root)
+    if not owed:
+        raise SettlementError(f"nothing is owed to any account after {size} statements")
+    return ClaimsTree(run.run, owed), owed
+
+
+def owed_at(folder: Path, size: int, root: bytes) -> dict[str, int]:
+    """Return wei by account after the log's first `size` statements.
+
+    Raises `SettlementError` if the log's root there is not `root`, and `RecordError` if the log
+    cannot be read.
     """
     if not size:
         raise SettlementError("nothing is anchored yet: dilocox chain anchor first")
@@ -240,10 +274,7 @@ def claims_at(
     if prefix.root != root:
         raise SettlementError(f"the chain's head of {size} statements is not a prefix of this log")
     _check_accounts(terms_of(prefix.course))
-    owed = by_account(amounts(prefix.course))
-    if not owed:
-        raise SettlementError(f"nothing is owed to any account after {size} statements")
-    return ClaimsTree(run.run, owed), owed
+    return by_account(amounts(prefix.course))
 
 
 def claim(desk: Desk, run: RunOnChain, folder: Path) -> list[str]:
@@ -253,11 +284,11 @@ def claim(desk: Desk, run: RunOnChain, folder: Path) -> list[str]:
     log gives, and `RecordError` if the log cannot be read.
     """
     with desk.opened():
-        state = _known(desk.ledger, run)
+        state = known_run(desk.ledger, run)
         accepted = accepted_root(state, desk.ledger.now())
         if not int.from_bytes(accepted):
             return ["no settlement is accepted yet", *_withdraw(desk)]
-        tree, owed = _settlement(desk.ledger, run, folder, accepted)
+        tree, owed = settlement_of(desk.ledger, run, folder, accepted)
         account = desk.account.address.lower()
         amount = owed.get(account, 0)
         before = desk.ledger.call("claimed", run.run, desk.account.address)
@@ -280,7 +311,7 @@ def accepted_root(state: Mapping[str, Any], now: int) -> bytes:
     return accepted
 
 
-def _settlement(
+def settlement_of(
     ledger: Ledger, run: RunOnChain, folder: Path, claims_root: bytes
 ) -> tuple[ClaimsTree, dict[str, int]]:
     """Return the claims of the settlement with this root, as this log gives them."""
@@ -314,7 +345,7 @@ def fund(desk: Desk, run: RunOnChain, amount: int) -> list[str]:
 
 def status(ledger: Ledger, run: RunOnChain, accounts: Sequence[str] = ()) -> list[str]:
     """Return lines on a run: pool, head, settlement, and `accounts`. Raises `SettlementError`."""
-    state, now = _known(ledger, run), ledger.now()
+    state, now = known_run(ledger, run), ledger.now()
     end = "; FORKED: the owner has signed two logs" if state["forked"] else ""
     end += "; closing" if state["closedAt"] else ""
     lines = [
@@ -331,7 +362,7 @@ def status(ledger: Ledger, run: RunOnChain, accounts: Sequence[str] = ()) -> lis
     if not int.from_bytes(accepted_root(state, now)) and not (pending and left > 0):
         said = "none"
     lines.append(f"settlement  {said}")
-    for each in dict.fromkeys([state["owner"], *map(_checked, accounts)]):
+    for each in dict.fromkeys([state["owner"], *map(checked, accounts)]):
         amount, leaving = ledger.call("stakes", run.run, each)
         claimed = ledger.call("claimed", run.run, each)
         going = ", leaving" if leaving else ""
@@ -344,14 +375,14 @@ def coins(wei: int) -> str:
     return f"{Web3.from_wei(wei, 'ether'):f} coins"
 
 
-def _known(ledger: Ledger, run: RunOnChain) -> dict[str, Any]:
+def known_run(ledger: Ledger, run: RunOnChain) -> dict[str, Any]:
     state = ledger.state(run.run)
     if not int(state["owner"], 16):
         raise SettlementError(f"run 0x{run.run.hex()} is not registered in {run.contract}")
     return state
 
 
-def _checked(account: str) -> str:
+def checked(account: str) -> str:
     """Return an address with its checksum. Raises `SettlementError` for a mistyped one."""
     digits = account.removeprefix("0x")
     right = Web3.is_address(account) and (
@@ -364,4 +395,4 @@ def _checked(account: str) -> str:
 
 def _check_accounts(terms: Mapping[str, Any]) -> None:
     for each in terms["accounts"].values():
-        _checked(str(each))
+        checked(str(each))
