@@ -16,7 +16,7 @@ pytest.importorskip("web3")
 
 from eth_account.signers.local import LocalAccount
 from requests.exceptions import ConnectionError as NoConnectionError
-from tests.support.chains import ETHER, Chain, in_process
+from tests.support.chains import ETHER, Chain
 from tests.support.ledger_scene import WINDOW
 from tests.support.record_scene import Scene
 
@@ -94,11 +94,6 @@ class Town:
     def state(self) -> dict[str, Any]:
         run = RunOnChain.read(self.folder)
         return run.ledger().state(run.run)
-
-
-@pytest.fixture(scope="module")
-def chain() -> Chain:
-    return in_process()
 
 
 @pytest.fixture

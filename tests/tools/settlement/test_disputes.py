@@ -20,7 +20,7 @@ from dilocox.tools.settlement import settling
 from dilocox.tools.settlement.disputes import commitment_roots
 
 from .test_amounts import AUDITOR, scene_with
-from .test_chain_command import Town, chain, town  # noqa: F401 - fixtures
+from .test_chain_command import Town, town  # noqa: F401 - a fixture
 
 
 def begun(town: Town) -> None:  # noqa: F811
