@@ -28,7 +28,6 @@ from dilocox.record.verify import claims as c
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code, accepted_data
 from dilocox.record.verify.audit_claims import Audits
 from dilocox.record.verify.chain_anchors import ChainHeads, judge_anchors
-from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.completeness import broken_commitments, gaps, unknown_extension
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
 from dilocox.record.verify.further_claims import further
@@ -169,7 +168,7 @@ class _Verification:
         verdict: c.Verdict = "PASS"
         try:
             reason = check()
-        except NotRunError as why:
+        except c.NotRunError as why:
             verdict, reason = "NOT_RUN", str(why)
         except DilocoxError as error:
             verdict, reason = "FAIL", str(error)
@@ -180,7 +179,7 @@ class _Verification:
     def _need(self, *claims: c.Claim) -> RunHistory:
         for claim in claims:
             if claim.name in self.bad:
-                raise NotRunError(f"claim {claim.name} is {self.bad[claim.name]}")
+                raise c.NotRunError(f"claim {claim.name} is {self.bad[claim.name]}")
         assert self.course is not None
         return self.course
 
@@ -211,13 +210,13 @@ class _Verification:
 
     def _need_log(self) -> None:
         if c.LOG.name in self.bad:
-            raise NotRunError(f"claim log is {self.bad[c.LOG.name]}")
+            raise c.NotRunError(f"claim log is {self.bad[c.LOG.name]}")
 
     def complete(self) -> str:
         """Judge: no round and no signature is missing."""
         course = self._need(c.LOG, c.SIGNATURES)
         if not any(state.kind == "final" for state in course.states):
-            raise NotRunError("no final state is signed: the run has not finished")
+            raise c.NotRunError("no final state is signed: the run has not finished")
         _need_extensions(course)
         if _by_gradient(course):
             return "theta_0 and the final state of every stage"
@@ -230,9 +229,9 @@ class _Verification:
         """Judge: no contribution was made from another site's payload."""
         course = self._need(c.LOG, c.SIGNATURES)
         if _by_gradient(course):
-            raise NotRunError("gradients are exchanged without commitments")
+            raise c.NotRunError("gradients are exchanged without commitments")
         if not course.manifest.get("commitments"):
-            raise NotRunError("the run was recorded by a dilocox version without commitments")
+            raise c.NotRunError("the run was recorded by a dilocox version without commitments")
         self._need(c.COMPLETE)
         problems = broken_commitments(course)
         if problems:
@@ -244,7 +243,7 @@ class _Verification:
         course = self._need(c.LOG, c.SIGNATURES)
         path = self.places.run / "run.toml"
         if not path.exists():
-            raise NotRunError(f"{path}: not there")
+            raise c.NotRunError(f"{path}: not there")
         _need_extensions(course)
         agreed_run(path, course.manifest)
         said = accepted(course, "which run file it was")
@@ -276,7 +275,7 @@ class _Verification:
             return "the payloads of all rounds are there"
         last = max(origin.state.round for origin in self.origins.values()) - 1
         rounds = "round 0 is" if last == 0 else f"rounds 0 to {last} are"
-        raise NotRunError(
+        raise c.NotRunError(
             f"{rounds} not replayable: payloads were removed as record.keep = {course.keep} says; "
             f"the replay begins with a state that {self._signers()} signed"
         )
@@ -309,7 +308,7 @@ class _Verification:
             root, listing = (state.root, state.listing) if form is None else form
             tensors = read_listing(self._get, listing, root)
         except MissingError as error:
-            raise NotRunError(
+            raise c.NotRunError(
                 f"list of stage {state.stage}'s {state.kind} tensors: {error}; name site "
                 f"{state.site}'s with --store"
             ) from None
@@ -320,7 +319,7 @@ class _Verification:
         """Judge: all outer steps lead from theta_0, or from a signed anchor, to the final state."""
         course = self._need(c.LOG, c.SIGNATURES)
         if _by_gradient(course):
-            raise NotRunError(
+            raise c.NotRunError(
                 f"method {course.config['outer']['method']} exchanges the gradients of every inner "
                 "step; there are no outer steps, and gradients are not kept"
             )
@@ -400,12 +399,12 @@ class _Verification:
         course = self._need(c.LOG, c.SIGNATURES)
         folder = self._model_folder()
         if not any(state.kind == "final" for state in course.states):
-            raise NotRunError("no final state is signed: the run has not finished")
+            raise c.NotRunError("no final state is signed: the run has not finished")
         if not folder.is_dir():
-            raise NotRunError(f"{folder}: not there; give the model's folder with --model")
+            raise c.NotRunError(f"{folder}: not there; give the model's folder with --model")
         finals = [course.state("final", stage)[-1:] for stage in range(course.stages)]
         if not all(finals):
-            raise NotRunError("the final states of some stages are not signed")
+            raise c.NotRunError("the final states of some stages are not signed")
         check_plain_files(folder)
         published = published_files(course.state("final", 0))
         check_other_files(folder, published)
@@ -458,19 +457,19 @@ class _Verification:
         try:
             folder = self.places.data or folder_of_run(self.places.run)
         except ConfigError as error:
-            raise NotRunError(str(error)) from None
+            raise c.NotRunError(str(error)) from None
         if not (folder / "manifest.json").exists():
-            raise NotRunError(f"{folder}: has no token files; give their folder with --data")
+            raise c.NotRunError(f"{folder}: has no token files; give their folder with --data")
         files = TokenFiles.open(folder)
         files.verify(self.progress)
         return accepted_data(course, files.digest, str(folder))
 
     def attestations(self) -> str:
-        """Judge attestations: always `NotRunError`, because this version judges no evidence."""
+        """Judge attestations: always `c.NotRunError`, because this version judges no evidence."""
         found = self._need(c.LOG, c.SIGNATURES).attestations
         sites = ", ".join(sorted({each.site for each in found}))
         formats = ", ".join(sorted({each.format for each in found}))
-        raise NotRunError(f"{len(found)} of {sites} ({formats}); this dilocox judges no evidence")
+        raise c.NotRunError(f"{len(found)} of {sites} ({formats}); this dilocox judges no evidence")
 
     def code(self) -> str:
         """Judge: this dilocox has the code of the run."""
@@ -478,7 +477,7 @@ class _Verification:
         theirs, ours = str(course.manifest["code"]), code_digest()
         if theirs != ours:
             version = course.manifest["versions"]["dilocox"]
-            raise NotRunError(
+            raise c.NotRunError(
                 f"the run had dilocox {version} with code {theirs[:12]}…, this one has {ours[:12]}…"
             )
         return f"digest {ours[:12]}…; {accepted_code(course)}"
@@ -487,7 +486,7 @@ class _Verification:
 def _need_extensions(course: RunHistory) -> None:
     lacking = unknown_extension(course)
     if lacking is not None:
-        raise NotRunError(
+        raise c.NotRunError(
             f"the run had {lacking}, which this dilocox does not know; install the package that "
             "has it (docs/extending.md)"
         )
