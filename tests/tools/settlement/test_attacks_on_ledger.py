@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
+pytest.importorskip("web3")
+
 from tests.support.chains import ETHER, Chain
 from tests.support.ledger_scene import WINDOW, LedgerScene, deployed, root
 from web3 import Web3

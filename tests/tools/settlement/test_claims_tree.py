@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("web3")
+
 from eth_utils.crypto import keccak
 from hypothesis import given
 from hypothesis import strategies as st

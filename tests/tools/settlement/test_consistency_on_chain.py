@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+
+pytest.importorskip("web3")
+
 from tests.support.chains import Chain
 from tests.support.ledger_scene import LEAVES, LedgerScene, proof, root
 

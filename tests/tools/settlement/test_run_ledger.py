@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
+pytest.importorskip("web3")
+
 from tests.support.chains import ETHER
 from tests.support.ledger_scene import MANIFEST, QUORUM, WINDOW, LedgerScene, root
 
