@@ -89,9 +89,8 @@ def in_process() -> Chain:
     tester = EthereumTester(PyEVMBackend())
 
     def advance(seconds: int) -> None:
-        # A block may be a second earlier than the time that eth-tester is asked for.
-        latest = int(tester.get_block_by_number("latest")["timestamp"])
-        tester.time_travel(latest + seconds + 1)
+        tester.time_travel(int(tester.get_block_by_number("latest")["timestamp"]) + seconds)
+        tester.mine_block()  # so that the newest block has that time, as on anvil
 
     return Chain(Web3(_InProcess(tester)), advance)
 
