@@ -14,6 +14,8 @@ from typing import Any
 
 from eth_account import Account
 from eth_account.signers.local import LocalAccount
+from eth_tester import EthereumTester, PyEVMBackend
+from eth_tester.exceptions import TransactionFailed
 from eth_utils.crypto import keccak
 from scripts.npm_packages import anvil as anvil_program
 from web3 import EthereumTesterProvider, Web3
@@ -21,13 +23,9 @@ from web3.types import RPCEndpoint
 
 from dilocox.tools.settlement.ledger import connect
 
-LIMIT = sys.getrecursionlimit()
-from eth_tester import EthereumTester, PyEVMBackend  # noqa: E402
-from eth_tester.exceptions import TransactionFailed  # noqa: E402
-
-# py-evm raises the limit so far that deeply nested JSON, in another test of this process, would
-# overflow the stack of C.
-sys.setrecursionlimit(LIMIT)
+# Python's default. py-evm raises it to 100,000 when it is imported, and then deeply nested JSON, in
+# another test of this process, would overflow the stack of C.
+sys.setrecursionlimit(1000)
 
 ETHER = 10**18
 MOST_GAS = 5_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -47,6 +48,12 @@ def test_each_owner_has_an_id_of_its_own_for_a_log(scene: LedgerScene) -> None:
     other = run_id(scene.who("thief").address, scene.log)
     assert other != scene.run
     assert scene.call("runOf", other)[0] == scene.who("thief").address
+
+
+def test_a_chain_leaves_the_limit_of_recursion(scene: LedgerScene) -> None:
+    """Else deeply nested JSON of another test would end the process."""
+    assert scene.state["size"] == 0
+    assert sys.getrecursionlimit() == 1000
 
 
 def test_a_stake_is_bound_until_two_windows_after_leaving(scene: LedgerScene) -> None:
