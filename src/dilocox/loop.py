@@ -47,8 +47,8 @@ class Site:
         if self._entered:
             raise TrainingError(f"{self._me}: was entered before; call dilocox.site again")
         self._entered = True
-        self._own.start()
         try:
+            self._own.start()
             self._work = self._own.turns.take()
         except BaseException as error:
             self._end(error)

@@ -115,3 +115,30 @@ def test_a_state_that_cannot_be_kept_is_named() -> None:
     loop.optimizers[0].state[loop.parameters["0.weight"]]["history"] = ["x"]
     with pytest.raises(CheckpointError, match=r"its state history of 0\.weight is a list"):
         loop.state.state()
+
+
+def test_an_object_whose_state_cannot_be_read_is_named() -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("no state\nof mine")
+
+        def load_state_dict(self, state: Any) -> None:
+            del state
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = LoopOptimizers(dict(model.named_parameters()), [optimizer], {"mine": Broken()})
+    with pytest.raises(CheckpointError, match=r"^state: .* of mine failed \(.*: no state\)$"):
+        state.state()
+
+
+def test_a_tensor_that_an_optimizer_got_later_is_named() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = LoopOptimizers(dict(model.named_parameters()), [optimizer], {})
+    later = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [later]})
+    later.sum().backward()
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=r"shape \(3,\) was added since"):
+        state.state()

@@ -93,7 +93,12 @@ class LoopOptimizers:
                     if key != "params" and _is_numbers(value):
                         found[f"{_GROUP}{number}.{place}/{key}"] = _as_tensor(value)
             for parameter, own in optimizer.state.items():
-                name = self._names[id(parameter)]
+                name = self._names.get(id(parameter))
+                if name is None:
+                    raise CheckpointError(
+                        f"optimizer: a tensor of shape {tuple(parameter.shape)} was added since "
+                        "the site began; give dilocox.site all parameter groups"
+                    )
                 for key, value in own.items():
                     if isinstance(value, Tensor):
                         found[f"{key}/{name}"] = value
@@ -106,7 +111,14 @@ class LoopOptimizers:
                             "checkpoint.every_rounds = 0"
                         )
         for name, each in self._objects.items():
-            found |= _flattened(f"{_OBJECT}{name}", each.state_dict())
+            try:
+                state = each.state_dict()
+            except Exception as error:
+                said = str(error).partition("\n")[0]
+                raise CheckpointError(
+                    f"state: state_dict of {name} failed ({type(error).__name__}: {said})"
+                ) from error
+            found |= _flattened(f"{_OBJECT}{name}", state)
         return found
 
     @torch.no_grad()

@@ -49,7 +49,7 @@ from dilocox.training.loop.parts import (
     check_loop,
     plan_of,
 )
-from dilocox.training.loop.turns import Turns
+from dilocox.training.loop.turns import LoopLeftError, Turns
 from dilocox.training.trainer import Left, Stopped, Trainer
 from dilocox.transport.link.endpoint import check_ports
 from dilocox.transport.link.tcp import check_congestion
@@ -112,6 +112,9 @@ class OwnSite:
         if not config.model.own:
             check_model(config)
             fetch_weights(config)
+        else:
+            # Checked before text is prepared, which may take long.
+            plan_of(config, loop, 0)
         files = prepare_here(config)
         check_data(config, files, [name])
         plan, _ = plan_of(config, loop, files.vocabulary_size)
@@ -170,34 +173,53 @@ class OwnSite:
 
     def _run(self, job: RankJob) -> None:
         """Train to the end of the run, in the trainer's thread."""
+        usual = torch.get_num_threads()
         if self.device.type == "cpu":
             # Two teams of threads of PyTorch would slow each other down.
             torch.set_num_threads(1)
+        error: BaseException | None = None
+        try:
+            self.outcome, error = self._trained(job)
+        finally:
+            # New threads of the user's program get the number that this thread has set last.
+            torch.set_num_threads(usual)
+            self.turns.end(error)
+
+    def _trained(self, job: RankJob) -> tuple[Outcome, BaseException | None]:
+        """Train, and return how the site's part has ended, with the error that ended it."""
+        outcome: Outcome = "failed"
         error: BaseException | None = None
         try:
             train_rank(
                 job, self._failed, LoopParts(self._build, self._open, self._ready, self._stuck)
             )
             self._take_anchor()
-            self.outcome = "finished"
+            outcome = "finished"
         except Left:
-            self.outcome = "left"
+            outcome = "left"
         except (Stopped, RunStoppedError):
-            self.outcome = "stopped"
+            outcome = "stopped"
+        except LoopLeftError as found:
+            outcome, error = "failed" if found.failed else "left", found
         except DilocoxError as found:
-            self.outcome, error = "failed", found
-        except Exception as found:
-            self.outcome = "failed"
-            error = TrainingError(f"site {self.name}: {type(found).__name__}: {found}")
+            error = found
+        except BaseException as found:
+            first = next(iter(str(found).splitlines()), "")
+            said = f"{type(found).__name__}: {first}"
+            error = TrainingError(f"site {self.name}: {said}")
             error.__cause__ = found
+            # No rank has told the coordinator of an error that is not dilocox's own.
+            if self._line is not None:
+                self._line.leave(said, failed=True)
+        failed = outcome == "failed"
         site_log.note(
             self.config,
             self.name,
             "ended",
-            code=0 if self.outcome == "finished" else 130 if error is None else 1,
+            code=0 if outcome == "finished" else 1 if failed else 130,
             reason="" if error is None else str(error),
         )
-        self.turns.end(error)
+        return outcome, error
 
     def _build(self, files: TokenFiles) -> RankParts:
         return build_parts(
@@ -266,3 +288,10 @@ class OwnSite:
                 # The trainer waits for other sites: the coordinator ends that wait.
                 self._line.leave(reason, failed=failed)
         self._thread.join(self._timeouts.heartbeat + self._timeouts.beat)
+        if self._thread.is_alive():
+            self.outcome = "failed"
+            log.warning(
+                "site %s: its thread waits for other sites and has not ended; do not use the model "
+                "in this process any more",
+                self.name,
+            )

@@ -109,16 +109,16 @@ class LoopModel:
         """Raise `TrainingError` if trained tensors were replaced, added, frozen or converted."""
         now = trained_tensors(self._model)
         odd = next(iter(now.keys() ^ self.trained.keys()), None)
-        why = "was added or unfrozen" if odd in now else "was removed or frozen"
+        why = "was added or unfrozen since" if odd in now else "was removed or frozen since"
         if odd is None:
             odd = next((n for n, p in now.items() if p is not self.trained[n]), None)
-            why = "is another object"
+            why = "is another object than when"
         if odd is None:
             odd = next((n for n, p in now.items() if _form_of(p) != self._form[n]), None)
-            why = "has another shape, dtype, device or memory"
+            why = "has another shape, dtype, device or memory than when"
         if odd is not None:
             raise TrainingError(
-                f"model: {odd} {why} than when the site began; build the model, and move or freeze "
+                f"model: {odd} {why} the site began; build the model, and move or freeze "
                 "its parts, before dilocox.site"
             )
 

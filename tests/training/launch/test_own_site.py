@@ -1,0 +1,80 @@
+"""How the part of a loop of the user's own ends, and what the coordinator is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox.errors import DilocoxError, RunStoppedError, TrainingError
+from dilocox.training.launch import own_site
+from dilocox.training.launch.own_site import OwnSite
+from dilocox.training.loop.turns import LoopLeftError, Turns
+
+
+class Scene:
+    """A site whose trainer ends as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ends: BaseException | None = None
+        self.left: list[tuple[str, bool]] = []
+        self.noted: list[dict[str, Any]] = []
+        self.site = OwnSite.__new__(OwnSite)
+        self.site.config = None  # type: ignore[assignment]
+        self.site.name, self.site.outcome = "paris", "running"
+        self.site.device = torch.device("cpu")
+        self.site.turns = Turns(self.site.device, lambda: None)
+        self.site._line = SimpleNamespace(leave=self._leave)  # type: ignore[assignment]
+        monkeypatch.setattr(own_site, "train_rank", self._train)
+        monkeypatch.setattr(OwnSite, "_take_anchor", lambda _: None)
+        monkeypatch.setattr(own_site.site_log, "note", lambda *_, **facts: self.noted.append(facts))
+
+    def _train(self, *_: object) -> None:
+        if self.ends is not None:
+            raise self.ends
+
+    def _leave(self, reason: str, *, failed: bool) -> None:
+        self.left.append((reason, failed))
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome", "code"),
+    [
+        (None, "finished", 0),
+        (RunStoppedError("stopped"), "stopped", 130),
+        (LoopLeftError("its loop ended before the run", failed=False), "left", 130),
+        (LoopLeftError("its loop ended by ValueError", failed=True), "failed", 1),
+        (DilocoxError("refused"), "failed", 1),
+    ],
+)
+def test_how_a_site_s_part_ends(
+    scene: Scene, ends: BaseException | None, outcome: str, code: int
+) -> None:
+    threads = torch.get_num_threads()
+    scene.ends = ends
+    scene.site._run(None)  # type: ignore[arg-type]
+    assert (scene.site.outcome, scene.noted[0]["code"]) == (outcome, code)
+    # The trainer itself has told the coordinator.
+    assert scene.left == []
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("ends", [RuntimeError("broken\nmore"), SystemExit(3)])
+def test_any_other_error_is_told_at_once_in_one_line(scene: Scene, ends: BaseException) -> None:
+    scene.ends = ends
+    scene.site._run(None)  # type: ignore[arg-type]
+    assert scene.site.outcome == "failed"
+    ((reason, failed),) = scene.left
+    assert failed
+    assert reason.startswith(f"{type(ends).__name__}: ")
+    assert "\n" not in reason
+    # The user's thread is not left waiting.
+    with pytest.raises(TrainingError, match=f"site paris: {type(ends).__name__}: "):
+        scene.site.turns.take()
