@@ -68,6 +68,15 @@ def test_a_verdict_is_in_the_log_once_and_for_all(audited: Scene) -> None:
     assert latest([first, second]) == [second], "an auditor's newest word on a round counts"
 
 
+def test_a_verdict_that_is_handed_in_again_undoes_no_newer_one() -> None:
+    good, bad = replace(GOOD, number=3), replace(BAD, number=4)
+    again = replace(good, by="c", number=5)
+    assert latest([good, bad, again]) == [bad]
+    # The auditor signs how much of the log it had read; who hands a verdict in late does not.
+    newer = replace(bad, seen=3)
+    assert latest([newer, replace(good, number=6)]) == [newer]
+
+
 def test_what_is_bad_is_told_in_the_run(audited: Scene) -> None:
     told: list[str] = []
     core = audited.driver.core

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+from collections.abc import Callable, Collection
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from tests.support.record_scene import Scene
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import SettlementError
+from dilocox.record.log import statements as s
 from dilocox.record.log.statements import Signer
 from dilocox.record.log.verdict_statements import HandedIn
+from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.tools.settlement.amounts import amounts, by_account, read_prefix
 
 ACCOUNTS = {"a": "0x" + "aA" * 20, "b": "0x" + "bb" * 20, "c": "0x" + "aa" * 20}
@@ -25,40 +29,102 @@ PRICE = 3_000_001
 def second_opinion(folder: Path, size: int) -> dict[str, int]:
     """Wei by account after the first `size` statements, from the plain text of the log alone."""
     steps: dict[str, Any] = {}
-    bad: dict[tuple[str, str, int], str] = {}
+    verdicts: list[dict[str, Any]] = []
+    plans: dict[int, Any] = {}
+    resumes: list[int] = []
     run: dict[str, Any] = {}
     lines = (folder / "record" / "statements.jsonl").read_text().splitlines()[:size]
-    for line in lines:
+    for number, line in enumerate(lines):
         statement = json.loads(base64.b64decode(json.loads(line)["payload"]))
         kind, said = statement["predicateType"], statement["predicate"]
+        subjects = {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
         if "run-manifest" in kind:
             run = said["config"]
         elif "outer-step" in kind:
-            steps[said["exchange_key"]] = said
+            steps[said["exchange_key"]] = {**said, "paid": subjects, "at": number}
+        elif ":plan:" in kind:
+            plans[said["round"]] = said["plan"]
         elif ":resume:" in kind:
+            resumes.append(number)
             steps = {key: each for key, each in steps.items() if each["tick"] <= said["tick"]}
+            plans = {n: each for n, each in plans.items() if each["first_tick"] <= said["tick"]}
         elif "audit-verdict" in kind:
-            bad[said["auditor"], said["site"], said["round"]] = said["verdict"]
-    terms = run["settlement"]
-    refused = {
-        (site, number)
-        for (auditor, site, number), verdict in bad.items()
-        if auditor in terms["auditors"] and verdict in ("MISMATCH", "FAIL")
-    }
+            verdicts.append({**said, "file": subjects["verdict"]})
+    refused = refused_of(run, steps, plans, resumes, verdicts)
     tokens: dict[str, Fraction] = {}
+    strange = {said["round"] for said in steps.values() if not possible(run, said)}
+    strange |= late_rounds(run, steps)
     for said in steps.values():
-        for site in said["set"] if said["kind"] == "train" else []:
-            if (site, said["round"]) not in refused:
+        train = said["kind"] == "train" and said["round"] not in strange
+        for site in said["set"] if train else []:
+            shards = range(run["site"]["shards"])
+            sent = {f"{site}/{shard}" for shard in shards} <= set(said["paid"])
+            shares = said["shares"].get(site, [[1]])
+            counts = any(own == [] or max(own) > 0 for own in shares)
+            if sent and counts and (site, said["round"]) not in refused:
                 read = sum(count for _, count in said["ranges"][site])
                 read *= run["data"]["sequence_length"]
                 parts = run["site"]["stages"] * said["fragments"]
                 tokens[site] = tokens.get(site, Fraction(0)) + Fraction(read, parts)
     wei: dict[str, int] = {}
-    for site, number in tokens.items():
+    terms = run["settlement"]
+    for site, paid_for in tokens.items():
         if site in terms["accounts"]:
             who = terms["accounts"][site].lower()
-            wei[who] = wei.get(who, 0) + int(number * terms["price"] * 1000)
+            wei[who] = wei.get(who, 0) + int(paid_for * terms["price"] * 1000)
     return wei
+
+
+def refused_of(
+    run: Any, steps: Any, plans: Any, resumes: list[int], verdicts: list[Any]
+) -> set[tuple[str, int]]:
+    """(site, round) whose newest standing verdict of an auditor of the run file is bad."""
+    newest: dict[tuple[str, str, int], tuple[int, str]] = {}
+    files: set[tuple[str, str, int, str]] = set()
+    for said in verdicts:
+        where = (said["auditor"], said["site"], said["round"])
+        after = [each for each in resumes if each >= said["seen"]]
+        if after:
+            own = [each for each in steps.values() if each["round"] == said["round"]]
+            due = plans[said["round"]]["fragments"] if said["round"] in plans else 10_000
+            if len(own) < due * run["site"]["stages"] or any(e["at"] > after[0] for e in own):
+                continue
+        if (*where, said["file"]) in files:
+            continue
+        files.add((*where, said["file"]))
+        if where not in newest or said["seen"] >= newest[where][0]:
+            newest[where] = (said["seen"], said["verdict"])
+    return {
+        (site, number)
+        for (auditor, site, number), (_, verdict) in newest.items()
+        if auditor in run["settlement"]["auditors"] and verdict in ("MISMATCH", "FAIL")
+    }
+
+
+def possible(run: Any, said: Any) -> bool:
+    """No sequence number is read twice, and nobody reads more than its batches."""
+    numbers: list[tuple[str, int]] = []
+    for site, ranges in said["ranges"].items():
+        own = [(said["spaces"][site], n) for start, count in ranges
+               for n in range(start, start + count)]  # fmt: skip
+        if len(own) > run["site"]["batch_size"] * said["inner_steps"]:
+            return False
+        numbers += own
+    return len(numbers) == len(set(numbers))
+
+
+def late_rounds(run: Any, steps: Any) -> set[int]:
+    """Rounds after the run file's last inner step."""
+    lengths: dict[int, int] = {}
+    odd: set[int] = set()
+    for said in steps.values():
+        if lengths.setdefault(said["round"], said["inner_steps"]) != said["inner_steps"]:
+            odd.add(said["round"])
+    planned = run["outer"]["rounds"] * run["outer"]["inner_steps"]
+    return odd | {
+        number for number in lengths
+        if sum(length for n, length in lengths.items() if n <= number) > planned
+    }  # fmt: skip
 
 
 def scene_with(root: Path, **terms: Any) -> Scene:
@@ -80,7 +146,8 @@ def scene_with(root: Path, **terms: Any) -> Scene:
 
 def hand_in(scene: Scene, auditor: Signer, site: str, round_: int, verdict: Any) -> None:
     size = len(scene.entries())
-    found = HandedIn(site, round_, verdict, auditor.public, "", "5" * 64, size, size)
+    digest = hashlib.sha256(f"{site} {round_} {verdict}".encode()).hexdigest()
+    found = HandedIn(site, round_, verdict, auditor.public, "", digest, size, size)
     scene.notary.writer.append(auditor.sign(found.statement(scene.notary.run)))
 
 
@@ -142,6 +209,79 @@ def test_a_newer_verdict_replaces_the_auditor_s_earlier_one(tmp_path: Path) -> N
     scene.notary.close()
     paid(scene)
     assert amounts(read_prefix(scene.config.folder).course)[2].withheld == ()
+
+
+def test_an_older_verdict_that_is_handed_in_again_undoes_no_bad_one(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    hand_in(scene, AUDITOR, "c", 1, "EXACT")
+    again = scene.entries()[-1]
+    hand_in(scene, AUDITOR, "c", 1, "MISMATCH")
+    scene.notary.writer.append(again)
+    scene.notary.close()
+    paid(scene)
+    assert amounts(read_prefix(scene.config.folder).course)[2].withheld == (1,)
+
+
+Change = Callable[[dict[str, Any], dict[str, str]], object]
+
+
+def forged(monkeypatch: pytest.MonkeyPatch, change: Change, fragments: Collection[int]) -> None:
+    """Let the coordinator sign something else as outer steps of round 1."""
+    real = TransparencyLogSink._say
+
+    def say(self: Any, kind: str, said: Any, subjects: Any, **more: Any) -> None:
+        if kind == s.STEP and said["round"] == 1 and said["fragment"] in fragments:
+            said, subjects = json.loads(json.dumps(said)), dict(subjects)
+            change(said, subjects)
+        real(self, kind, said, subjects, **more)
+
+    monkeypatch.setattr(TransparencyLogSink, "_say", say)
+
+
+def two_hundred(said: dict[str, Any], subjects: object) -> None:
+    said["ranges"]["c"] = [[1000, 200]]
+
+
+def of_another(said: dict[str, Any], subjects: object) -> None:
+    said["ranges"]["c"] = said["ranges"]["a"]
+
+
+def longer(said: dict[str, Any], subjects: object) -> None:
+    said["ranges"]["c"], said["inner_steps"] = [[1000, 200]], 100
+
+
+@pytest.mark.parametrize("fragments", [(0,), (0, 1)])
+@pytest.mark.parametrize("change", [two_hundred, of_another, longer])
+def test_a_round_with_ranges_that_cannot_be_is_not_paid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, fragments: Collection[int]
+) -> None:
+    """Ranges are the coordinator's word."""
+    forged(monkeypatch, change, fragments)
+    scene = scene_with(tmp_path)
+    scene.notary.close()
+    paid(scene)
+    a, b, c = amounts(read_prefix(scene.config.folder).course)
+    assert (a.rounds, b.rounds, c.rounds) == (1, 1, 1)
+
+
+def without_payload(said: object, subjects: dict[str, str]) -> None:
+    del subjects["c/0"]
+
+
+def share_of_zero(said: dict[str, Any], subjects: object) -> None:
+    said["shares"] = {"a": [[65536]], "b": [[1]], "c": [[0]]}
+
+
+@pytest.mark.parametrize("change", [without_payload, share_of_zero])
+def test_a_site_without_payload_or_with_share_0_is_not_paid_for_an_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    forged(monkeypatch, change, (0,))
+    scene = scene_with(tmp_path)
+    scene.notary.close()
+    paid(scene)
+    a, b, c = amounts(read_prefix(scene.config.folder).course)
+    assert c.tokens == b.tokens == a.tokens * 3 / 4
 
 
 def test_an_abandoned_round_is_not_paid(tmp_path: Path) -> None:

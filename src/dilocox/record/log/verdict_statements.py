@@ -121,9 +121,16 @@ def digest_of(line: str) -> str:
 def latest(handed_in: Iterable[HandedIn]) -> list[HandedIn]:
     """Keep each auditor's newest verdict on each round of each site, sorted by round and site.
 
-    A newer verdict replaces the earlier one, as its file replaces the earlier file.
+    The newest verdict is the one whose auditor had read most of the log; of equal ones, the later.
+    A verdict that is handed in again counts where it stood first. So nobody can undo a newer
+    verdict with an older one. Verdicts on abandoned rounds must be left out before.
     """
-    found = {(each.auditor, each.round, each.site): each for each in handed_in}
+    first: dict[tuple[str, int, str, str], HandedIn] = {}
+    for each in handed_in:
+        first.setdefault((each.auditor, each.round, each.site, each.digest), each)
+    found: dict[tuple[str, int, str], HandedIn] = {}
+    for each in sorted(first.values(), key=lambda each: (each.seen, each.number)):
+        found[each.auditor, each.round, each.site] = each
     return sorted(found.values(), key=lambda each: (each.round, each.site, each.number))
 
 

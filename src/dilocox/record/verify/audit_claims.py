@@ -71,8 +71,8 @@ class Audits:
         """
         named = [
             each
-            for each in latest(self.course.verdicts)
-            if self._counts(each.auditor) and stands(self.course, each)
+            for each in latest(v for v in self.course.verdicts if stands(self.course, v))
+            if self._counts(each.auditor)
         ]
         gone = self._not_here(named)
         bad = [each for each in gone if each.verdict in BAD]

@@ -2,8 +2,12 @@
 
 Paid are token ranges whose contribution counts in an outer step. The exchanges of a round, one per
 stage and fragment, have equal parts in the payment of the round's tokens. A site gets the parts of
-those exchanges in whose contribution set it is. Rounds that a resume has abandoned are not paid,
-nor are rounds of a site with the verdict MISMATCH or FAIL of one of the run file's auditors.
+those exchanges in whose contribution set it is, with a payload of each of its ranks. A
+contribution whose share is 0 is not paid; one that was reduced is paid whole.
+
+Rounds that a resume has abandoned are not paid, nor are rounds of a site with the verdict MISMATCH
+or FAIL of one of the run file's auditors. Rounds whose token ranges cannot be right are not paid,
+either (`token_ranges`).
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ from dilocox.errors import SettlementError
 from dilocox.record.log.audit_verdicts import BAD
 from dilocox.record.log.merkle import Frontier
 from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.step_statements import Step
 from dilocox.record.log.transparency_log import LogContent, leaves_of, read_covered, read_text
 from dilocox.record.log.verdict_statements import latest
 from dilocox.record.verify.run_history import RunHistory, read_history
 from dilocox.record.verify.verdict_validity import stands
+from dilocox.tools.settlement.token_ranges import impossible_rounds
 
 WEI_PER_PRICE = 1000
 """Wei per token at a price of one gwei per million tokens: 1e9 / 1e6."""
@@ -91,13 +97,13 @@ def amounts(course: RunHistory) -> list[SiteAmount]:
     """
     terms = terms_of(course)
     length = int(course.config["data"]["sequence_length"])
-    refused = _refused(course, terms)
+    refused, impossible = _refused(course, terms), impossible_rounds(course)
     earned: dict[str, dict[int, Fraction]] = {}
     withheld: dict[str, set[int]] = {}
     for step in course.steps.values():
-        if step.flush:
+        if step.flush or step.key.round in impossible:
             continue
-        for site in step.set:
+        for site in _contributors(step, course.shards):
             if (site, step.key.round) in refused:
                 withheld.setdefault(site, set()).add(step.key.round)
                 continue
@@ -109,6 +115,20 @@ def amounts(course: RunHistory) -> list[SiteAmount]:
         _amount(site, terms, earned.get(site, {}), withheld.get(site, set()))
         for site in sorted({*earned, *withheld})
     ]
+
+
+def _contributors(step: Step, shards: int) -> list[str]:
+    """Return the sites of the set that have a payload of each shard, and a share above 0."""
+    shares = dict(zip(step.set, step.shares, strict=True)) if step.shares else {}
+    found = []
+    for site in dict.fromkeys(step.set):
+        whole = all(f"{site}/{shard}" in step.payloads for shard in range(shards))
+        own = shares.get(site, ())
+        # A shard without shares counts whole.
+        nothing = bool(own) and all(each and not any(each) for each in own)
+        if whole and not nothing:
+            found.append(site)
+    return found
 
 
 def by_account(found: list[SiteAmount]) -> dict[str, int]:
@@ -145,6 +165,6 @@ def _refused(course: RunHistory, terms: Mapping[str, Any]) -> set[tuple[str, int
     """Return (site, round) of the bad verdicts that count."""
     return {
         (each.site, each.round)
-        for each in latest(course.verdicts)
-        if each.auditor in terms["auditors"] and each.verdict in BAD and stands(course, each)
+        for each in latest(each for each in course.verdicts if stands(course, each))
+        if each.auditor in terms["auditors"] and each.verdict in BAD
     }
