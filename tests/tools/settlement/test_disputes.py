@@ -13,13 +13,13 @@ pytest.importorskip("web3")
 from tests.support.chains import ETHER
 from tests.support.ledger_scene import WINDOW
 
+from dilocox.errors import SettlementError
 from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import Selection, Signed, Verdict, write
-from dilocox.record.writer.notary import commitment
-from dilocox.tools.settlement import settling
+from dilocox.tools.settlement import disputes, ledger, settling
 from dilocox.tools.settlement.disputes import commitment_roots
 
-from .test_amounts import AUDITOR, scene_with
+from .test_amounts import AUDITOR, OTHER, PRICE, scene_with
 from .test_chain_command import Town, town  # noqa: F401 - a fixture
 
 
@@ -41,7 +41,8 @@ def another_log(town: Town) -> Path:  # noqa: F811
     other = town.root / "other"
     shutil.copytree(town.folder, other)
     shutil.rmtree(other / "record")
-    scene = scene_with(town.root / "forked")
+    sites = {name: town.accounts[name] for name in "abc"}
+    scene = scene_with(town.root / "forked", accounts=sites, price=PRICE)
     scene.notary.close()
     shutil.copytree(scene.config.folder / "record", other / "record")
     for path in (other / "settlement").glob("*.jsonl"):
@@ -60,7 +61,7 @@ def test_a_site_that_signs_two_roots_of_a_round_is_slashed_without_anyone_s_word
     begun(town)
     own, other = town.folder, another_log(town)
     said = town.run("commit", "--site", "c", key="c")
-    assert "1 rounds, 1 of them new" in said
+    assert "2 rounds, 2 of them new" in said
     assert "0 of them new" in town.run("commit", "--site", "c", key="c")
     on(town, other)
     town.run("commit", "--site", "c", key="c")
@@ -86,8 +87,52 @@ def test_an_honest_site_does_not_sign_a_second_root_after_a_resume(
     own, other = town.folder, another_log(town)
     shutil.copy(town.root / "kept", other / "settlement/commits-c.jsonl")
     on(town, other)
-    assert "would cost the stake" in town.run("commit", "--site", "c", key="c", code=1)
+    said = town.run("commit", "--site", "c", key="c")
+    assert "round 0: another root was signed before" in said
+    assert (other / "settlement/commits-c.jsonl").read_bytes() == (town.root / "kept").read_bytes()
+    # The other rounds are signed all the same.
+    first = (town.root / "kept").read_text().splitlines(keepends=True)[0]
+    (other / "settlement/commits-c.jsonl").write_text(first)
+    said = town.run("commit", "--site", "c", key="c")
+    assert "round 0: another root" in said
+    assert "2 rounds, 1 of them new" in said
     on(town, own)
+
+
+def test_only_the_account_of_one_site_can_commit(town: Town) -> None:  # noqa: F811
+    """A signed commitment names no site, so two sites with one account would equivocate."""
+    begun(town)
+    assert "but --key is of" in town.run("commit", "--site", "c", key="a", code=1)
+    assert "names no account" in town.run("commit", "--site", "nobody", key="a", code=1)
+    shared = {"a": "0x" + "aA" * 20, "c": "0x" + "aa" * 20}
+    with pytest.raises(SettlementError, match="one account with c"):
+        disputes._check_own("0x" + "aa" * 20, shared, "a")
+
+
+def test_rubbish_and_lines_of_others_hide_no_contradiction(town: Town) -> None:  # noqa: F811
+    """All lines may even be in one file."""
+    begun(town)
+    run = settling.RunOnChain.read(town.folder)
+    lines = ["", "{", "[]", '{"size": 1}']
+    for name, number, who, root in (
+        ("size", 1, "a", 1), ("size", 1, "b", 2), ("size", 1, "owner", 3),
+        ("round", 0, "a", 1), ("round", 0, "a", 2),  # a has no stake
+        ("round", 7, "c", 1), ("round", 7, "c", 2),
+        ("size", 1, "owner", 4),
+    ):  # fmt: skip
+        kind = disputes.KINDS[name][0]
+        said = {"run": run.run, name: number, "root": bytes([root]) * 32}
+        signature = run.ledger().domain.sign(town.key(who), kind, **said).hex()
+        lines.append(json.dumps({name: number, "root": f"{root:02x}" * 32, "signature": signature}))
+    lines.insert(5, json.dumps({"size": 1, "root": "09" * 32, "signature": "00" * 65}))
+    file = town.root / "mixed.jsonl"
+    file.write_text("\n".join(lines) + '\n{"size": 1, "ro')
+    assert "size 1: slashed" in town.run("dispute", "--signed", file, file, key="b")
+    assert stake_of(town, "owner") == 0
+    said = town.run("dispute", "--signed", file, file, key="b")
+    assert "size 1: punished already" in said
+    assert "round 7: slashed" in said
+    assert stake_of(town, "c") == 0
 
 
 def test_a_coordinator_that_forks_its_log_loses_its_stake(town: Town) -> None:  # noqa: F811
@@ -125,7 +170,13 @@ def test_auditors_veto_a_settlement_that_the_log_does_not_give(
         "dispute", "--veto", "--votes", votes, key="owner", code=1
     )
     assert "1 of 2 votes" in town.run("dispute", "--veto", "--votes", votes, key="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.Ledger, "events", lambda *_: [])
+        said = town.run("dispute", "--veto", "--votes", votes, key="b", code=1)
+        assert "does not give the events" in said
+        assert said.count("\n") == 1
     assert "vetoed settlement 1" in town.run("dispute", "--veto", "--votes", votes, key="b")
+    assert "vetoed already" in town.run("dispute", "--veto", "--votes", votes, key="b")
     town.chain.advance(WINDOW + 1)
     assert "no settlement is accepted" in town.run("claim")
     # A right one is not vetoed.
@@ -157,22 +208,82 @@ def test_a_lazy_site_is_slashed_by_a_quorum_within_its_class_alone(
     assert "punished already" in town.run(*words, key="b")
 
 
-def test_the_order_of_the_log_does_not_change_a_root() -> None:
-    signer = s.Signer.from_hex("11" * 32)
+def audited(town: Town, signer: s.Signer, reason: str = "other payload") -> Path:  # noqa: F811
+    """File of an auditor's verdict on site c."""
+    verdict = Verdict("c", 0, "MISMATCH", reason, 3, same_class=True)
+    signed = Signed(verdict, Selection("request"), signer.public, town.scene.notary.run)
+    return write(town.folder, signed, signer, "5" * 64)
 
-    def entry(round_: int, fragment: int) -> str:
-        from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-        from dilocox.coordinator.protocol.messages import RankId
 
-        key = ExchangeKey.outer(round_, 0, fragment)
-        rank = RankId(site="c", stage=0, shard=0)
-        return signer.sign(
-            commitment(run="1" * 64, key=key, rank=rank, values="2" * 64, payload=None)
-        )
+def test_auditors_agree_though_each_has_another_file(town: Town) -> None:  # noqa: F811
+    begun(town)
+    words = ("dispute", "--site", "c", "--round", 0, "--votes", town.root / "votes")
+    audited(town, OTHER)  # whom the run file does not name
+    assert "by an auditor of the run file" in town.run(*words, key="a", code=1)
+    path = audited(town, AUDITOR)
+    assert "1 of 2 votes" in town.run(*words, key="a")
+    path.unlink()
+    assert "no verdict MISMATCH" in town.run(*words, key="b", code=1)
+    audited(town, AUDITOR, "found later")
+    assert "slashed" in town.run(*words, key="b")
 
-    lines = [entry(0, 0), entry(0, 1), entry(1, 0)]
-    found = commitment_roots(lines, "c")
-    assert list(found) == [0]
-    assert commitment_roots([lines[1], lines[0], lines[2]], "c") == found
-    assert commitment_roots([*lines[:1], lines[2]], "c") != found
-    assert commitment_roots(lines, "a") == {}
+
+def test_the_tenth_goes_to_nobody_who_has_not_voted(town: Town) -> None:  # noqa: F811
+    begun(town)
+    audited(town, AUDITOR)
+    votes = town.root / "votes"
+    words = ("dispute", "--site", "c", "--round", 0, "--votes", votes)
+    town.run(*words, key="a")
+    said = json.loads(votes.read_text())
+    said["values"]["challenger"] = town.accounts["owner"]
+    votes.write_text(json.dumps({**said, "votes": {}}))
+    assert "which has not voted" in town.run(*words, key="b", code=1)
+
+
+VOTES = [
+    "", "[]", "\udcff", '{"kind": 1, "values": [], "votes": {}}',
+    '{"kind": "Veto", "values": {}, "votes": {"0x12": "00"}}',
+    '{"kind": "Veto", "values": {}, "votes": {"0x1111111111111111111111111111111111111111": "zz"}}',
+    '{"kind": "Veto", "values": {}, "votes": {"0x1111111111111111111111111111111111111111": 7}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", VOTES)
+def test_a_bad_file_of_votes_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "votes"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(SettlementError, match="not a file of votes"):
+        disputes._read_votes(path)
+
+
+def test_the_order_of_the_log_does_not_change_a_root(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    entries = scene.entries()
+    scene.notary.close()
+    found = commitment_roots(entries, "c", 1)
+    assert list(found) == [0, 1]
+    kinds = [s.opened(each)[0].kind for each in entries]
+    number = kinds.index(s.COMMITMENT)
+    assert kinds[number : number + 3] == [s.COMMITMENT] * 3
+    turned = [*entries[:number], *reversed(entries[number : number + 3]), *entries[number + 3 :]]
+    assert commitment_roots(turned, "c", 1) == found
+    assert commitment_roots(entries, "nobody", 1) == {}
+    assert commitment_roots(entries, "a", 1) != found
+
+
+def test_a_round_is_finished_by_its_last_exchange(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    entries = scene.entries()
+    kinds = [s.opened(each)[0].kind for each in entries]
+    ends = [number for number, kind in enumerate(kinds) if kind == s.STEP]
+    assert len(ends) == 4
+    found = commitment_roots(entries, "c", 1)
+    late = next(each for number, each in enumerate(entries) if kinds[number] == s.COMMITMENT)
+    for number, rounds in enumerate(([], [0], [0], [0, 1])):
+        cut = entries[: ends[number] + 1]
+        assert list(commitment_roots(cut, "c", 1)) == rounds
+        assert commitment_roots([*cut, late], "c", 1).items() <= found.items()
+    assert commitment_roots(entries, "c", 2) == {}, "the other stage has not exchanged yet"
+    scene.notary.resumed(1, scene.driver.core.state.plans[1].first_tick)
+    assert list(commitment_roots(scene.entries(), "c", 1)) == [0]
+    scene.notary.close()

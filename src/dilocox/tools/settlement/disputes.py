@@ -8,90 +8,221 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import SettlementError
 from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import paths_of, read
 from dilocox.record.log.merkle import leaf_hash, root_of
+from dilocox.record.log.step_statements import Step
 from dilocox.record.log.transparency_log import read_text
+from dilocox.record.verify.run_history import RunHistory
+from dilocox.record.verify.verdict_validity import still_standing
 from dilocox.tools.settlement.amounts import covered, read_prefix, terms_of
 from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
 from dilocox.tools.settlement.ledger import RefusedError
+from dilocox.tools.settlement.messages import Domain
 from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
-from dilocox.tools.settlement.settling import checked, known_run, owed_at, sign_once
+from dilocox.tools.settlement.settling import (
+    checked,
+    known_run,
+    owed_at,
+    settled_at,
+    sign_once,
+)
+
+_ADDRESS = re.compile("0x[0-9a-fA-F]{40}")
 
 KINDS = {"size": ("Head", "slashForked"), "round": ("Commit", "slashEquivocated")}
 """By the field of a signed line beside its root: type of message, and function that slashes."""
 
 
+@dataclass(frozen=True)
+class SignedLine:
+    """A line of a file of signed heads or commitments."""
+
+    name: str
+    """Field beside the root: `size` or `round`."""
+    number: int
+    root: bytes
+    signature: bytes
+
+
 def commit(desk: Desk, run: RunOnChain, folder: Path, site: str) -> list[str]:
     """Sign the site's commitments of every finished round, each round once.
 
-    Raises `SettlementError` if another root of a round was signed, and `RecordError` if the log
+    A round whose commitments have changed since it was signed is named, and not signed again.
+
+    Raises `SettlementError` if the account is not the site's alone, and `RecordError` if the log
     cannot be read.
     """
-    roots = commitment_roots(covered(folder).entries, site)
+    course = read_prefix(folder, 1).course
+    _check_own(desk.account.address, terms_of(course)["accounts"], site)
+    roots = commitment_roots(covered(folder).entries, site, course.stages)
     path = folder / FOLDER / f"commits-{site}.jsonl"
     with desk.journal.only_here():
-        new = sign_once(desk, run, path, "Commit", "round", roots)
-    return [f"{path}: {len(roots)} rounds, {new} of them new"]
+        known = {each.number: each.root for each in _lines(path) if each.name == "round"}
+        changed = [n for n, root in roots.items() if known.get(n, root) != root]
+        kept = {number: root for number, root in roots.items() if number not in changed}
+        new = sign_once(desk, run, path, "Commit", "round", kept)
+    return [
+        *(f"round {n}: another root was signed before; a second one would cost the stake, so the "
+          "first one stands" for n in sorted(changed)),
+        f"{path}: {len(roots)} rounds, {new} of them new",
+    ]  # fmt: skip
 
 
-def commitment_roots(entries: Any, site: str) -> dict[int, bytes]:
+def _check_own(address: str, accounts: Mapping[str, str], site: str) -> None:
+    """Raise `SettlementError` unless an address is the account of `site`, and of no other site.
+
+    A signed commitment names no site. Two sites with one account would sign two roots of a round.
+    """
+    account = str(accounts.get(site, "")).lower()
+    if not account:
+        raise SettlementError(f"site {site}: the run file names no account of it")
+    if account != address.lower():
+        raise SettlementError(
+            f"site {site}: its account is {accounts[site]}, but --key is of {address}"
+        )
+    others = [name for name, each in accounts.items() if name != site and each.lower() == account]
+    if others:
+        raise SettlementError(
+            f"site {site}: has one account with {others[0]}, so its commitments would look like a "
+            "second root of theirs and cost the stake; such sites cannot commit"
+        )
+
+
+def commitment_roots(entries: Iterable[str], site: str, stages: int) -> dict[int, bytes]:
     """Return, by finished round, the RFC 6962 root over a site's `commitment` statements. Pure.
 
-    The statements are sorted, so that the order of the log, which is the coordinator's word, does
-    not matter. A round is finished if the log has commitments to a later one.
+    A round is finished by the outer step of its last exchange. Commitments after it do not count,
+    so the root stays. The statements are sorted: their order in the log does not matter.
+
+    Args:
+        entries: The log's.
+        site: Name of the site.
+        stages: Pipeline stages of the run.
     """
-    found: dict[int, set[str]] = {}
-    newest = 0
+    said: dict[int, set[str]] = {}
+    steps: dict[str, Step] = {}
+    found: dict[int, bytes] = {}
     for entry in entries:
         statement, _ = s.opened(entry)
-        if statement.kind == s.COMMITMENT:
-            number = int(statement.predicate["round"])
-            newest = max(newest, number)
-            if statement.predicate["site"] == site:
-                found.setdefault(number, set()).add(entry)
-    return {
-        number: root_of([leaf_hash(each.encode()) for each in sorted(own)])
-        for number, own in found.items()
-        if number < newest
-    }
+        if statement.kind == s.COMMITMENT and statement.predicate["site"] == site:
+            said.setdefault(int(statement.predicate["round"]), set()).add(entry)
+        elif statement.kind == s.STEP:
+            step = Step.of(statement)
+            steps[step.key.text] = step
+            number = step.key.round
+            if number in said and _is_finished(steps, step, stages):
+                leaves = [leaf_hash(each.encode()) for each in sorted(said[number])]
+                found[number] = root_of(leaves)
+        elif statement.kind == s.RESUME:
+            tick = int(statement.predicate["tick"])
+            for step in [each for each in steps.values() if each.tick > tick]:
+                del steps[step.key.text]
+                found.pop(step.key.round, None)
+    return dict(sorted(found.items()))
+
+
+def _is_finished(steps: Mapping[str, Step], step: Step, stages: int) -> bool:
+    """Return True if all exchanges of a step's round have an outer step."""
+    keys = (
+        ExchangeKey.outer(step.key.round, stage, fragment).text
+        for stage in range(stages)
+        for fragment in range(step.fragments)
+    )
+    return all(key in steps for key in keys)
 
 
 def slash_by_signatures(desk: Desk, run: RunOnChain, one: Path, other: Path) -> list[str]:
-    """Slash who has signed two roots in one place, by two files of signed heads or commitments.
+    """Slash who has signed two roots in one place, by files of signed heads or commitments.
 
-    Raises `SettlementError` if the files do not contradict each other, or the chain refuses.
+    The two contradicting lines may be in one file. Lines that are malformed, or that others have
+    signed, are passed over.
+
+    Raises `SettlementError` if no two lines contradict each other, or the chain refuses.
     """
-    first, second = _signed(one), _signed(other)
-    for (name, number), line in first.items():
-        against = second.get((name, number))
-        if against is None or against["root"] == line["root"]:
+    lines = [*_lines(one), *_lines(other)]
+    with desk.opened():
+        owner = str(known_run(desk.ledger, run)["owner"])
+        said: list[str] = []
+        refused: SettlementError | None = None
+        for first, second in contradictions(lines, desk.ledger.domain, run.run, owner):
+            what, (_, function) = f"{first.name} {first.number}", KINDS[first.name]
+            pair = (first.root, first.signature, second.root, second.signature)
+            try:
+                done = _slash(desk, what, function, run.run, first.number, *pair)
+            except RefusedError as error:
+                refused = refused or error
+                continue
+            said += done
+            if "punished already" not in done[0]:
+                return said
+    if said:
+        return said
+    raise refused or SettlementError(
+        f"{one} and {other}: no two roots of one round or size by one account; nothing to slash"
+    )
+
+
+def contradictions(
+    lines: Iterable[SignedLine], domain: Domain, run: bytes, owner: str
+) -> Iterator[tuple[SignedLine, SignedLine]]:
+    """Yield two lines for each account and place with two signed roots. Heads count by the owner.
+
+    Signers are recovered here, without the chain.
+    """
+    by_place: dict[tuple[str, int], list[SignedLine]] = {}
+    for line in lines:
+        by_place.setdefault((line.name, line.number), []).append(line)
+    for (name, number), own in by_place.items():
+        if len({line.root for line in own}) < 2:
             continue
-        pairs = [
-            part
-            for each in (line, against)
-            for part in (bytes.fromhex(each["root"]), bytes.fromhex(each["signature"]))
-        ]
-        _, function = KINDS[name]
-        with desk.opened():
-            return _slash(desk, f"{name} {number}", function, run.run, number, *pairs)
-    raise SettlementError(f"{one} and {other}: no two roots of one round or size; nothing to slash")
+        first: dict[str, SignedLine] = {}
+        told: set[str] = set()
+        for line in own:
+            try:
+                signer = domain.signer(
+                    line.signature, KINDS[name][0], **{"run": run, name: number, "root": line.root}
+                )
+            except SettlementError:
+                continue  # no signature: no evidence
+            if name == "size" and signer.lower() != owner.lower():
+                continue
+            earlier = first.setdefault(signer, line)
+            if earlier.root != line.root and signer not in told:
+                told.add(signer)
+                yield earlier, line
 
 
-def _signed(path: Path) -> dict[tuple[str, int], Mapping[str, str]]:
-    found: dict[tuple[str, int], Mapping[str, str]] = {}
+def _lines(path: Path) -> list[SignedLine]:
+    """Read the well-formed lines of a file of signed heads or commitments; [] if it is missing.
+
+    Raises `SettlementError` if the file cannot be read.
+    """
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SettlementError(f"{path}: cannot be read ({error.strerror})") from None
+    found = []
+    for line in text.splitlines():
+        try:
             said = json.loads(line)
             (name,) = KINDS.keys() & said.keys()
-            found[name, int(said[name])] = {key: str(said[key]) for key in ("root", "signature")}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettlementError(f"{path}: not a file of signed heads or commits ({error})") from None
+            root, signature = bytes.fromhex(said["root"]), bytes.fromhex(said["signature"])
+            number = int(said[name])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # somebody else's file: one bad line must not hide the others
+        if len(root) == 32 and len(signature) == 65 and 0 <= number < 2**64:
+            found.append(SignedLine(name, number, root, signature))
     return found
 
 
@@ -104,11 +235,12 @@ def veto(desk: Desk, run: RunOnChain, folder: Path, votes: Path) -> list[str]:
         state = known_run(desk.ledger, run)
         pending, number = state["pending"], state["settlements"]
         if not int.from_bytes(pending):
+            vetoed = desk.ledger.events("Vetoed", run.run, run.block)
+            if number and number in [each["settlement"] for each in vetoed]:
+                return [f"settlement {number}: vetoed already"]
             raise SettlementError("no settlement is pending: nothing to veto")
-        settled = desk.ledger.events("Settled", run.run, run.block)[-1]
-        heads = {e["size"]: e["root"] for e in desk.ledger.events("Anchored", run.run, run.block)}
-        size = settled["size"]
-        owed = owed_at(folder, size, heads[size])
+        size, root = settled_at(desk.ledger, run, pending)
+        owed = owed_at(folder, size, root)
         if owed and ClaimsTree(run.run, owed).root == pending:
             raise SettlementError(
                 f"settlement {number} is what the log's first {size} statements give: no veto"
@@ -126,7 +258,8 @@ def mismatch(
 ) -> list[str]:
     """Vote to slash a site for a round that was found not to be what the site had signed.
 
-    The tenth of the stake goes to the account that votes first.
+    The tenth of the stake goes to the account that votes first. All votes name the evidence of the
+    first one, but nobody votes without evidence in the own folder.
 
     Raises `SettlementError` without a MISMATCH of the site's own determinism class in this folder,
     or if the chain refuses; `RecordError` if the record cannot be read.
@@ -135,12 +268,14 @@ def mismatch(
     account = terms_of(course)["accounts"].get(site)
     if account is None:
         raise SettlementError(f"site {site}: the run file names no account of it")
-    evidence = _evidence(folder, course.run, site, round_)
+    evidence = _evidence(folder, course, site, round_)
+    first = _read_votes(votes).get("values", {})
     with desk.opened():
         state = known_run(desk.ledger, run)
         said = {
-            "site": checked(account), "round": round_, "evidence": evidence,
-            "challenger": _challenger(votes, desk.account.address),
+            "site": checked(account), "round": round_,
+            "evidence": _digest(votes, first["evidence"]) if "evidence" in first else evidence,
+            "challenger": checked(str(first.get("challenger", desk.account.address))),
         }  # fmt: skip
         gathered = _vote(desk, run, votes, "Mismatch", said)
         if len(gathered) < state["quorum"]:
@@ -149,23 +284,41 @@ def mismatch(
         return _slash(desk, what, "slashMismatch", run.run, *said.values(), gathered)
 
 
-def _evidence(folder: Path, run: str, site: str, round_: int) -> bytes:
+def _evidence(folder: Path, course: RunHistory, site: str, round_: int) -> bytes:
     """Return the SHA-256 over the lines of the verdicts MISMATCH on a round, sorted.
 
-    A difference between determinism classes is no evidence.
+    Verdicts count of the run file's auditors, and on the present history. A difference between
+    determinism classes is no evidence.
     """
-    lines = []
+    lines = {}
     for path in paths_of(folder):
-        found = read(path, run).verdict
-        named = (found.site, found.round, found.verdict) == (site, round_, "MISMATCH")
-        if named and found.same_class:
-            lines.append(read_text(path).strip())
-    if not lines:
+        signed = read(path, course.run)
+        if signed.auditor in terms_of(course)["auditors"]:
+            lines[read_text(path).strip()] = signed
+    standing = still_standing(course, covered(folder).entries, list(lines.values()))
+    found = [
+        line
+        for line, signed in lines.items()
+        if signed in standing and signed.verdict.same_class
+        and (signed.verdict.site, signed.verdict.round) == (site, round_)
+        and signed.verdict.verdict == "MISMATCH"
+    ]  # fmt: skip
+    if not found:
         raise SettlementError(
-            f"round {round_} of {site}: no verdict MISMATCH of the site's own determinism class "
-            "in record/audits, so nothing is a reason to slash"
+            f"round {round_} of {site}: no verdict MISMATCH of the site's own determinism class, "
+            "by an auditor of the run file, in record/audits, so nothing is a reason to slash"
         )
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).digest()
+    return hashlib.sha256("\n".join(sorted(found)).encode()).digest()
+
+
+def _digest(path: Path, text: Any) -> bytes:
+    try:
+        found = bytes.fromhex(str(text).removeprefix("0x"))
+        if len(found) == 32:
+            return found
+    except ValueError:
+        pass
+    raise SettlementError(f"{path}: its evidence is not a SHA-256")
 
 
 def _slash(desk: Desk, what: str, function: str, *arguments: Any) -> list[str]:
@@ -176,11 +329,6 @@ def _slash(desk: Desk, what: str, function: str, *arguments: Any) -> list[str]:
             return [f"{what}: punished already"]
         raise
     return [f"{what}: slashed; {sent.gas} gas"]
-
-
-def _challenger(votes: Path, own: str) -> str:
-    """Return the account that the first vote names; without one, `own`."""
-    return str(_read_votes(votes).get("values", {}).get("challenger", own))
 
 
 def _vote(
@@ -201,23 +349,35 @@ def _vote(
         raise SettlementError(f"{path}: its votes are about something else; name another file")
     domain, message = desk.ledger.domain, {"run": run.run, **values}
     said["votes"][own] = domain.sign(desk.account, kind, **message).hex()
-    path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    challenger = values.get("challenger", own)
+    if challenger not in said["votes"]:
+        raise SettlementError(f"{path}: gives the tenth to {challenger}, which has not voted")
     gathered = []
     for address, text in sorted(said["votes"].items(), key=lambda pair: int(pair[0], 16)):
         signature = bytes.fromhex(text)
         if domain.signer(signature, kind, **message) != address:
             raise SettlementError(f"{path}: the vote of {address} is not signed by it")
+        if address not in map(checked, run.auditors):
+            raise SettlementError(f"{path}: {address} has voted, and is not one of the auditors")
         gathered.append((signature, tree.proof(address)))
+    try:
+        path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SettlementError(f"{path}: cannot be written ({error.strerror})") from None
     return gathered
 
 
 def _read_votes(path: Path) -> dict[str, Any]:
+    """Read a file of votes; {} if it is missing. Raises `SettlementError` if it is malformed."""
     if not path.exists():
         return {}
     try:
         said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not {"kind", "values", "votes"} <= said.keys():
-            raise ValueError("fields are missing")
-        return said
-    except (OSError, ValueError, AttributeError) as error:
+        if not isinstance(said["values"], dict) or not isinstance(said["votes"], dict):
+            raise ValueError("a field is malformed")
+        for address, signature in said["votes"].items():
+            if not _ADDRESS.fullmatch(address) or len(bytes.fromhex(signature)) != 65:
+                raise ValueError("a vote is malformed")
+        return {"kind": said["kind"], "values": said["values"], "votes": said["votes"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettlementError(f"{path}: not a file of votes ({error})") from None

@@ -315,17 +315,33 @@ def settlement_of(
     ledger: Ledger, run: RunOnChain, folder: Path, claims_root: bytes
 ) -> tuple[ClaimsTree, dict[str, int]]:
     """Return the claims of the settlement with this root, as this log gives them."""
-    settled = [e for e in ledger.events("Settled", run.run, run.block)
-               if e["claimsRoot"] == claims_root]  # fmt: skip
-    heads = {e["size"]: e["root"] for e in ledger.events("Anchored", run.run, run.block)}
-    size = settled[-1]["size"]
-    tree, owed = claims_at(run, folder, size, heads[size])
+    size, root = settled_at(ledger, run, claims_root)
+    tree, owed = claims_at(run, folder, size, root)
     if tree.root != claims_root:
         raise SettlementError(
             f"the settlement by {size} statements is not what this log gives: show it to the "
             "auditors (dilocox chain dispute)"
         )
     return tree, owed
+
+
+def settled_at(ledger: Ledger, run: RunOnChain, claims_root: bytes) -> tuple[int, bytes]:
+    """Return size and root of the head that a settlement was made for.
+
+    Raises `SettlementError` if the RPC server fails, or withholds the events of the run.
+    """
+    settled = [
+        each["size"]
+        for each in ledger.events("Settled", run.run, run.block)
+        if each["claimsRoot"] == claims_root
+    ]
+    heads = {e["size"]: e["root"] for e in ledger.events("Anchored", run.run, run.block)}
+    if not settled or settled[-1] not in heads:
+        raise SettlementError(
+            f"settlement 0x{claims_root.hex()}: the chain's server does not give the events of "
+            f"it since block {run.block}; name another server in chain.json"
+        )
+    return settled[-1], heads[settled[-1]]
 
 
 def _withdraw(desk: Desk) -> list[str]:
