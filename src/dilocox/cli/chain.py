@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dilocox.tools.settlement.run_on_chain import Desk, RunOnChain
 
 HELP = "anchor a run on a chain, and settle what it owes its sites"
+FEE = 10**17
+"""Wei that the fee of a transaction may reach by default."""
 MISSING = "the package web3 is not installed: pip install 'dilocox[chain]'"
 
 
@@ -41,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
     _add_password(making)
     deploying = action("deploy", _deploy, "deploy the contract; print its address")
     _add_key(deploying, rpc=True)
+    deploying.add_argument(
+        "--again", action="store_true", help="deploy another contract, even if there is one"
+    )
     _add_register(action("register", _register, "register a run with its pool", "RUN"))
     _add_key(action("stake", _stake, "stake what the run asks for", "RUN"))
     _add_key(action("leave", _leave, "end a stake, and take it back once it is free", "RUN"))
@@ -57,11 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
     accounting.add_argument("--json", action="store_true", help="print the amounts as JSON")
     _add_key(action("settle", _settle, "settle what the anchored log says", "RUN"))
     _add_key(action("claim", _claim, "claim what is settled, and withdraw it", "RUN"))
+    _add_key(action("close", _close, "announce the end of a run, by its owner", "RUN"))
+    _add_key(action("reclaim", _reclaim, "take back what is left of a closed run's pool", "RUN"))
     committing = action("commit", _commit, "sign a site's commitments of finished rounds", "RUN")
     committing.add_argument("--site", required=True, metavar="NAME")
     _add_key(committing)
     _add_dispute(action("dispute", _dispute, "slash, or vote as an auditor", "RUN"))
-    showing = action("status", _status, "print pool, head, settlement and stakes", "RUN")
+    showing = action("status", _status, "print pool, terms, head, settlement and stakes", "RUN")
     showing.add_argument(
         "--account", action="append", default=[], metavar="ADDRESS", help="show this account, too"
     )
@@ -110,6 +117,10 @@ def _add_key(parser: argparse.ArgumentParser, rpc: bool = False) -> None:
         "--key", type=Path, required=True, metavar="FILE", help="file of the account's key"
     )
     _add_password(parser)
+    parser.add_argument(
+        "--most-fee", type=coin, default=FEE, metavar="COINS",
+        help="most that the fee of one transaction may reach (default: 0.1)",
+    )  # fmt: skip
     if rpc:
         parser.add_argument("--rpc", required=True, metavar="URL", help="server of the chain")
 
@@ -153,24 +164,26 @@ def _opened(options: argparse.Namespace) -> tuple[Desk, RunOnChain]:
 
     run = RunOnChain.read(options.run)
     folder = options.run / FOLDER if options.run.is_dir() else options.run.parent
-    return Desk(run.ledger(_account_of(options)), folder), run
+    return Desk(run.ledger(_account_of(options), options.most_fee), folder), run
 
 
 def _key(options: argparse.Namespace) -> list[str]:
     from dilocox.tools.settlement.keystore import create_key, read_password
 
-    address = create_key(options.file, read_password(options.password_file, options.file))
-    return [address]
+    password = read_password(options.password_file, options.file, new=True)
+    return [create_key(options.file, password)]
 
 
 def _deploy(options: argparse.Namespace) -> list[str]:
     account = _account_of(options)
     from dilocox.tools.settlement.journal import Journal
-    from dilocox.tools.settlement.ledger import connect
+    from dilocox.tools.settlement.ledger import chain_of, connect
     from dilocox.tools.settlement.settling import deploy_once
 
-    journal = Journal(options.key.with_name(f"{options.key.name}.deploy.jsonl"))
-    return deploy_once(connect(options.rpc), account, journal)
+    web3 = connect(options.rpc)
+    name = f"{options.key.name}.deploy-{chain_of(web3)}.jsonl"
+    journal = Journal(options.key.with_name(name))
+    return deploy_once(web3, account, journal, options.again, options.most_fee)
 
 
 def _register(options: argparse.Namespace) -> list[str]:
@@ -181,7 +194,8 @@ def _register(options: argparse.Namespace) -> list[str]:
 
     if not options.run.is_dir():
         raise ConfigError(f"{options.run}: not a run's folder")
-    ledger = Ledger(connect(options.rpc), options.contract, account)
+    web3 = connect(options.rpc)
+    ledger = Ledger(web3, options.contract, account, fee=options.most_fee)
     return register(
         Desk(ledger, options.run / FOLDER), options.run, options.rpc, options.window,
         options.stake, options.auditor, options.quorum, options.pool,
@@ -204,6 +218,18 @@ def _fund(options: argparse.Namespace) -> list[str]:
     from dilocox.tools.settlement import settling
 
     return settling.fund(*_opened(options), options.amount)
+
+
+def _close(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import closing
+
+    return closing.close(*_opened(options))
+
+
+def _reclaim(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import closing
+
+    return closing.reclaim(*_opened(options))
 
 
 def _anchor(options: argparse.Namespace) -> list[str]:

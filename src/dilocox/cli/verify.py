@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from dilocox.cli.chain import MISSING
-from dilocox.errors import SettlementError
+from dilocox.errors import ConfigError, SettlementError
 from dilocox.utils.plain_text import plain
 
 if TYPE_CHECKING:
@@ -84,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file of `dilocox chain register`: the heads that the chain keeps must be prefixes of "
         "this log",
     )  # fmt: skip
+    parser.add_argument(
+        "--rpc", metavar="URL",
+        help="with --chain: ask this server, not the one that the file names",
+    )  # fmt: skip
     parser.set_defaults(call=run)
 
 
@@ -116,21 +120,23 @@ def run(options: argparse.Namespace) -> int:
                 options.auditor,
                 read_randomness(options.randomness) if options.randomness else {},
                 options.adapters,
-                _heads(options.chain),
+                _heads(options.chain, options.rpc),
             ),
             options.json,
         )
 
 
-def _heads(chain: Path | None) -> ChainHeads | None:
+def _heads(chain: Path | None, rpc: str | None) -> ChainHeads | None:
     """Return what the chain says; None if it is not asked."""
     if chain is None:
+        if rpc is not None:
+            raise ConfigError("--rpc: name the run's chain.json, too, with --chain")
         return None
     if importlib.util.find_spec("web3") is None:
         raise SettlementError(MISSING)
     from dilocox.tools.settlement.chain_heads import chain_heads
 
-    return chain_heads(chain)
+    return chain_heads(chain, rpc)
 
 
 def judged(

@@ -269,3 +269,89 @@ def test_a_log_that_was_cut_or_changed_is_not_the_anchored_one(town: Town) -> No
         (ChainHeads("c", run, (), forked=True), "signed two logs"),
     ):
         assert said in judged(found, town)
+
+
+def test_a_funding_that_a_crash_cut_short_is_finished_and_not_repeated(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town.register()
+
+    def fail(*_: object, **__: object) -> None:
+        raise NoConnectionError("the line is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(town.chain.web3.eth, "send_raw_transaction", fail)
+        town.run("fund", "--amount", 1, code=1)
+    assert "finished the funding that was cut short" in town.run("fund", "--amount", 1)
+    assert town.state["pool"] == 41 * ETHER
+    assert "pool 42 coins" in town.run("fund", "--amount", 1)
+
+
+def test_a_deployment_is_not_repeated_without_being_asked(town: Town) -> None:
+    town.deploy()
+    first = town.contract
+    assert f"{first}\ndeployed already" in town.run("deploy", "--rpc", "test")
+    town.run("deploy", "--rpc", "test", "--again")
+    assert first in town.run("deploy", "--rpc", "test")
+
+
+def test_a_run_is_not_registered_with_other_terms(town: Town) -> None:
+    town.register()
+    first = (town.folder / "settlement/chain.json").read_bytes()
+    less = [word for word in town.terms if word not in ("--auditor", town.accounts["c"])]
+    for words, said in (
+        ([*town.terms, "--quorum", 3, "--window", 5], "another --window, --quorum"),
+        ([*less[:-2], *(w for n in "ab" for w in ("--auditor", town.accounts[n]))],
+         "another list of --auditor"),
+    ):  # fmt: skip
+        assert said in town.run("register", *words, code=1)
+    assert (town.folder / "settlement/chain.json").read_bytes() == first
+
+
+def test_status_shows_the_terms_and_a_wrong_list_of_auditors(town: Town) -> None:
+    town.register()
+    said = town.run("status")
+    manifest = town.state["manifest"].hex()
+    for part in (f"window {WINDOW} seconds, least stake 1 coins", manifest, "2 must agree of 0x"):
+        assert part in said
+    assert "NOT those" not in said
+    path = town.folder / "settlement/chain.json"
+    file = json.loads(path.read_text())
+    path.write_text(json.dumps({**file, "auditors": file["auditors"][:2]}))
+    assert "NOT those that the contract has" in town.run("status")
+
+
+def test_the_owner_closes_a_run_and_gets_the_rest_of_the_pool(town: Town) -> None:
+    town.register()
+    assert "is not closed" in town.run("reclaim", code=1)
+    for _ in range(2):
+        assert "gives the rest of the pool back" in town.run("close")
+    assert "sites can claim for" in town.run("reclaim")
+    town.chain.advance(4 * WINDOW + 1)
+    before = town.balance("owner")
+    said = town.run("reclaim")
+    assert "reclaimed 40 coins" in said
+    assert "withdrew 40 coins" in said
+    assert 0 <= before + 40 * ETHER - town.balance("owner") < ETHER // 10, "all but the gas"
+    assert "the pool is empty" in town.run("reclaim")
+
+
+def test_the_rpc_servers_secret_stays_out_of_the_file_for_the_sites(town: Town) -> None:
+    town.deploy()
+    url = "https://node.example:8545/v3/0123secret"
+    words = [url if word == "test" else word for word in town.terms]
+    assert "0123secret" not in town.run("register", *words)
+    path = town.folder / "settlement/chain.json"
+    said = json.loads(path.read_text())
+    assert (said["rpc"], said["chain"]) == (
+        "https://node.example:8545",
+        town.chain.web3.eth.chain_id,
+    )
+    assert RunOnChain.read(town.folder).rpc == url
+    assert path.with_name("rpc.url").stat().st_mode & 0o077 == 0
+    where = chain_heads(town.folder).where
+    assert where.endswith(f"on chain {said['chain']}, by node.example:8545")
+    assert chain_heads(town.folder, "http://other:1/key").where.endswith("by other:1")
+    path.write_text(json.dumps({**said, "chain": said["chain"] + 1}))
+    assert "is of chain" in chain_heads(town.folder).fault
+    assert "is of chain" in town.run("stake", code=1)

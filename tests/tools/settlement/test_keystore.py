@@ -49,3 +49,26 @@ def test_what_is_no_key_is_one_line(tmp_path: Path) -> None:
             load_key(path, "secret")
     with pytest.raises(SettlementError, match="cannot be read"):
         load_key(tmp_path / "none", "secret")
+
+
+def test_a_new_password_is_typed_twice_and_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def typing(*words: str) -> None:
+        given = iter(words)
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        monkeypatch.setattr("getpass.getpass", lambda prompt: next(given))
+
+    key = tmp_path / "key"
+    typing("secret", "secret")
+    assert read_password(None, key, new=True) == "secret"
+    typing("secret")
+    assert read_password(None, key) == "secret"
+    typing("secret", "secrte")
+    with pytest.raises(SettlementError, match="two different passwords"):
+        read_password(None, key, new=True)
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    empty.chmod(0o600)
+    with pytest.raises(SettlementError, match="an empty password"):
+        read_password(empty, key, new=True)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dilocox.errors import SettlementError
 from dilocox.record.log.audit_verdicts import Prefix
 from dilocox.record.verify.chain_anchors import ChainHeads
+from dilocox.tools.settlement.ledger import host_of
 from dilocox.tools.settlement.run_on_chain import RunOnChain
 
 
-def chain_heads(place: Path) -> ChainHeads:
+def chain_heads(place: Path, rpc: str | None = None) -> ChainHeads:
     """Return what the chain says about a run; if it cannot be asked, the reason.
 
-    `place`: the file of `dilocox chain register`, or a run's folder. Raises `SettlementError` if
-    that file cannot be read.
+    Args:
+        place: The file of `dilocox chain register`, or a run's folder.
+        rpc: URL of the RPC server to ask; None: that of the file, so its writer's choice.
+
+    Raises:
+        SettlementError: The file cannot be read.
     """
     run = RunOnChain.read(place)
-    where = f"run 0x{run.run.hex()[:12]}… of contract {run.contract}"
+    run = run if rpc is None else replace(run, rpc=rpc)
+    where = (
+        f"run 0x{run.run.hex()[:12]}… of contract {run.contract} on chain {run.chain}, by "
+        f"{host_of(run.rpc)}"
+    )
     try:
         ledger = run.ledger()
+        _ = ledger.chain  # raises if the server is of another chain
         registered = ledger.events("Registered", run.run, run.block)
         heads = ledger.events("Anchored", run.run, run.block)
         forked = bool(ledger.state(run.run)["forked"])

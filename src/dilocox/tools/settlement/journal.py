@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from web3 import Web3
 
 from dilocox.errors import SettlementError
-from dilocox.tools.settlement.ledger import send_again
+from dilocox.tools.settlement.ledger import RevertedError, send_again
 from dilocox.utils.append_file import AppendFile
 
 
@@ -41,23 +43,40 @@ class Journal:
         """Write a signed transaction down, so that it survives a power cut. Raises `OSError`."""
         self._append({"hash": hash_.hex(), "signed": signed.hex()})
 
-    def done(self, hash_: str) -> None:
-        """Write down that a transaction needs no more care. Raises `OSError`."""
-        self._append({"done": hash_.removeprefix("0x")})
+    def done(self, hash_: str, contract: str | None = None) -> None:
+        """Write down that a transaction needs no more care. Raises `OSError`.
 
-    def catch_up(self, web3: Web3) -> None:
+        `contract`: address of the contract that it has created.
+        """
+        created = {} if contract is None else {"contract": contract}
+        self._append({"done": hash_.removeprefix("0x"), **created})
+
+    def catch_up(self, web3: Web3, account: str) -> list[bytes]:
         """Send transactions again that a crash has left open, and wait for them.
 
-        A transaction that the chain refuses now is done, too: the command that made it looks at
-        the chain anew. Raises `SettlementError` if the chain's server fails.
+        A transaction is done once a block has it, or another one of its number. Any other answer
+        leaves it open: it may still come into a block.
+
+        Args:
+            web3: Connection to an RPC server.
+            account: Address of the account.
+
+        Returns:
+            The signed transactions that were left open, and are now in a block with effect.
+
+        Raises:
+            SettlementError: The chain's server fails or refuses.
         """
-        for hash_, signed in self.open().items():
-            try:
-                send_again(web3, bytes.fromhex(hash_), bytes.fromhex(signed))
-            except SettlementError as error:
-                if not error.permanent:
-                    raise
-            self.done(hash_)
+        finished = []
+        for hash_, text in self.open().items():
+            signed = bytes.fromhex(text)
+            sent = None
+            with contextlib.suppress(RevertedError):
+                sent = send_again(web3, account, bytes.fromhex(hash_), signed)
+            self.done(hash_, sent and sent.contract)
+            if sent is not None:
+                finished.append(signed)
+        return finished
 
     def open(self) -> dict[str, str]:
         """Return signed transactions by hash, both hex, that are not done.
@@ -66,27 +85,50 @@ class Journal:
         """
         found: dict[str, str] = {}
         try:
-            text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-            # A last line without an end was cut short by a crash, before anything was sent.
-            for line in text.splitlines(keepends=True):
-                if line.endswith("\n"):
-                    said = json.loads(line)
-                    if "done" in said:
-                        found.pop(said["done"], None)
-                    else:
-                        found[said["hash"]] = said["signed"]
-        except (OSError, ValueError, KeyError) as error:
+            for said in read_lines(self._path):
+                if "done" in said:
+                    found.pop(said["done"], None)
+                else:
+                    found[said["hash"]] = said["signed"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettlementError(f"{self._path}: not a journal ({error})") from None
         return found
 
-    def _append(self, said: dict[str, str]) -> None:
-        if self._path.exists():
-            data = self._path.read_bytes()
-            if not data.endswith(b"\n"):  # cut short by a crash, see `open`
-                self._path.write_bytes(data[: data.rfind(b"\n") + 1])
-        file = AppendFile(self._path, durable=True)
+    def contracts(self) -> list[str]:
+        """Return addresses of contracts that the account has created, the newest last.
+
+        Raises `SettlementError` if the journal cannot be read.
+        """
         try:
-            file.append(json.dumps(said).encode() + b"\n")
-            file.sync()
-        finally:
-            file.close()
+            return [said["contract"] for said in read_lines(self._path) if "contract" in said]
+        except (OSError, ValueError, TypeError) as error:
+            raise SettlementError(f"{self._path}: not a journal ({error})") from None
+
+    def _append(self, said: dict[str, str]) -> None:
+        append_lines(self._path, [said])
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Return the JSON lines of a file; none if it is missing.
+
+    A last line without an end was cut short by a crash, and does not count. Raises `OSError`, and
+    `ValueError` for what is no JSON.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+
+
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON lines to a file so that they survive a power cut. Raises `OSError`.
+
+    A last line that a crash has cut short is removed.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+    file = AppendFile(path, durable=True)
+    try:
+        file.append(b"".join(json.dumps(each).encode() + b"\n" for each in lines))
+        file.sync()
+    finally:
+        file.close()

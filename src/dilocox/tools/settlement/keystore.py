@@ -63,16 +63,29 @@ def load_key(path: Path, password: str) -> LocalAccount:
     return account
 
 
-def read_password(path: Path | None, key: Path) -> str:
+def read_password(path: Path | None, key: Path, new: bool = False) -> str:
     """Return the password of a key: the first line of a file, or what the user types.
 
     Args:
         path: The password's file, of mode 600; None: ask the user.
         key: The key's file, which the question names.
+        new: The password is of a key to be made: the user types it twice.
 
     Raises:
-        SettlementError: The file cannot be used, or there is nobody to ask.
+        SettlementError: The file cannot be used, or there is nobody to ask. A new password is
+            empty, or was typed in two ways.
     """
+    password = _read_password(path, key)
+    if not new:
+        return password
+    if not password:
+        raise SettlementError(f"{path or key}: an empty password: choose one")
+    if path is None and getpass.getpass("the same password again: ") != password:
+        raise SettlementError(f"{key}: two different passwords were typed: run this again")
+    return password
+
+
+def _read_password(path: Path | None, key: Path) -> str:
     if path is None:
         if not sys.stdin.isatty():
             raise SettlementError(f"{key}: no password: give --password-file, as there is nobody "

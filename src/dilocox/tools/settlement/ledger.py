@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
+import rlp
 from eth_account.signers.local import LocalAccount
 from eth_utils.abi import function_abi_to_4byte_selector
 from eth_utils.crypto import keccak
@@ -29,13 +32,47 @@ PATIENCE = 120.0
 """Seconds that a transaction may take until it is in a block."""
 RPC_SECONDS = 20.0
 """Seconds that an RPC server may take for one answer."""
+FEE = 10**17
+"""Wei that the fee of one transaction may reach, unless the user says otherwise."""
+KNOWN = ("already known", "alreadyknown", "already imported", "known transaction")
+"""Parts of servers' messages on a transaction that they have already."""
 Keep = Callable[[bytes, bytes], None]
 """Called with hash and bytes of a signed transaction before it is sent."""
 
 
 def connect(url: str) -> Web3:
-    """Return a connection to the RPC server at `url`. It is not tried."""
-    return Web3(HTTPProvider(url, request_kwargs={"timeout": RPC_SECONDS}))
+    """Return a connection to the RPC server at `url`. It is not tried.
+
+    A failed request is not repeated by itself: a second try of a transaction that has arrived
+    would be refused, and a time limit would hold for each try alone.
+    """
+    options = {"timeout": RPC_SECONDS}
+    return Web3(HTTPProvider(url, request_kwargs=options, exception_retry_configuration=None))
+
+
+def host_of(url: str) -> str:
+    """Return host and port of a URL; its other parts may hold a secret."""
+    try:
+        return urlsplit(url).netloc.rpartition("@")[2] or "no host"
+    except ValueError:
+        return "no host"
+
+
+def public_part(url: str) -> str:
+    """Return a URL without user, path and query, which may hold a secret."""
+    return f"{url.partition('://')[0]}://{host_of(url)}" if "://" in url else url
+
+
+def chain_of(web3: Web3) -> int:
+    """Return the chain's id (EIP-155). Raises `SettlementError` if the RPC server fails."""
+    with _named("eth_chainId"):
+        return int(web3.eth.chain_id)
+
+
+def has_code(web3: Web3, address: str) -> bool:
+    """Return whether there is a contract. Raises `SettlementError` if the RPC server fails."""
+    with _named("eth_getCode"):
+        return bool(web3.eth.get_code(Web3.to_checksum_address(address)))
 
 
 @dataclass(frozen=True)
@@ -52,9 +89,26 @@ class Sent:
 class Ledger:
     """A `RunLedger`, seen by one account."""
 
-    def __init__(self, web3: Web3, address: str, account: LocalAccount | None = None) -> None:
-        """`address`: the contract's. `account`: who signs transactions; None: only calls."""
-        self.web3, self.account = web3, account
+    def __init__(
+        self, web3: Web3, address: str, account: LocalAccount | None = None,
+        chain: int | None = None, fee: int = FEE,
+    ) -> None:  # fmt: skip
+        """Look at a contract. It is not called.
+
+        Args:
+            web3: Connection to an RPC server.
+            address: The contract's.
+            account: Who signs transactions; None: only calls.
+            chain: Id of the chain that the server must be of; None: of any.
+            fee: Wei that the fee of a transaction may reach.
+
+        Raises:
+            SettlementError: `address` is none.
+        """
+        if not Web3.is_address(address):
+            raise SettlementError(f"{address}: not a contract's address, 40 hex digits after 0x")
+        self.web3, self.account, self.fee = web3, account, fee
+        self._chain = chain
         self.address = Web3.to_checksum_address(address)
         self._contract = web3.eth.contract(address=self.address, abi=load_artifact().abi)
 
@@ -65,9 +119,23 @@ class Ledger:
 
     @property
     def domain(self) -> Domain:
-        """The domain of messages to this contract. Raises `SettlementError` like `call`."""
-        with _named("eth_chainId"):
-            return Domain(self.web3.eth.chain_id, self.address)
+        """The domain of messages to this contract. Raises `SettlementError` like `chain`."""
+        return Domain(self.chain, self.address)
+
+    @property
+    def chain(self) -> int:
+        """Id of the chain (EIP-155).
+
+        Raises `SettlementError` if the RPC server fails, or is of another chain than the expected
+        one. Nothing may be signed for that.
+        """
+        found = chain_of(self.web3)
+        if self._chain not in (None, found):
+            raise SettlementError(
+                f"the chain's server is of chain {found}, the run of chain {self._chain}: name "
+                "another server"
+            )
+        return found
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a function without a transaction; return its result.
@@ -96,12 +164,14 @@ class Ledger:
             keep: Keeps the signed transaction before it is sent.
 
         Raises:
-            SettlementError: The RPC server fails, the contract refuses, or no block has the
-                transaction in time.
+            SettlementError: The RPC server fails or is of another chain, the contract refuses,
+                the fee is too high, or no block has the transaction in time.
         """
+        chain = self.chain
         with _named(name):
             function = self._contract.functions[name](*arguments)
-            return _sent(self.web3, self._signing(), function, value, keep)
+            base = {"value": value, "chainId": chain}
+            return _sent(self.web3, self._signing(), function, base, keep, self.fee)
 
     def events(self, name: str, run: bytes, first: int = 0) -> list[dict[str, Any]]:
         """Return the arguments of all events of a run, from block `first`, in order.
@@ -129,25 +199,67 @@ class Ledger:
         return self.account
 
 
-def deploy(web3: Web3, account: LocalAccount, keep: Keep | None = None) -> Sent:
+def deploy(web3: Web3, account: LocalAccount, keep: Keep | None = None, fee: int = FEE) -> Sent:
     """Deploy a `RunLedger`. Raises `SettlementError` like `Ledger.send`."""
     artifact = load_artifact()
     with _named("deploy"):
         contract = web3.eth.contract(abi=artifact.abi, bytecode=artifact.bytecode)
-        return _sent(web3, account, contract.constructor(), 0, keep)
+        return _sent(web3, account, contract.constructor(), {"value": 0}, keep, fee)
 
 
-def send_again(web3: Web3, hash_: bytes, signed: bytes) -> Sent:
+def send_again(web3: Web3, account: str, hash_: bytes, signed: bytes) -> Sent | None:
     """Send a kept transaction again, unless a block has it already; wait for its block.
 
-    Its number (nonce) lets it count once. Raises `SettlementError` like `Ledger.send`.
+    Its number (nonce) lets it count once.
+
+    Args:
+        web3: Connection to an RPC server.
+        account: Address of who has signed it.
+        hash_: Its hash.
+        signed: Its bytes.
+
+    Returns:
+        The transaction in its block; None if a block has another one of its number.
+
+    Raises:
+        RevertedError: The transaction is in a block, without effect.
+        SettlementError: The RPC server fails or refuses, or no block has it in time. It may be
+            in a later block.
     """
+    nonce = _fields(signed)[0]
     with _named("send"):
+        used = web3.eth.get_transaction_count(Web3.to_checksum_address(account), "latest")
         try:
-            web3.eth.get_transaction(HexBytes(hash_))
+            # Asked for after the number: a transaction that has used it has its receipt by now.
+            return _sent_by(hash_, web3.eth.get_transaction_receipt(HexBytes(hash_)))
         except TransactionNotFound:
-            web3.eth.send_raw_transaction(signed)
+            if used > nonce:
+                return None
+        _push(web3, hash_, signed)
         return _received(web3, hash_)
+
+
+def function_of(signed: bytes) -> str:
+    """Return the name of the contract's function that a signed transaction calls, or nothing."""
+    names = {
+        function_abi_to_4byte_selector(each): str(each["name"])
+        for each in load_artifact().abi
+        if each["type"] == "function"
+    }
+    return names.get(_fields(signed)[1][:4], "")
+
+
+def _fields(signed: bytes) -> tuple[int, bytes]:
+    """Return number and data of a signed transaction, of EIP-155 or of EIP-1559."""
+    typed = signed[0] < 0x80
+    fields = rlp.decode(signed[1:] if typed else signed)
+    number, data = (fields[1], fields[7]) if typed else (fields[0], fields[5])
+    return int.from_bytes(number), bytes(data)
+
+
+def coins(wei: int) -> str:
+    """Return wei as coins."""
+    return f"{Web3.from_wei(wei, 'ether'):f} coins"
 
 
 def run_id(owner: str, log: str) -> bytes:
@@ -156,23 +268,49 @@ def run_id(owner: str, log: str) -> bytes:
     return bytes(keccak(padded + bytes.fromhex(log)))
 
 
-def _sent(web3: Web3, account: LocalAccount, call: Any, value: int, keep: Keep | None) -> Sent:
+def _sent(
+    web3: Web3, account: LocalAccount, call: Any, base: dict[str, Any], keep: Keep | None, fee: int
+) -> Sent:
     base = {
+        **base,
         "from": account.address,
-        "value": value,
         "nonce": web3.eth.get_transaction_count(account.address, "pending"),
     }
-    signed = account.sign_transaction(call.build_transaction(base))
+    built = call.build_transaction(base)
+    most = built["gas"] * built.get("maxFeePerGas", built.get("gasPrice", 0))
+    if most > fee:
+        raise SettlementError(
+            f"the fee of a transaction could reach {coins(most)}, more than {coins(fee)}: the "
+            "chain's server says so; wait, or allow it with --most-fee"
+        )
+    signed = account.sign_transaction(built)
     if keep is not None:
         keep(bytes(signed.hash), bytes(signed.raw_transaction))
-    web3.eth.send_raw_transaction(signed.raw_transaction)
+    _push(web3, signed.hash, signed.raw_transaction)
     return _received(web3, signed.hash)
 
 
+def _push(web3: Web3, hash_: bytes, signed: bytes) -> None:
+    """Send a signed transaction, unless the server has it."""
+    try:
+        web3.eth.send_raw_transaction(signed)
+    except Web3RPCError as error:
+        if any(part in str(error).lower() for part in KNOWN):
+            return
+        try:
+            web3.eth.get_transaction(HexBytes(hash_))
+        except TransactionNotFound:
+            raise error from None
+
+
 def _received(web3: Web3, hash_: bytes) -> Sent:
-    receipt = web3.eth.wait_for_transaction_receipt(hash_, timeout=PATIENCE)
+    receipt = web3.eth.wait_for_transaction_receipt(HexBytes(hash_), timeout=PATIENCE)
+    return _sent_by(hash_, receipt)
+
+
+def _sent_by(hash_: bytes, receipt: Any) -> Sent:
     if receipt["status"] != 1:
-        raise RefusedError(f"transaction 0x{hash_.hex()}", "in its block", "the chain")
+        raise RevertedError(f"transaction 0x{hash_.hex()}", "in its block", "the chain")
     return Sent("0x" + hash_.hex(), receipt["gasUsed"], receipt["contractAddress"])
 
 
@@ -184,10 +322,23 @@ def _named(what: str) -> Iterator[None]:
     except ContractCustomError as error:
         raise RefusedError(what, _error_name(str(error.data))) from None
     except (ContractLogicError, Web3RPCError) as error:
-        raise RefusedError(what, " ".join(str(error).split())[:300], "the chain") from None
+        raise RefusedError(what, _shown(error), "the chain") from None
     except (Web3Exception, RequestException, OSError, ValueError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise SettlementError(f"{what}: the chain's server failed: {text}") from None
+        raise SettlementError(f"{what}: the chain's server failed: {_shown(error)}") from None
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        # web3 looks into answers before it checks them.
+        kind = type(error).__name__
+        raise SettlementError(
+            f"{what}: the chain's server failed: its answer cannot be used ({kind}: "
+            f"{_shown(error)})"
+        ) from None
+
+
+def _shown(error: Exception) -> str:
+    """Return an error as one line. Of URLs, whose paths may be secret, only the hosts stay."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"\w+://[^\s'\"<>)]+", lambda found: host_of(found[0]), text)
+    return re.sub(r"( with)? url: /\S*", "", text)[:300]
 
 
 class RefusedError(SettlementError):
@@ -199,6 +350,10 @@ class RefusedError(SettlementError):
         super().__init__(f"{call}: {by} refuses: {reason}")
         self.reason = reason
         """Name of the contract's error."""
+
+
+class RevertedError(RefusedError):
+    """A transaction is in a block, and has had no effect."""
 
 
 def _error_name(data: str) -> str:

@@ -11,11 +11,21 @@ from typing import Any
 
 from eth_account.signers.local import LocalAccount
 
+from dilocox.coordinator.identity import write_private
 from dilocox.errors import SettlementError
 from dilocox.tools.settlement.journal import Journal
-from dilocox.tools.settlement.ledger import Ledger, Sent, connect, run_id
+from dilocox.tools.settlement.ledger import (
+    FEE,
+    Ledger,
+    Sent,
+    connect,
+    function_of,
+    public_part,
+    run_id,
+)
 
-FOLDER, FILE = "settlement", "chain.json"
+FOLDER, FILE, RPC = "settlement", "chain.json", "rpc.url"
+"""`RPC`: a file of mode 600 with the whole URL of an RPC server, if that holds a secret."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,8 @@ class RunOnChain:
 
     rpc: str
     """URL of an RPC server of the chain."""
+    chain: int
+    """Id of the chain (EIP-155)."""
     contract: str
     """Address of the `RunLedger`."""
     owner: str
@@ -41,11 +53,18 @@ class RunOnChain:
         return run_id(self.owner, self.log)
 
     def write(self, folder: Path) -> Path:
-        """Write the file below a run's folder; return it. Raises `SettlementError`."""
+        """Write the file below a run's folder; return it.
+
+        Of an RPC server's URL it has only the public part. The whole one goes to a file of mode
+        600 beside it. Raises `SettlementError`.
+        """
         path = folder / FOLDER / FILE
+        said = {**asdict(self), "rpc": public_part(self.rpc)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            if said["rpc"] != self.rpc:
+                write_private(path.with_name(RPC), f"{self.rpc}\n".encode())
+            path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise SettlementError(f"{path}: cannot be written ({error.strerror})") from None
         return path
@@ -60,8 +79,12 @@ class RunOnChain:
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
             found = cls(**{name: said[name] for name in cls.__dataclass_fields__})
-            bytes.fromhex(found.log)
-            return replace(found, auditors=tuple(map(str, found.auditors)))
+            run_id(found.owner, found.log)
+            if type(found.chain) is not int or type(found.rpc) is not str:
+                raise ValueError("chain or rpc")
+            private = path.with_name(RPC)
+            rpc = private.read_text(encoding="utf-8").strip() if private.exists() else found.rpc
+            return replace(found, rpc=rpc, auditors=tuple(map(str, found.auditors)))
         except FileNotFoundError:
             raise SettlementError(
                 f"{path}: missing; dilocox chain register writes it, copy it from there"
@@ -69,9 +92,13 @@ class RunOnChain:
         except (OSError, ValueError, KeyError, TypeError):
             raise SettlementError(f"{path}: not a file of dilocox chain register") from None
 
-    def ledger(self, account: LocalAccount | None = None) -> Ledger:
-        """Return the contract, as one account sees it. It is not called."""
-        return Ledger(connect(self.rpc), self.contract, account)
+    def ledger(self, account: LocalAccount | None = None, fee: int = FEE) -> Ledger:
+        """Return the contract, as one account sees it. It is not called.
+
+        `fee`: wei that the fee of a transaction may reach. Raises `SettlementError` if the file's
+        contract is no address.
+        """
+        return Ledger(connect(self.rpc), self.contract, account, self.chain, fee)
 
 
 class Desk:
@@ -82,6 +109,8 @@ class Desk:
         if ledger.account is None:
             raise SettlementError("no key: this needs an account that signs")
         self.ledger, self.account = ledger, ledger.account
+        self.finished: list[str] = []
+        """Functions that a crash had left open, and that `opened` has finished."""
         self.journal = Journal(folder / f"journal-{ledger.account.address}.jsonl")
 
     @contextlib.contextmanager
@@ -91,7 +120,8 @@ class Desk:
         Raises `SettlementError` if the chain's server fails.
         """
         with self.journal.only_here():
-            self.journal.catch_up(self.ledger.web3)
+            finished = self.journal.catch_up(self.ledger.web3, self.account.address)
+            self.finished = [function_of(each) for each in finished]
             yield self
 
     def send(self, name: str, *arguments: Any, value: int = 0) -> Sent:

@@ -5,7 +5,6 @@ Each looks at the chain first, does what is missing, and returns lines that say 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,27 +20,39 @@ from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, open_note
 from dilocox.record.log.transparency_log import leaves_of
 from dilocox.tools.settlement.amounts import amounts, by_account, covered, read_prefix, terms_of
 from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
-from dilocox.tools.settlement.journal import Journal
-from dilocox.tools.settlement.ledger import Ledger, deploy, send_again
+from dilocox.tools.settlement.journal import Journal, append_lines, read_lines
+from dilocox.tools.settlement.ledger import FEE, Ledger, coins, deploy, has_code
 from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
 
-COIN = 10**18
-"""Wei of one coin."""
+TERMS = {
+    "manifest": "run file", "window": "--window", "minStake": "--stake",
+    "auditorsRoot": "list of --auditor", "quorum": "--quorum",
+}  # fmt: skip
+"""What the contract keeps of `register`, and what the user calls it."""
 
 
-def deploy_once(web3: Web3, account: LocalAccount, journal: Journal) -> list[str]:
-    """Deploy a contract, or name the one that a crash has left half deployed.
+def deploy_once(
+    web3: Web3, account: LocalAccount, journal: Journal, again: bool = False, fee: int = FEE
+) -> list[str]:
+    """Deploy a contract, or name those that the account has deployed.
 
-    Raises `SettlementError` if the chain refuses or fails.
+    Args:
+        web3: Connection to the chain.
+        account: Who deploys.
+        journal: The account's, for this chain.
+        again: Deploy another contract, even if there is one.
+        fee: Wei that the fee may reach.
+
+    Raises:
+        SettlementError: The chain refuses or fails, or the fee is too high.
     """
     with journal.only_here():
-        half = list(journal.open().items())
-        if half:
-            hash_, signed = half[-1]
-            sent = send_again(web3, bytes.fromhex(hash_), bytes.fromhex(signed))
-        else:
-            sent = deploy(web3, account, journal.keep)
-        journal.done(sent.hash)
+        half = journal.catch_up(web3, account.address)
+        known = [each for each in journal.contracts() if has_code(web3, each)]
+        if known and (half or not again):
+            return [*known[::-1], "deployed already; --again deploys another contract"]
+        sent = deploy(web3, account, journal.keep, fee)
+        journal.done(sent.hash, sent.contract)
     return [f"{sent.contract}", f"deployed RunLedger; {sent.gas} gas"]
 
 
@@ -74,20 +85,29 @@ def register(
     with desk.opened():
         block = ledger.block()
         owner = desk.account.address
-        found = RunOnChain(rpc, ledger.address, owner, log, block, tuple(accounts))
+        chain = ledger.chain
+        found = RunOnChain(rpc, chain, ledger.address, owner, log, block, tuple(accounts))
         state = ledger.state(found.run)
+        root = AuditorsTree(accounts).root
+        manifest = bytes.fromhex(prefix.course.manifest["config_digest"])
+        wanted = {"manifest": manifest, "window": window, "minStake": stake,
+                  "auditorsRoot": root, "quorum": quorum}  # fmt: skip
         if int(state["owner"], 16):
+            other = [TERMS[name] for name, value in wanted.items() if state[name] != value]
+            if other:
+                raise SettlementError(
+                    f"run 0x{found.run.hex()} is registered with another {', '.join(other)}: "
+                    "repeat the command as it was, or begin another run"
+                )
             # It may have been registered long before the newest block.
             return [
                 f"run 0x{found.run.hex()}: registered already; pool {coins(state['pool'])}",
                 _written(replace(found, block=0), folder),
             ]
-        root = AuditorsTree(accounts).root
-        manifest = bytes.fromhex(prefix.course.manifest["config_digest"])
-        terms = (bytes.fromhex(log), manifest, window, stake, root, quorum)
-        sent = desk.send("register", *terms, value=pool)
+        sent = desk.send("register", bytes.fromhex(log), *wanted.values(), value=pool)
     return [
-        f"registered run 0x{found.run.hex()} with a pool of {coins(pool)}; {sent.gas} gas",
+        f"registered run 0x{found.run.hex()} on chain {chain} with a pool of {coins(pool)}; "
+        f"{sent.gas} gas",
         _written(found, folder),
     ]
 
@@ -122,7 +142,7 @@ def leave(desk: Desk, run: RunOnChain) -> list[str]:
         state = known_run(desk.ledger, run)
         amount, leaving = desk.ledger.call("stakes", run.run, desk.account.address)
         if not amount:
-            return [f"{desk.account.address}: nothing is staked", *_withdraw(desk)]
+            return [f"{desk.account.address}: nothing is staked", *withdraw(desk)]
         if not leaving:
             desk.send("leaveRun", run.run)
             wait = 2 * state["window"]
@@ -131,7 +151,7 @@ def leave(desk: Desk, run: RunOnChain) -> list[str]:
         if left > 0:
             return [f"{desk.account.address}: leaving; run this again in {left} seconds"]
         desk.send("withdrawStake", run.run)
-        return [f"{desk.account.address}: has left with {coins(amount)}", *_withdraw(desk)]
+        return [f"{desk.account.address}: has left with {coins(amount)}", *withdraw(desk)]
 
 
 def anchor(desk: Desk, run: RunOnChain, folder: Path, note: str | None) -> list[str]:
@@ -194,8 +214,10 @@ def sign_once(
         SettlementError: The file has another root for the same field. To sign a second one would
             cost the stake.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    known = {int(each[name]): str(each["root"]) for each in map(json.loads, lines)}
+    try:
+        known = {int(each[name]): str(each["root"]) for each in read_lines(path)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettlementError(f"{path}: not a file of signed roots ({error})") from None
     for number, root in roots.items():
         if known.get(number, root.hex()) != root.hex():
             raise SettlementError(
@@ -204,12 +226,15 @@ def sign_once(
             )
     new = {number: root for number, root in roots.items() if number not in known}
     domain = desk.ledger.domain
-    with path.open("a", encoding="utf-8") as file:
-        for number, root in sorted(new.items()):
-            said = {"run": run.run, name: number, "root": root}
-            signature = domain.sign(desk.account, kind, **said).hex()
-            line = {name: number, "root": root.hex(), "signature": signature}
-            file.write(json.dumps(line) + "\n")
+    lines = []
+    for number, root in sorted(new.items()):
+        said = {"run": run.run, name: number, "root": root}
+        signature = domain.sign(desk.account, kind, **said).hex()
+        lines.append({name: number, "root": root.hex(), "signature": signature})
+    try:
+        append_lines(path, lines)
+    except OSError as error:
+        raise SettlementError(f"{path}: cannot be written ({error.strerror})") from None
     return len(new)
 
 
@@ -287,19 +312,19 @@ def claim(desk: Desk, run: RunOnChain, folder: Path) -> list[str]:
         state = known_run(desk.ledger, run)
         accepted = accepted_root(state, desk.ledger.now())
         if not int.from_bytes(accepted):
-            return ["no settlement is accepted yet", *_withdraw(desk)]
+            return ["no settlement is accepted yet", *withdraw(desk)]
         tree, owed = settlement_of(desk.ledger, run, folder, accepted)
         account = desk.account.address.lower()
         amount = owed.get(account, 0)
         before = desk.ledger.call("claimed", run.run, desk.account.address)
         if amount <= before:
-            return [f"{coins(before)} claimed already, no more is owed", *_withdraw(desk)]
+            return [f"{coins(before)} claimed already, no more is owed", *withdraw(desk)]
         if not state["pool"]:
-            return [f"{coins(amount - before)} are owed, and the pool is empty", *_withdraw(desk)]
+            return [f"{coins(amount - before)} are owed, and the pool is empty", *withdraw(desk)]
         proof = tree.proof(account)
         desk.send("claim", run.run, desk.account.address, amount, proof)
         paid = desk.ledger.call("claimed", run.run, desk.account.address) - before
-        return [f"claimed {coins(paid)} of {coins(amount - before)}", *_withdraw(desk)]
+        return [f"claimed {coins(paid)} of {coins(amount - before)}", *withdraw(desk)]
 
 
 def accepted_root(state: Mapping[str, Any], now: int) -> bytes:
@@ -344,7 +369,8 @@ def settled_at(ledger: Ledger, run: RunOnChain, claims_root: bytes) -> tuple[int
     return settled[-1], heads[settled[-1]]
 
 
-def _withdraw(desk: Desk) -> list[str]:
+def withdraw(desk: Desk) -> list[str]:
+    """Withdraw all credit of the account. Raises `SettlementError`."""
     credit = desk.ledger.call("balanceOf", desk.account.address)
     if not credit:
         return []
@@ -353,8 +379,16 @@ def _withdraw(desk: Desk) -> list[str]:
 
 
 def fund(desk: Desk, run: RunOnChain, amount: int) -> list[str]:
-    """Add `amount` wei to the pool. Raises `SettlementError`."""
+    """Add `amount` wei to the pool, unless a crash has left a funding open: then finish that.
+
+    Raises `SettlementError` if the chain refuses or fails.
+    """
     with desk.opened():
+        if "fund" in desk.finished:
+            return [
+                "finished the funding that was cut short, and added nothing else; pool "
+                f"{coins(desk.ledger.state(run.run)['pool'])}"
+            ]
         desk.send("fund", run.run, value=amount)
         return [f"pool {coins(desk.ledger.state(run.run)['pool'])}"]
 
@@ -363,11 +397,17 @@ def status(ledger: Ledger, run: RunOnChain, accounts: Sequence[str] = ()) -> lis
     """Return lines on a run: pool, head, settlement, and `accounts`. Raises `SettlementError`."""
     state, now = known_run(ledger, run), ledger.now()
     end = "; FORKED: the owner has signed two logs" if state["forked"] else ""
+    auditors = ", ".join(run.auditors)
+    if AuditorsTree(run.auditors).root != state["auditorsRoot"]:
+        auditors += "; NOT those that the contract has: this chain.json is wrong"
     end += "; closing" if state["closedAt"] else ""
     lines = [
         f"run         0x{run.run.hex()}{end}",
         f"owner       {state['owner']}",
         f"pool        {coins(state['pool'])}",
+        f"terms       window {state['window']} seconds, least stake {coins(state['minStake'])}",
+        f"run file    {state['manifest'].hex()}",
+        f"auditors    {state['quorum']} must agree of {auditors}",
         f"head        {state['size']} statements, round {state['round']}, {state['root'].hex()}",
     ]
     left = state["pendingSince"] + state["window"] - now
@@ -384,11 +424,6 @@ def status(ledger: Ledger, run: RunOnChain, accounts: Sequence[str] = ()) -> lis
         going = ", leaving" if leaving else ""
         lines.append(f"account     {each}: stake {coins(amount)}{going}, claimed {coins(claimed)}")
     return lines
-
-
-def coins(wei: int) -> str:
-    """Return wei as coins."""
-    return f"{Web3.from_wei(wei, 'ether'):f} coins"
 
 
 def known_run(ledger: Ledger, run: RunOnChain) -> dict[str, Any]:
