@@ -401,7 +401,7 @@ def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
     )
     checkpointer._config = cast(
         Any, SimpleNamespace(checkpoint=SimpleNamespace(hugging_face=slow == "export"),
-                             folder=tmp_path, model=SimpleNamespace(revision=None))
+                             folder=tmp_path, model=SimpleNamespace(revision=None, own=False))
     )  # fmt: skip
     checkpointer._files = cast(Any, SimpleNamespace(tokenizer_folder=None, ends_of_turn=()))
     rank = SimpleNamespace(

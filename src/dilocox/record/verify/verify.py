@@ -441,7 +441,7 @@ class _Verification:
         if adapter is not None:
             seed = int(course.config["run"]["seed"]) if adapter.get("freeze_a") else None
             return compare_adapters(folder, signed, seed, self.progress), []
-        if course.config["model"].get("own"):
+        if course.config.get("model", {}).get("own"):
             return compare_tensors(folder, signed, self.progress), []
         return compare_model(folder, signed, self.progress)
 

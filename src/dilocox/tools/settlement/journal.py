@@ -73,7 +73,7 @@ class Journal:
             sent = None
             with contextlib.suppress(RevertedError):
                 sent = send_again(web3, account, bytes.fromhex(hash_), signed)
-            self.done(hash_, sent and sent.contract)
+            self.done(hash_, None if sent is None else sent.contract)
             if sent is not None:
                 finished.append(signed)
         return finished
