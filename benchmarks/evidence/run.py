@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from dataclasses import dataclass
@@ -10,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import dilocox
-from benchmarks.common import commit
 from benchmarks.evidence.cells import WARMUP, Cell
 from benchmarks.quality.data import Text
-from benchmarks.quality.rows import BATCH, Entry, Settings, uplink
+from benchmarks.quality.rows import Entry, Settings, uplink
 from benchmarks.quality.run import (
-    PATIENT,
     Row,
-    check_attendance,
     cpu_seconds,
-    measures,
-    most_rounds,
+    measured,
     parameters,
-    read_records,
+    run_file,
     run_once,
+    set_keys,
 )
 from dilocox.config.run_config import RunConfig
 
@@ -53,42 +49,20 @@ def configuration(run: Run, text: Text, folder: Path, steps: int | None = None) 
 
     `steps` replaces the cell's number of steps. Raises `ConfigError`.
     """
-    cell = run.cell
-    share = BATCH // cell.sites
-    raw: dict[str, Any] = {
-        "run": {"name": "evidence", "folder": str(folder), "seed": run.seed},
-        "model": {"architecture": cell.architecture},
-        "data": {**text.section(), "folder": str(text.mixture(run.seed))},
-        "site": {
-            "batch_size": share,
-            "micro_batch_size": share,
-            "threads": 1,
-            "device": "cpu",
-            "precision": "fp32",
-        },
-        "inner": {"learning_rate": run.rate},
-        "outer": {"method": run.entry.method, "steps": 1},
-        # Rows are compared at the same number of tokens, also on a busy machine.
-        "control": {"steps": "equal"},
-        "checkpoint": {"every_rounds": 0},
-        "evaluation": {"completion_tokens": 0},
-        "network": PATIENT,
-        "sites": {
-            f"site-{number}": {}
-            if cell.same_text
-            else {"data": str(text.site(run.seed, number, cell.sites))}
-            for number in range(cell.sites)
-        },
-    }
-    for key, value in {**run.outer, **run.entry.settings}.items():
-        section, _, name = key.partition(".")
-        raw.setdefault(section, {})[name] = value
+    cell, entry = run.cell, run.entry
+    raw = run_file(
+        "evidence", cell.architecture, entry.method, text, folder, run.seed, cell.sites,
+        cell.same_text,
+    )  # fmt: skip
+    raw["inner"]["learning_rate"] = run.rate
+    raw["outer"]["steps"] = 1
+    set_keys(raw, {**run.outer, **entry.settings})
     size = parameters(dilocox.resolve_run(raw))
     length = steps or cell.steps(size)
     raw["outer"]["steps"] = length
     raw["inner"]["warmup_steps"] = max(1, length // WARMUP)
-    if run.entry.target is not None:
-        raw.setdefault("control", {})["link"] = uplink(run.entry.target, cell.sites, size)
+    if entry.target is not None:
+        raw["control"]["link"] = uplink(entry.target, cell.sites, size)
     return dilocox.resolve_run(raw)
 
 
@@ -102,9 +76,6 @@ def train(run: Run, config: RunConfig, log: Path) -> Row | None:
     finished, failed = run_once(config, log)
     if not finished:
         return None
-    records = read_records(config.folder / "metrics.jsonl")
-    summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
-    check_attendance(records, run.cell.sites)
     row = {
         **run.key,
         "method": run.entry.method,
@@ -112,14 +83,9 @@ def train(run: Run, config: RunConfig, log: Path) -> Row | None:
         "steps": config.total_steps,
         "target": run.entry.target,
         "link": config.control.link,
-        **measures(summary, records),
-        **most_rounds([] if config.exchanges_gradients else records),
+        **measured(config, run.cell.sites, failed),
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(cpu_seconds() - cpu, 1),
-        "commit": commit(),
-        "failed": failed,
     }
-    if failed is not None:
-        row["val_loss"] = None
     shutil.rmtree(config.folder, ignore_errors=True)
     return row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -10,19 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import dilocox
-from benchmarks.common import commit
 from benchmarks.finetune.chats import Chat
 from benchmarks.finetune.choice import accuracy
 from benchmarks.finetune.data import Conversations
 from benchmarks.finetune.rows import ADAPTER, BATCH, PRECISION, WARMUP_STEPS, Job
-from benchmarks.quality.run import (
-    PATIENT,
-    check_attendance,
-    measures,
-    most_rounds,
-    read_records,
-    run_once,
-)
+from benchmarks.quality.run import PATIENT, measured, read_summary, run_once, set_keys
 from dilocox.config.run_config import RunConfig
 from dilocox.utils import processes
 
@@ -63,9 +54,7 @@ def configuration(
     }
     if job.mode == "lora":
         raw["adapter"] = dict(ADAPTER)
-    for key, value in job.entry.settings.items():
-        section, _, name = key.partition(".")
-        raw.setdefault(section, {})[name] = value
+    set_keys(raw, job.entry.settings)
     if job.entry.target is not None:
         raw["control"]["link"] = job.link(parameters[job.mode])
     return dilocox.resolve_run(raw)
@@ -83,9 +72,7 @@ def train(job: Job, config: RunConfig, log: Path, questions: Sequence[Chat]) -> 
     if not finished:
         return None
     seconds = round(time.monotonic() - began, 1)
-    records = read_records(config.folder / "metrics.jsonl")
-    summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
-    check_attendance(records, job.sites)
+    found = measured(config, job.sites, failed)
     if failed is None and not job.is_trial:
         right = asked(config.folder / "model", questions)
     row = {
@@ -93,16 +80,11 @@ def train(job: Job, config: RunConfig, log: Path, questions: Sequence[Chat]) -> 
         "method": job.entry.method,
         "target": job.entry.target,
         "link": config.control.link,
-        **measures(summary, records),
-        **most_rounds([] if config.exchanges_gradients else records),
-        "payload_bytes": summary["payload_bytes"],
+        **found,
+        "payload_bytes": read_summary(config)["payload_bytes"],
         "accuracy": right,
         "seconds": seconds,
-        "commit": commit(),
-        "failed": failed,
     }
-    if failed is not None:
-        row["val_loss"] = None
     shutil.rmtree(config.folder, ignore_errors=True)
     return row
 

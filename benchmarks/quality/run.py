@@ -28,17 +28,27 @@ PATIENT = {"heartbeat": 20.0, "link_timeout": 600.0}
 """Long time-outs: sites share two cores, and none may count as lost on a busy machine."""
 
 
-def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) -> RunConfig:
-    """Return the run file of `job` in `folder`.
+def run_file(
+    name: str, architecture: Mapping[str, Any], method: str, text: Text, folder: Path,
+    seed: int, sites: int, same_text: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the part of a run file that does not depend on lengths and rates.
 
-    `steps` replaces the number of steps of the regime. Raises `ConfigError`.
+    Args:
+        name: name of the run.
+        architecture: the section `[model.architecture]`.
+        method: `outer.method`.
+        text: the text, with token files.
+        folder: the run's folder.
+        seed: seed of the run and of the text.
+        sites: number of sites.
+        same_text: all sites train on the whole text; False: each on its own parts.
     """
-    regime = REGIMES[job.regime]
-    share = BATCH // job.sites
-    raw: dict[str, Any] = {
-        "run": {"name": "quality", "folder": str(folder), "seed": job.seed},
-        "model": {"architecture": dict(MODEL)},
-        "data": {**text.section(), "folder": str(text.mixture(job.seed))},
+    share = BATCH // sites
+    return {
+        "run": {"name": name, "folder": str(folder), "seed": seed},
+        "model": {"architecture": dict(architecture)},
+        "data": {**text.section(), "folder": str(text.mixture(seed))},
         "site": {
             "batch_size": share,
             "micro_batch_size": share,
@@ -46,26 +56,42 @@ def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) 
             "device": "cpu",
             "precision": "fp32",
         },
-        "inner": {"warmup_steps": regime.warmup_steps},
-        "outer": {"method": job.entry.method, "steps": steps or regime.steps},
+        "inner": {},
+        "outer": {"method": method},
         # Rows are compared at the same number of tokens, also on a busy machine.
         "control": {"steps": "equal"},
         "checkpoint": {"every_rounds": 0},
         "evaluation": {"completion_tokens": 0},
         "network": PATIENT,
         "sites": {
-            f"site-{number}": {}
-            if job.iid
-            else {"data": str(text.site(job.seed, number, job.sites))}
-            for number in range(job.sites)
+            f"site-{number}": {} if same_text else {"data": str(text.site(seed, number, sites))}
+            for number in range(sites)
         },
     }
-    for key, value in job.settings.items():
+
+
+def set_keys(raw: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set keys of a run file, written as `section.key`."""
+    for key, value in settings.items():
         section, _, name = key.partition(".")
         raw.setdefault(section, {})[name] = value
-    if job.entry.target is not None:
+
+
+def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) -> RunConfig:
+    """Return the run file of `job` in `folder`.
+
+    `steps` replaces the number of steps of the regime. Raises `ConfigError`.
+    """
+    regime, entry = REGIMES[job.regime], job.entry
+    raw = run_file(
+        "quality", MODEL, entry.method, text, folder, job.seed, job.sites, job.iid
+    )  # fmt: skip
+    raw["inner"]["warmup_steps"] = regime.warmup_steps
+    raw["outer"]["steps"] = steps or regime.steps
+    set_keys(raw, job.settings)
+    if entry.target is not None:
         size = parameters(dilocox.resolve_run(raw))
-        raw.setdefault("control", {})["link"] = uplink(job.entry.target, job.sites, size)
+        raw["control"]["link"] = uplink(entry.target, job.sites, size)
     return dilocox.resolve_run(raw)
 
 
@@ -86,24 +112,34 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
     finished, failed = run_once(config, log)
     if not finished:
         return None
-    records = read_records(config.folder / "metrics.jsonl")
-    summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
-    check_attendance(records, job.sites)
     row = {
         **job.key,
         **described(job, config),
-        **measures(summary, records),
-        **most_rounds([] if config.exchanges_gradients else records),
+        **measured(config, job.sites, failed),
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(cpu_seconds() - cpu, 1),
-        "commit": commit(),
-        "failed": failed,
     }
-    if failed is not None:
-        row["val_loss"] = None
     if not keep:
         shutil.rmtree(config.folder, ignore_errors=True)
     return row
+
+
+def measured(config: RunConfig, sites: int, failed: str | None) -> Row:
+    """Return the fields of a row that are read from the folder of a run that has ended.
+
+    `failed`: why the run diverged; then there is no `val_loss`. None: it did not.
+
+    Raises `DilocoxError` if a site was absent in a round.
+    """
+    records = read_records(config.folder / "metrics.jsonl")
+    check_attendance(records, sites)
+    row = {
+        **measures(read_summary(config), records),
+        **most_rounds([] if config.exchanges_gradients else records),
+        "commit": commit(),
+        "failed": failed,
+    }
+    return row if failed is None else {**row, "val_loss": None}
 
 
 def run_once(config: RunConfig, log: Path) -> tuple[bool, str | None]:
@@ -139,6 +175,12 @@ def cpu_seconds() -> float:
 def read_records(path: Path) -> list[Row]:
     """Return the records of a run's metrics."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_summary(config: RunConfig) -> Row:
+    """Return the summary of a run that has ended."""
+    found: Row = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
+    return found
 
 
 def described(job: Job, config: RunConfig) -> Row:
