@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -54,8 +56,8 @@ def test_labels_that_are_left_out_are_left_out_in_parts(monkeypatch: pytest.Monk
         assert torch.equal(found, right)
 
 
-def peak(logits: torch.Tensor, labels: torch.Tensor) -> int:
-    """Most bytes beside the labels that live during loss and backward pass, logits included.
+def peak(logits: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Most bytes beside labels and columns that live during loss and backward pass, with logits.
 
     By the allocator's own account. The logits are let go as the engine does after the loss.
     """
@@ -64,7 +66,7 @@ def peak(logits: torch.Tensor, labels: torch.Tensor) -> int:
     start = torch.ones((), requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         own = logits * start  # what the head puts out; its backward pass needs no logits
-        value = loss.mean_cross_entropy(own, labels)
+        value = loss_of(own)
         own = None
         value.backward()
     events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -88,5 +90,5 @@ def test_it_needs_the_memory_that_is_counted(
     if in_parts:
         monkeypatch.setattr(loss, "AT_ONCE", 32 * vocabulary)
     counted = loss.loss_bytes(logits.numel(), dtype.itemsize)
-    measured = peak(logits, labels)
+    measured = peak(logits, lambda own: loss.mean_cross_entropy(own, labels))
     assert measured == pytest.approx(counted, rel=0.005)
