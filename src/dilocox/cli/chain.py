@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilocox.errors import ConfigError, SettlementError
+from dilocox.tools.settlement.limits import FEE
 from dilocox.utils.plain_text import plain
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from dilocox.tools.settlement.run_on_chain import Desk, RunOnChain
 
 HELP = "anchor a run on a chain, and settle what it owes its sites"
-FEE = 10**17
-"""Wei that the fee of a transaction may reach by default."""
 MISSING = "the package web3 is not installed: pip install 'dilocox[chain]'"
 
 

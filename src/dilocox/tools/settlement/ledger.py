@@ -26,14 +26,13 @@ from web3.exceptions import (
 
 from dilocox.errors import SettlementError
 from dilocox.tools.settlement.artifact import load_artifact
+from dilocox.tools.settlement.limits import FEE
 from dilocox.tools.settlement.messages import Domain
 
 PATIENCE = 120.0
 """Seconds that a transaction may take until it is in a block."""
 RPC_SECONDS = 20.0
 """Seconds that an RPC server may take for one answer."""
-FEE = 10**17
-"""Wei that the fee of one transaction may reach, unless the user says otherwise."""
 KNOWN = ("already known", "alreadyknown", "already imported", "known transaction")
 """Parts of servers' messages on a transaction that they have already."""
 Keep = Callable[[bytes, bytes], None]

@@ -15,7 +15,6 @@ from dilocox.coordinator.identity import write_private
 from dilocox.errors import SettlementError
 from dilocox.tools.settlement.journal import Journal
 from dilocox.tools.settlement.ledger import (
-    FEE,
     Ledger,
     Sent,
     connect,
@@ -23,6 +22,7 @@ from dilocox.tools.settlement.ledger import (
     public_part,
     run_id,
 )
+from dilocox.tools.settlement.limits import FEE
 
 FOLDER, FILE, RPC = "settlement", "chain.json", "rpc.url"
 """`RPC`: a file of mode 600 with the whole URL of an RPC server, if that holds a secret."""

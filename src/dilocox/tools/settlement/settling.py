@@ -21,7 +21,8 @@ from dilocox.record.log.transparency_log import leaves_of
 from dilocox.tools.settlement.amounts import amounts, by_account, covered, read_prefix, terms_of
 from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
 from dilocox.tools.settlement.journal import Journal, append_lines, read_lines
-from dilocox.tools.settlement.ledger import FEE, Ledger, coins, deploy, has_code
+from dilocox.tools.settlement.ledger import Ledger, coins, deploy, has_code
+from dilocox.tools.settlement.limits import FEE
 from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
 
 TERMS = {
