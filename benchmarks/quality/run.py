@@ -24,7 +24,7 @@ Row = dict[str, Any]
 NOT_FINITE = "not finite"
 """Part of the message of a run that has diverged, which is a result and no failure."""
 
-PATIENT = {"heartbeat": 20.0, "link_timeout": 600.0}
+PATIENT = {"heartbeat": 120.0, "link_timeout": 600.0}
 """Long time-outs: sites share two cores, and none may count as lost on a busy machine."""
 
 
