@@ -61,7 +61,8 @@ def compiled() -> dict[str, Any]:
                     raise CompileError(f"{name}: neither the contract nor OpenZeppelin's")
                 sources[name] = (library / name.removeprefix(LIBRARY)).read_text(encoding="utf-8")
                 waiting.append(name)
-    settings = {**SETTINGS, "outputSelection": {"*": {CONTRACT: ["abi", "evm.bytecode.object"]}}}
+    outputs = ["abi", "evm.bytecode.object", "evm.deployedBytecode"]
+    settings = {**SETTINGS, "outputSelection": {"*": {CONTRACT: outputs, "": ["ast"]}}}
     request = {
         "language": "Solidity",
         "sources": {name: {"content": text} for name, text in sources.items()},
@@ -86,7 +87,32 @@ def compiled() -> dict[str, Any]:
         "source": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
         "abi": contract["abi"],
         "bytecode": "0x" + contract["evm"]["bytecode"]["object"],
+        "runtime": "0x" + contract["evm"]["deployedBytecode"]["object"],
+        "immutables": _immutables(found["sources"], contract["evm"]["deployedBytecode"]),
     }
+
+
+def _immutables(sources: dict[str, Any], runtime: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the places in the runtime code, in bytes, of each immutable variable by its name.
+
+    The constructor writes 32 bytes into each place.
+    """
+    names: dict[str, str] = {}
+    waiting: list[Any] = [each["ast"] for each in sources.values()]
+    while waiting:
+        node_ = waiting.pop()
+        if isinstance(node_, list):
+            waiting += node_
+        elif isinstance(node_, dict):
+            if node_.get("mutability") == "immutable":
+                names[str(node_["id"])] = node_["name"]
+            waiting += node_.values()
+    found = {}
+    for number, places in sorted(runtime["immutableReferences"].items(), key=lambda p: int(p[0])):
+        if any(each["length"] != 32 for each in places):
+            raise CompileError(f"{names[number]}: an immutable variable not of 32 bytes")
+        found[names[number]] = sorted(each["start"] for each in places)
+    return found
 
 
 def _imports(name: str, text: str) -> list[str]:

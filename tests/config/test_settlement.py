@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from dilocox.config.run_config import digest_of
+from dilocox.config.settlement import names_place, place_problem
 from dilocox.errors import ConfigError
 from tests.support.coordinator_driver import run_config
 
@@ -28,6 +30,28 @@ def test_all_of_it_is_agreed() -> None:
     }  # fmt: skip
 
 
+def test_the_place_on_a_chain_is_agreed_and_changes_no_run_without_it() -> None:
+    plain = run_config(settlement={"price": 1})
+    assert plain.digest() == digest_of_before()
+    place = {"chain": 7, "contract": ACCOUNT, "owner": "0x" + "cd" * 20}
+    assert run_config(settlement={"price": 1, **place}).digest() != plain.digest()
+    terms = run_config(settlement={"price": 1, **place}).shared()["settlement"]
+    assert names_place(terms)
+    assert not names_place(plain.shared()["settlement"])
+    assert place_problem(terms, 7, ACCOUNT.upper().replace("X", "x"), "0x" + "CD" * 20) is None
+    for name, other in (("chain", 8), ("contract", "0x" + "00" * 20), ("owner", ACCOUNT)):
+        problem = place_problem(terms, **{**place, name: other})
+        assert problem is not None
+        assert f"names the {name} " in problem
+    assert place_problem(plain.shared()["settlement"], 8, ACCOUNT, ACCOUNT) is None
+
+
+def digest_of_before() -> str:
+    """The digest that `run_config(settlement={"price": 1})` had before places could be named."""
+    keys = run_config().shared(without_defaults=True)
+    return digest_of({**keys, "settlement": {"price": 1}})
+
+
 @pytest.mark.parametrize(
     ("section", "others", "match"),
     [
@@ -37,6 +61,8 @@ def test_all_of_it_is_agreed() -> None:
         ({"price": 0}, {}, "price"),
         ({"accounts": {"a": "0x12"}}, {}, "settlement.accounts"),
         ({"auditors": ["me"]}, {}, "settlement.auditors"),
+        ({"chain": 1, "owner": ACCOUNT}, {}, "give all three, or none"),
+        ({"contract": ACCOUNT}, {}, "give all three, or none"),
     ],
 )
 def test_what_cannot_be_settled_is_refused(

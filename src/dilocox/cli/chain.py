@@ -46,7 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
         "--again", action="store_true", help="deploy another contract, even if there is one"
     )
     _add_register(action("register", _register, "register a run with its pool", "RUN"))
-    _add_key(action("stake", _stake, "stake what the run asks for", "RUN"))
+    staking = action("stake", _stake, "stake at least what the run asks for", "RUN")
+    _add_key(staking)
+    staking.add_argument(
+        "--amount", type=coin, metavar="COINS",
+        help="stake that the account shall have (default: the contract's least one, after a "
+        "question)",
+    )  # fmt: skip
+    staking.add_argument(
+        "--run-file", type=Path, metavar="FILE",
+        help="compare with this run file what the contract has of the run",
+    )  # fmt: skip
     _add_key(action("leave", _leave, "end a stake, and take it back once it is free", "RUN"))
     funding = action("fund", _fund, "add to the pool; every call adds", "RUN")
     _add_key(funding)
@@ -159,10 +169,13 @@ def _account_of(options: argparse.Namespace) -> LocalAccount:
 
 def _opened(options: argparse.Namespace) -> tuple[Desk, RunOnChain]:
     """The desk of the account, and the run of RUN: its folder, or the file `chain.json`."""
+    from dilocox.tools.settlement.binding import check_folder
     from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
 
     run = RunOnChain.read(options.run)
     folder = options.run / FOLDER if options.run.is_dir() else options.run.parent
+    if options.run.is_dir():
+        check_folder(run, options.run)
     return Desk(run.ledger(_account_of(options), options.most_fee), folder), run
 
 
@@ -202,15 +215,29 @@ def _register(options: argparse.Namespace) -> list[str]:
 
 
 def _stake(options: argparse.Namespace) -> list[str]:
-    from dilocox.tools.settlement import settling
+    from dilocox.config.run_config import load_run
+    from dilocox.tools.settlement import staking
+    from dilocox.tools.settlement.ledger import coins
 
-    return settling.stake(*_opened(options))
+    desk, run = _opened(options)
+    lines: list[str] = []
+    if options.run_file is not None:
+        lines = staking.check_run_file(desk.ledger, run, load_run(options.run_file))
+    amount = options.amount
+    if amount is None:
+        amount = staking.least_stake(desk.ledger, run)
+        what = f"contract {run.contract} on chain {run.chain} asks for a stake of {coins(amount)}"
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise SettlementError(f"{what}: give it with --amount, as there is nobody to ask")
+        if input(f"{what}; stake it? [y/N] ").strip().lower() not in ("y", "yes"):
+            return [*lines, "nothing was staked"]
+    return [*lines, *staking.stake(desk, run, amount)]
 
 
 def _leave(options: argparse.Namespace) -> list[str]:
-    from dilocox.tools.settlement import settling
+    from dilocox.tools.settlement import staking
 
-    return settling.leave(*_opened(options))
+    return staking.leave(*_opened(options))
 
 
 def _fund(options: argparse.Namespace) -> list[str]:

@@ -303,6 +303,8 @@ class RunConfig(Section):
             shared["adapter"] = {"kind": self.adapter.kind, **shared.get("adapter", {})}
         if self.settlement is None:
             shared.pop("settlement", None)
+        elif not without_defaults:
+            shared["settlement"] = self.settlement.agreed()
         for section, keys in _OF_ONE_MACHINE.items():
             for key in keys:
                 shared.get(section, {}).pop(key, None)

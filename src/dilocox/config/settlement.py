@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dilocox.config.base import Section
 from dilocox.config.site import SiteName
@@ -29,6 +29,48 @@ class SettlementSection(Section):
     auditors: list[Key] = Field(default=[])
     """Public keys, 64 hex digits, of auditors. A round of a site is not paid if one of them has
     handed in the verdict MISMATCH or FAIL. Verdicts of others change no amount."""
+    chain: Annotated[int, Field(gt=0, le=2**53 - 1)] | None = None
+    """Id (EIP-155) of the chain that the run is settled on. Names one place with `contract` and
+    `owner`; a log that is registered anywhere else is refused. None: any place."""
+    contract: Account | None = None
+    """Address of the contract `RunLedger` on that chain."""
+    owner: Account | None = None
+    """Account that registers and settles the run."""
+
+    @model_validator(mode="after")
+    def _place_is_whole(self) -> Self:
+        named = [each is not None for each in (self.chain, self.contract, self.owner)]
+        if any(named) and not all(named):
+            raise ValueError("chain, contract and owner name one place: give all three, or none")
+        return self
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the keys that are set, as all sites sign them."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+def place_problem(
+    terms: Mapping[str, Any] | None, chain: int, contract: str, owner: str
+) -> str | None:
+    """Return why a run file's `[settlement]` forbids a place on a chain, or None.
+
+    Args:
+        terms: The section; None if the run file has none.
+        chain: Id of the chain (EIP-155).
+        contract: Address of the contract.
+        owner: Account that has registered the run there, or will.
+    """
+    terms = terms or {}
+    for name, found in (("chain", chain), ("contract", contract), ("owner", owner)):
+        said = terms.get(name)
+        if said is not None and str(said).lower() != str(found).lower():
+            return f"the run file names the {name} {said}, and not {found}"
+    return None
+
+
+def names_place(terms: Mapping[str, Any] | None) -> bool:
+    """Return True if a run file's `[settlement]` names chain, contract and owner."""
+    return (terms or {}).get("contract") is not None
 
 
 def settlement_problem(

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from tests.support.ledger_scene import WINDOW
 from tests.support.record_scene import Scene
 
 from dilocox.cli.main import main
+from dilocox.config.run_config import digest_of
 from dilocox.record.log.audit_verdicts import Prefix
+from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import open_log
 from dilocox.record.verify.chain_anchors import ChainHeads
+from dilocox.record.verify.run_history import read_history
 from dilocox.tools.settlement import keystore, ledger, run_on_chain
 from dilocox.tools.settlement.chain_heads import chain_heads
 from dilocox.tools.settlement.run_on_chain import RunOnChain
@@ -112,8 +116,8 @@ def town(
 def test_a_run_is_settled_to_the_wei_and_each_step_can_be_repeated(town: Town) -> None:
     assert "registered run" in town.register()
     assert "registered already" in town.run("register", *town.terms)
-    assert "staked, 1 coins" in town.run("stake")
-    assert "staked already" in town.run("stake")
+    assert "staked, 1 coins" in town.run("stake", "--amount", 1)
+    assert "staked already" in town.run("stake", "--amount", 1)
     assert re.search("anchored [0-9]+ statements", town.run("anchor"))
     assert "anchored already" in town.run("anchor")
     assert "to 3 accounts" in town.run("settle")
@@ -142,7 +146,7 @@ def test_the_hook_anchors_the_checkpoint_that_it_is_given(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     town.register()
-    town.run("stake")
+    town.run("stake", "--amount", 1)
     notes = [town.scene.notary.writer.cover()]
     town.scene.notary.resumed(1, 1)
     notes.append(town.scene.notary.writer.cover())
@@ -160,7 +164,7 @@ def test_the_hook_anchors_the_checkpoint_that_it_is_given(
 
 ACTIONS: dict[str, Callable[[Town], str]] = {
     "register": lambda town: town.run("register", *town.terms),
-    "stake": lambda town: town.run("stake"),
+    "stake": lambda town: town.run("stake", "--amount", 1),
     "anchor": lambda town: town.run("anchor"),
     "settle": lambda town: town.run("settle"),
     "claim": lambda town: town.run("claim", key="a"),
@@ -186,7 +190,7 @@ def test_after_a_crash_every_command_is_repeated_and_counts_once(
         before = web3.eth.get_transaction_count(town.accounts[who])
         with monkeypatch.context() as patch:
             patch.setattr(web3.eth, crash, fail)
-            words = town.terms if name == "register" else ()
+            words = {"register": town.terms, "stake": ("--amount", 1)}.get(name, ())
             said = town.run(name, *words, key=who, code=1)
             assert "the chain's server failed: the line is cut" in said
         action(town)
@@ -214,7 +218,7 @@ def test_a_dead_server_is_one_line(town: Town, monkeypatch: pytest.MonkeyPatch) 
 
 def test_another_log_than_the_anchored_one_is_neither_anchored_nor_settled(town: Town) -> None:
     town.register()
-    town.run("stake")
+    town.run("stake", "--amount", 1)
     town.run("anchor")
     other = scene_with(town.root / "other", price=PRICE)
     other.notary.close()
@@ -235,7 +239,7 @@ def test_verify_judges_the_heads_of_the_chain(
         return found["verdict"], found["reason"]
 
     town.register()
-    town.run("stake")
+    town.run("stake", "--amount", 1)
     (town.folder / "run.toml").write_text(town.scene.config.to_toml())
     assert anchors()[0] == "NOT_RUN"
     town.run("anchor")
@@ -250,9 +254,10 @@ def judged(found: ChainHeads, town: Town) -> str:
     from dilocox.errors import RecordError
     from dilocox.record.verify.chain_anchors import judge_anchors
 
-    entries = open_log(town.folder / "record").entries
+    content = open_log(town.folder / "record")
+    course = read_history(content.entries, NoteKey.parse(content.public))
     try:
-        return judge_anchors(found, town.scene.notary.run, entries)
+        return judge_anchors(found, course, content.entries)
     except RecordError as error:
         return f"FAIL {error}"
 
@@ -262,13 +267,16 @@ def test_a_log_that_was_cut_or_changed_is_not_the_anchored_one(town: Town) -> No
     size = len(town.scene.entries())
     run = town.scene.notary.run
     other = Prefix(size - 1, "00" * 32)
-    for found, said in (
-        (ChainHeads("c", "11" * 32, (other,)), "FAIL c is of log"),
-        (ChainHeads("c", run, (other,)), "FAIL the chain's head of"),
-        (ChainHeads("c", run, (Prefix(size + 1, "00" * 32),)), "it was cut back"),
-        (ChainHeads("c", run, (), forked=True), "signed two logs"),
+    agreed = digest_of(town.scene.config.shared())
+    found = ChainHeads("c", manifest=agreed, log=run, heads=(other,))
+    for changed, said in (
+        (replace(found, log="11" * 32), "FAIL c is of log"),
+        (replace(found, manifest="22" * 32), "FAIL c was registered with the run file 2222"),
+        (found, "FAIL the chain's head of"),
+        (replace(found, heads=(Prefix(size + 1, "00" * 32),)), "it was cut back"),
+        (replace(found, forked=True), "signed two logs"),
     ):
-        assert said in judged(found, town)
+        assert said in judged(changed, town)
 
 
 def test_a_funding_that_a_crash_cut_short_is_finished_and_not_repeated(
@@ -354,4 +362,4 @@ def test_the_rpc_servers_secret_stays_out_of_the_file_for_the_sites(town: Town) 
     assert chain_heads(town.folder, "http://other:1/key").where.endswith("by other:1")
     path.write_text(json.dumps({**said, "chain": said["chain"] + 1}))
     assert "is of chain" in chain_heads(town.folder).fault
-    assert "is of chain" in town.run("stake", code=1)
+    assert "is of chain" in town.run("stake", "--amount", 1, code=1)

@@ -27,7 +27,7 @@ def begun(town: Town) -> None:  # noqa: F811
     """The run is registered, the owner and site c have staked, and a head is anchored."""
     town.register()
     for key in ("owner", "c"):
-        town.run("stake", key=key)
+        town.run("stake", "--amount", 1, key=key)
     town.run("anchor")
 
 

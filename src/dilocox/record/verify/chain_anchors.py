@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dilocox.config.settlement import names_place, place_problem
 from dilocox.errors import RecordError
 from dilocox.record.log.audit_verdicts import Prefix
 from dilocox.record.log.merkle import roots_at
 from dilocox.record.log.transparency_log import leaves_of
 from dilocox.record.verify.claims import NotRunError
+from dilocox.record.verify.run_history import RunHistory
+
+_UNBOUND = (
+    "; the run file names no contract, so the log may be registered in others, with other heads"
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,13 @@ class ChainHeads:
 
     where: str
     """The contract and the run's id in it, for the line of the claim."""
+    chain: int = 0
+    """Id of the chain (EIP-155)."""
+    contract: str = ""
+    owner: str = ""
+    """Account that has registered the run."""
+    manifest: str = ""
+    """Digest of the run file that the run was registered with, hex."""
     log: str = ""
     """Id of the log that the run was registered for, hex."""
     heads: tuple[Prefix, ...] = ()
@@ -28,22 +41,33 @@ class ChainHeads:
     """Why the chain could not be asked; empty if it was."""
 
 
-def judge_anchors(found: ChainHeads, run: str, entries: Sequence[str]) -> str:
+def judge_anchors(found: ChainHeads, course: RunHistory, entries: Sequence[str]) -> str:
     """Return a line on the anchored heads, which are prefixes of the log.
 
     Args:
         found: What the chain says.
-        run: Id of the log that is verified.
+        course: The history of the log that is verified.
         entries: All entries of that log.
 
     Raises:
-        RecordError: A head is not a prefix of the log, or of another run (FAIL).
+        RecordError: A head is not a prefix of the log, or of another run, or in another place than
+            the run file names (FAIL).
         NotRunError: The chain could not be asked, or has no head.
     """
     if found.fault:
         raise NotRunError(found.fault)
-    if found.log != run:
-        raise RecordError(f"{found.where} is of log {found.log[:12]}…, this is {run[:12]}…")
+    if found.log != course.run:
+        raise RecordError(f"{found.where} is of log {found.log[:12]}…, this is {course.run[:12]}…")
+    terms = course.config.get("settlement")
+    problem = place_problem(terms, found.chain, found.contract, found.owner)
+    if problem is not None:
+        raise RecordError(f"{found.where}: {problem}: the log was registered in a second place")
+    agreed = str(course.manifest["config_digest"])
+    if found.manifest != agreed:
+        raise RecordError(
+            f"{found.where} was registered with the run file {found.manifest[:12]}…, this log has "
+            f"{agreed[:12]}…"
+        )
     if found.forked:
         raise RecordError(f"{found.where}: the owner has signed two logs of one size")
     if not found.heads:
@@ -63,5 +87,5 @@ def judge_anchors(found: ChainHeads, run: str, entries: Sequence[str]) -> str:
     count = f"{len(found.heads)} heads" if len(found.heads) > 1 else "1 head"
     return (
         f"{count} of {found.where}, the newest of {last.size} of {len(entries)} statements; the "
-        f"last {len(entries) - last.size} are not anchored"
+        f"last {len(entries) - last.size} are not anchored{'' if names_place(terms) else _UNBOUND}"
     )

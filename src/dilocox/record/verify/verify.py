@@ -198,8 +198,8 @@ class _Verification:
 
     def anchors(self, chain: ChainHeads) -> str:
         """Judge: the heads that a chain keeps are prefixes of this log."""
-        run = self._need(c.LOG, c.SIGNATURES).run
-        return judge_anchors(chain, run, self.content.entries)
+        course = self._need(c.LOG, c.SIGNATURES)
+        return judge_anchors(chain, course, self.content.entries)
 
     def signatures(self) -> str:
         """Judge: every statement is signed by the required key."""

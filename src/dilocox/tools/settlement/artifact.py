@@ -18,10 +18,14 @@ class Artifact:
     abi: list[dict[str, Any]]
     bytecode: str
     """Code of the constructor, hex with 0x."""
+    runtime: str
+    """Code of the contract, hex with 0x, with zeros where the constructor writes."""
+    immutables: dict[str, list[int]]
+    """Places of 32 bytes in the code that the constructor writes, by name of the variable."""
 
 
 @functools.cache
 def load_artifact() -> Artifact:
     """Return the contract that comes with this dilocox."""
     found = json.loads(resources.files(__package__).joinpath(NAME).read_text(encoding="utf-8"))
-    return Artifact(found["abi"], found["bytecode"])
+    return Artifact(*(found[name] for name in ("abi", "bytecode", "runtime", "immutables")))

@@ -39,4 +39,8 @@ def chain_heads(place: Path, rpc: str | None = None) -> ChainHeads:
     if not registered:
         return ChainHeads(where, fault=f"{where} is not registered since block {run.block}")
     found = tuple(Prefix(int(each["size"]), each["root"].hex()) for each in heads)
-    return ChainHeads(where, registered[0]["log"].hex(), found, forked)
+    said = registered[0]
+    return ChainHeads(
+        where, run.chain, run.contract, said["owner"], said["manifest"].hex(), said["log"].hex(),
+        found, forked,
+    )  # fmt: skip

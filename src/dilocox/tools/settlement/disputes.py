@@ -25,6 +25,7 @@ from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.verify.verdict_validity import still_standing
 from dilocox.tools.settlement.amounts import covered, read_prefix, terms_of
 from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
+from dilocox.tools.settlement.contract_code import check_code
 from dilocox.tools.settlement.ledger import RefusedError
 from dilocox.tools.settlement.messages import Domain
 from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
@@ -63,6 +64,7 @@ def commit(desk: Desk, run: RunOnChain, folder: Path, site: str) -> list[str]:
     """
     course = read_prefix(folder, 1).course
     _check_own(desk.account.address, terms_of(course)["accounts"], site)
+    check_code(desk.ledger)
     roots = commitment_roots(covered(folder).entries, site, course.stages)
     path = folder / FOLDER / f"commits-{site}.jsonl"
     with desk.journal.only_here():

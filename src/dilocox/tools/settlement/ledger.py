@@ -182,6 +182,11 @@ class Ledger:
             found = event.get_logs(from_block=first, argument_filters={"run": run})
             return [dict(each["args"]) for each in found]
 
+    def code(self) -> bytes:
+        """Return the code at the contract's address. Raises `SettlementError` like `call`."""
+        with _named("eth_getCode"):
+            return bytes(self.web3.eth.get_code(self.address))
+
     def now(self) -> int:
         """Return the time of the newest block, seconds. Raises `SettlementError` like `call`."""
         with _named("eth_getBlockByNumber"):

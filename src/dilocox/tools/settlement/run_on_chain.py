@@ -13,6 +13,7 @@ from eth_account.signers.local import LocalAccount
 
 from dilocox.coordinator.identity import write_private
 from dilocox.errors import SettlementError
+from dilocox.tools.settlement.contract_code import check_code
 from dilocox.tools.settlement.journal import Journal
 from dilocox.tools.settlement.ledger import (
     Ledger,
@@ -117,8 +118,10 @@ class Desk:
     def opened(self) -> Iterator[Desk]:
         """Hold the account's journal, and finish what a crash has left open.
 
-        Raises `SettlementError` if the chain's server fails.
+        Raises `SettlementError` if the contract is another one than `RunLedger`, or if the chain's
+        server fails.
         """
+        check_code(self.ledger)
         with self.journal.only_here():
             finished = self.journal.catch_up(self.ledger.web3, self.account.address)
             self.finished = [function_of(each) for each in finished]

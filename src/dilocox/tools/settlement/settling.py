@@ -13,12 +13,15 @@ from typing import Any
 from eth_account.signers.local import LocalAccount
 from web3 import Web3
 
+from dilocox.config.settlement import names_place
 from dilocox.errors import RecordError, SettlementError
 from dilocox.record.log import statements as s
+from dilocox.record.log.acceptance import digest_of_entry
 from dilocox.record.log.merkle import consistency_proof, root_of, roots_at
 from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, open_note
 from dilocox.record.log.transparency_log import leaves_of
 from dilocox.tools.settlement.amounts import amounts, by_account, covered, read_prefix, terms_of
+from dilocox.tools.settlement.binding import UNBOUND, check_place
 from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
 from dilocox.tools.settlement.journal import Journal, append_lines, read_lines
 from dilocox.tools.settlement.ledger import Ledger, coins, deploy, has_code
@@ -88,6 +91,7 @@ def register(
         owner = desk.account.address
         chain = ledger.chain
         found = RunOnChain(rpc, chain, ledger.address, owner, log, block, tuple(accounts))
+        check_place(found, terms_of(prefix.course))
         state = ledger.state(found.run)
         root = AuditorsTree(accounts).root
         manifest = bytes.fromhex(prefix.course.manifest["config_digest"])
@@ -106,9 +110,11 @@ def register(
                 _written(replace(found, block=0), folder),
             ]
         sent = desk.send("register", bytes.fromhex(log), *wanted.values(), value=pool)
+    unbound = [] if names_place(terms_of(prefix.course)) else [UNBOUND]
     return [
         f"registered run 0x{found.run.hex()} on chain {chain} with a pool of {coins(pool)}; "
         f"{sent.gas} gas",
+        *unbound,
         _written(found, folder),
     ]
 
@@ -123,36 +129,6 @@ def _written(found: RunOnChain, folder: Path) -> str:
             f"{folder}/settlement/chain.json is of another contract or owner: move it away first"
         )
     return f"{folder}/settlement/chain.json: give it to the sites"
-
-
-def stake(desk: Desk, run: RunOnChain) -> list[str]:
-    """Stake what is missing to the run's least stake. Raises `SettlementError`."""
-    with desk.opened():
-        state = known_run(desk.ledger, run)
-        amount, leaving = desk.ledger.call("stakes", run.run, desk.account.address)
-        missing = max(0, state["minStake"] - amount)
-        if not missing and not leaving:
-            return [f"{desk.account.address}: staked already, {coins(amount)}"]
-        desk.send("stake", run.run, value=missing)
-    return [f"{desk.account.address}: staked, {coins(amount + missing)}"]
-
-
-def leave(desk: Desk, run: RunOnChain) -> list[str]:
-    """Announce to leave, and take the stake back once it is free. Raises `SettlementError`."""
-    with desk.opened():
-        state = known_run(desk.ledger, run)
-        amount, leaving = desk.ledger.call("stakes", run.run, desk.account.address)
-        if not amount:
-            return [f"{desk.account.address}: nothing is staked", *withdraw(desk)]
-        if not leaving:
-            desk.send("leaveRun", run.run)
-            wait = 2 * state["window"]
-            return [f"{desk.account.address}: leaving; run this again in {wait} seconds"]
-        left = leaving + 2 * state["window"] - desk.ledger.now()
-        if left > 0:
-            return [f"{desk.account.address}: leaving; run this again in {left} seconds"]
-        desk.send("withdrawStake", run.run)
-        return [f"{desk.account.address}: has left with {coins(amount)}", *withdraw(desk)]
 
 
 def anchor(desk: Desk, run: RunOnChain, folder: Path, note: str | None) -> list[str]:
@@ -183,6 +159,8 @@ def anchor(desk: Desk, run: RunOnChain, folder: Path, note: str | None) -> list[
                 f"the chain's head of {size} statements is not a prefix of this log: another log "
                 "was anchored for this run"
             )
+        if not size and digest_of_entry(entries[0]) != run.log:
+            raise SettlementError(f"{folder}: its record is not of the log that was registered")
         if size >= checkpoint.size:
             return [f"anchored already: {size} statements"]
         proof = consistency_proof(leaves, size) if size else []
@@ -446,5 +424,7 @@ def checked(account: str) -> str:
 
 
 def _check_accounts(terms: Mapping[str, Any]) -> None:
-    for each in terms["accounts"].values():
-        checked(str(each))
+    named = [terms.get("contract"), terms.get("owner"), *terms["accounts"].values()]
+    for each in named:
+        if each is not None:
+            checked(str(each))
