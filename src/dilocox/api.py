@@ -135,9 +135,10 @@ def join(
 
     The functions are those of `train`, and all sites must use the same functions. The run file of
     the coordinator and of every site has the SHA-256 of their code (`code_digest`) as `run.code`.
-    A site with other functions, or with none, is refused. `on_evaluation` is not part of this
-    digest. It is called at the site that evaluates, which is the first site of the round's plan.
-    `evaluation` is not part of the digest either, and is called at `evaluation.tasks_site`.
+    A site with other functions, or with none, is refused. Instead, the run file may name a file
+    with the functions (`site.code`). `on_evaluation` is not part of this digest. It is called at
+    the site that evaluates, which is the first site of the round's plan. `evaluation` is not part
+    of the digest either, and is called at `evaluation.tasks_site`.
 
     Args:
         config: the run, as `load_run` returns it.

@@ -94,7 +94,7 @@ def test_all_sites_bring_what_was_agreed_on(module: Any) -> None:
     with pytest.raises(ConfigError, match=r"the code of loss here is .*; copy the same modules"):
         check_code("0" * 64, own, required=True)
     for required in (True, False):
-        with pytest.raises(ConfigError, match="trains with the user's own functions; start it"):
+        with pytest.raises(ConfigError, match="trains with the user's own functions; name their"):
             check_code(digest, {}, required=required)
 
 

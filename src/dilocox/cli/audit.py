@@ -72,6 +72,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the run's token files")
     parser.add_argument(
+        "--code", type=Path, metavar="FILE",
+        help="the file with the run's own functions (site.code), whose SHA-256 is the run's "
+        "run.code; it is run here",
+    )  # fmt: skip
+    parser.add_argument(
         "--hand-in", action="store_true",
         help="have the verdicts named in the run's log, so that nobody can remove one unnoticed",
     )  # fmt: skip
@@ -219,7 +224,9 @@ def _opened(options: argparse.Namespace) -> AuditedRun:
         raise RecordError(
             f"{options.run}: an audit writes its verdicts into the run's folder; copy the run here"
         )
-    return AuditedRun(Path(options.run), tuple(options.store), options.data, options.log_key)
+    return AuditedRun(
+        Path(options.run), tuple(options.store), options.data, options.log_key, options.code
+    )
 
 
 def _check_site(audited: AuditedRun, site: str | None) -> None:

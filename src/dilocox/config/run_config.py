@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 from dilocox.config.adapter import AdapterSection, adapter_problem
 from dilocox.config.admission import AdmissionSection, admission_problem
 from dilocox.config.base import Section
+from dilocox.config.code_file import agree_on_code
 from dilocox.config.codec_spec import sent_with_moments
 from dilocox.config.data import DataSection
 from dilocox.config.error_messages import first_problem
@@ -66,8 +67,8 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     code: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     """SHA-256 of the source of user functions that replace parts of the training (`dilocox.join`,
-    `dilocox.train`). All sites must use the same functions. If the key is missing, the error
-    message shows the value to write here."""
+    `dilocox.train`), or of the file `site.code`. All sites must use the same functions. If the key
+    is missing, it is that of `site.code`; without a file, the error message shows the value."""
 
 
 class NetworkSection(Section):
@@ -354,7 +355,7 @@ former default, as the earlier version did."""
 _OF_ONE_MACHINE = {
     "run": ("folder",),
     "data": ("folder",),
-    "site": ("device", "threads"),
+    "site": ("device", "threads", "code"),
     "network": ("host", "port", "advertise", "interface", "congestion"),
     "checkpoint": ("store",),
     "evaluation": tuple(key for key in EvaluationSection.model_fields if key.startswith("tasks")),
@@ -437,6 +438,7 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
         control.setdefault("steps", usual_steps(raw, known, control))
         raw["control"] = control
     _take_the_models_tokenizer(raw)
+    agree_on_code(raw, where)
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:

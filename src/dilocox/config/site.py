@@ -51,6 +51,10 @@ class SiteSection(Section):
     """Compute data type. `auto`: bf16 on hardware that multiplies bf16 natively, else fp32.
     Parameters and optimizer states are always fp32."""
     deterministic: bool = True
+    code: Annotated[str, Field(min_length=1)] | None = None
+    """Python file on this machine with the user's own functions: `loss`, `dataset`, `optimizer` and
+    others. Its SHA-256 is `run.code`, on which all sites agree; its place may differ. No file is
+    sent to another machine (docs/your-model.md)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SiteSection:

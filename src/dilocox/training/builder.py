@@ -54,7 +54,12 @@ from dilocox.training.batches import Batches as Batches
 from dilocox.training.batches import Dataset as Dataset
 from dilocox.training.batches import Sequences as Sequences
 from dilocox.training.model_plan import ModelPlan as ModelPlan
-from dilocox.training.own_code import check_code, check_columns, check_preference
+from dilocox.training.own_code import (
+    check_code,
+    check_columns,
+    check_preference,
+    check_signatures,
+)
 from dilocox.training.rank_model import RankModel
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
@@ -101,7 +106,8 @@ class Hooks:
 
         `required`: see `own_code.check_code`. Raises `ConfigError` if one of the two fails.
         """
-        check_code(config.run.code, self.functions, required=required)
+        check_signatures(self.functions)
+        self.check_agreed(config.run.code, required=required)
         check_columns(config.data.columns, self.functions)
         check_preference(config.data.format, self.functions)
         if self.optimizer is None:
@@ -116,6 +122,13 @@ class Hooks:
                 "optimizer: replicas only exchange moments of dilocox's own optimizers; set "
                 "site.replicas = 1, and raise site.shards instead"
             )
+
+    def check_agreed(self, agreed: str, *, required: bool) -> None:
+        """Check that all sites have agreed on these functions. Raises `ConfigError` otherwise.
+
+        `agreed`: the run file's `run.code`. `required`: see `own_code.check_code`.
+        """
+        check_code(agreed, self.functions, required=required)
 
     def loss_of(self, config: RunConfig) -> OwnLoss:
         """Return the loss, of logits and targets: a loss that takes columns gets them by name."""

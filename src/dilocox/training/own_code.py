@@ -77,8 +77,9 @@ def check_code(
         return
     if not digest:
         raise ConfigError(
-            f"run.code {agreed[:12]}…: this run trains with the user's own functions; start it "
-            "from Python with these functions (dilocox.train, dilocox.join), or leave run.code out"
+            f"run.code {agreed[:12]}…: this run trains with the user's own functions; name their "
+            "file as site.code, or start it from Python with these functions (dilocox.train, "
+            "dilocox.join), or leave run.code out"
         )
     if not agreed:
         raise ConfigError(
@@ -90,6 +91,39 @@ def check_code(
         f"run.code: the run file has {agreed[:12]}…, the code of {names} here is {digest[:12]}…; "
         "copy the same modules to every site, or set run.code everywhere to " + digest
     )
+
+
+PARAMETERS = {
+    "dataset": ("start", "count"),
+    "evaluation": ("model", "tokenizer"),
+    "loss": ("logits", "labels"),
+    "on_evaluation": ("round_", "loss"),
+    "optimizer": ("parameters",),
+    "schedule": ("step", "steps"),
+    "validation": ("start", "count"),
+}
+"""Positional arguments of every function that a user may bring, by its use."""
+
+
+def check_signatures(functions: Mapping[str, Callable[..., Any]], where: str = "") -> None:
+    """Raise `ConfigError` if a function cannot be called with the arguments of its use.
+
+    `functions`: by their use, such as "loss". `where`: begins the message.
+    """
+    for use, function in functions.items():
+        words = PARAMETERS[use]
+        columns = use == "loss" and takes_columns(function)
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # a builtin without a signature
+            continue
+        try:
+            signature.bind(*words, **({"columns": {}} if columns else {}))
+        except TypeError as error:
+            raise ConfigError(
+                f"{where}{use}{signature}: cannot be called with its arguments ({error}); define "
+                f"{use}({', '.join(words)})"
+            ) from None
 
 
 def check_columns(

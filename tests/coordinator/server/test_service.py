@@ -83,6 +83,7 @@ def test_wait_for_fewer_sites(tmp_path: Path) -> None:
     [
         ({"token": "dilocox1-" + "0" * 64 + "-" + "0" * 32}, "token: not a token of this run"),
         ({"run_digest": "1" * 64}, "run file differs"),
+        ({"run_digest": "1" * 64, "code_digest": "2" * 64}, "SHA-256 22222.*this run has none"),
         ({"stages": 2}, "2 stages x 1 shards, but this run has 1 x 1"),
         ({"versions": VERSIONS.model_copy(update={"torch": "2.12.0"})}, "torch 2.12.0, but"),
         ({"versions": VERSIONS.model_copy(update={"dilocox": "9"})}, "dilocox 9, but"),
@@ -101,6 +102,19 @@ def test_enrolment_refusals(driver: Driver, changes: dict[str, Any], text: str) 
     assert refused.value.kind == ("taken" if "taken" in text else "join")
     assert "\n" not in str(refused.value)
     assert driver.core.state.live == ["a"]
+
+
+def test_a_site_with_other_functions_is_told_so(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config("ab", run={"code": "3" * 64}), wait_for=1)
+    for code, text in (
+        (None, "has no functions of the user's own, and this run trains with those of SHA-256 333"),
+        ("2" * 64, "have SHA-256 222222222222…, and this run has SHA-256 333333333333…; copy the"),
+        ("3" * 64, "its run file differs"),
+    ):
+        with pytest.raises(Refused, match=text):
+            driver.enrol("a", run_digest="1" * 64, code_digest=code)
+    driver.enrol("a", code_digest="3" * 64)
+    driver.core.close()
 
 
 def test_nobody_enters_a_synchronous_run_late(tmp_path: Path) -> None:

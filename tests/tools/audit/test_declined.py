@@ -17,6 +17,7 @@ import torch
 from tests.support.neighbours import Neighbour, trained_in
 from tests.tools.audit.test_cheats import audit, here
 
+from dilocox.inner import mean_cross_entropy
 from dilocox.record.log.audit_verdicts import Selection, Signed, Verdict, write
 from dilocox.record.log.digests import TensorDigest, sha256
 from dilocox.record.log.round_document import Document
@@ -28,6 +29,7 @@ from dilocox.tools.audit import judge as judging
 from dilocox.tools.audit import state_document
 from dilocox.tools.audit.audited_run import AuditedRun
 from dilocox.tools.audit.judge import Case, judge
+from dilocox.training.builder import Hooks
 
 AUDITOR = Signer.from_hex("0a" * 32)
 
@@ -167,6 +169,28 @@ def test_own_code_is_what_the_run_file_allows(
     """Older runs had no such key."""
     case = says(trained, own_loss, {"own_code": own_code})
     found = judge(case, "lyon", 1, here, lambda step: None)
+    assert found.verdict == verdict, found
+    assert re.search(said, found.reason), found.reason
+
+
+@pytest.mark.parametrize(
+    ("own_code", "stated", "verdict", "said"),
+    [
+        (False, (), "FAIL", "replaces no part of a step; the code .* replaces loss"),
+        (False, ("dataset",), "FAIL", "replaces dataset of a step; the code .* replaces loss"),
+        (True, ("dataset",), "NOT_RUN", "replaces dataset, as the run file allows"),
+        # Lyon's noise, found by repeating the round with the loss of the file.
+        (False, ("loss",), "MISMATCH", ""),
+    ],
+)
+def test_an_auditor_with_the_agreed_code(
+    trained: Path, own_code: bool, stated: tuple[str, ...], verdict: str, said: str
+) -> None:
+    case = says(trained, lambda d: replace(d, replaced=stated), {"own_code": own_code})
+    found = judge(
+        replace(case, hooks=Hooks(loss=lambda logits, labels: mean_cross_entropy(logits, labels))),
+        "lyon", 1, here, lambda step: None,
+    )  # fmt: skip
     assert found.verdict == verdict, found
     assert re.search(said, found.reason), found.reason
 

@@ -48,6 +48,7 @@ def run_with(
     [
         ({"own_code": False}, r"sites\.paris\.own_code: is false"),
         ({"sections": {"site": {"shards": 2}}}, "one process per site"),
+        ({"sections": {"site": {"code": __file__}}}, r"site\.code: has functions for"),
         ({"sections": {"outer": {"method": "allreduce"}}}, "gradients of every step"),
         ({"sections": {"admission": {"gate": True}}}, r"admission\.gate: needs dilocox's own"),
         ({"sections": {"inner": {"optimizer": "adamw"}}}, 'set it to "sgd"'),

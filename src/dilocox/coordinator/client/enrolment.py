@@ -50,6 +50,7 @@ class Applicant:
     """Versions at the site; None: those of this process."""
     data_digest: str | None = None
     base_digest: str | None = None
+    code_digest: str | None = None
 
 
 def enrol(
@@ -92,6 +93,7 @@ def enrol(
             csr=csr,
             data_digest=applicant.data_digest,
             base_digest=applicant.base_digest,
+            code_digest=applicant.code_digest,
             record_key=own.public,
             record_proof=own.prove(site, parsed.fingerprint, csr),
         )

@@ -125,6 +125,9 @@ class EnrolRequest(Message, Call[EnrolReply]):
     """Digest of the token files' manifest, if the site has token files already."""
     base_digest: Digest | None = None
     """Digest of the frozen base model; None if the run has no adapters."""
+    code_digest: Digest | None = None
+    """SHA-256 of the user's own functions (`run.code`). `run_digest` covers it; a refusal names
+    it. None if the site has none."""
     record_key: Digest | None = None
     """Public Ed25519 key that verifies the site's statements in the run's record, hex."""
     record_proof: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None

@@ -36,6 +36,7 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
     if why is not None:
         raise Refused("join", why)
     if not hmac.compare_digest(request.run_digest, state.digest):
+        _check_code(site, request.code_digest, state.config.run.code)
         raise Refused(
             "join",
             f"site {site}: its run file differs from this run's; use the same file and the same "
@@ -79,6 +80,25 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
             f"site {site}: {which if private else 'its token files'} differ from the first site's; "
             "copy the data folder from there, or prepare it from the same source",
         )
+
+
+def _check_code(site: str, theirs: str | None, ours: str) -> None:
+    """Raise `Refused` if a site's run file differs by the user's own functions."""
+    if (theirs or "") == ours:
+        return
+    if theirs is None:
+        raise Refused(
+            "join",
+            f"site {site}: has no functions of the user's own, and this run trains with those of "
+            f"SHA-256 {ours[:12]}…; copy their file from another site and name it as site.code, "
+            "or set run.code and give them to dilocox.join",
+        )
+    what = f"has SHA-256 {ours[:12]}…" if ours else "has none"
+    raise Refused(
+        "join",
+        f"site {site}: its own functions (site.code, run.code) have SHA-256 {theirs[:12]}…, and "
+        f"this run {what}; copy the same file to the coordinator and to every site",
+    )
 
 
 def _check_base(state: CoordinatorState, request: EnrolRequest) -> None:

@@ -26,6 +26,8 @@ from dilocox.record.log.transparency_log import (
 from dilocox.record.verify.audit_sampling import Point, due_rounds, points_of, sites_of
 from dilocox.record.verify.run_history import HistoryReader, RunHistory
 from dilocox.tools.audit.judge import Case
+from dilocox.training.builder import Hooks
+from dilocox.training.code_file import load_hooks
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,12 @@ class AuditedRun:
     """A run as its log describes it, up to the last signed checkpoint of the log."""
 
     def __init__(
-        self, folder: Path, stores: tuple[str, ...], data: Path | None, key: str | None = None
+        self,
+        folder: Path,
+        stores: tuple[str, ...],
+        data: Path | None,
+        key: str | None = None,
+        code: Path | None = None,
     ) -> None:
         """Read the run's log.
 
@@ -50,8 +57,11 @@ class AuditedRun:
             stores: Further stores with payloads and states.
             data: Folder of the token files. None: the run folder's own.
             key: The log's key, from another source than the run folder. None: the folder's key.
+            code: The auditor's copy of the file with the run's functions (`site.code`). The run
+                folder may come from a stranger, so nothing in it is run.
 
         Raises:
+            ConfigError: The file `code` is not the one on which the run agreed.
             RecordError: The log cannot be read, or does not match its key.
         """
         self.folder = folder
@@ -64,6 +74,10 @@ class AuditedRun:
         self._points: dict[int, Point] = {}
         self.refresh()
         self._config = agreed_run(folder / "run.toml", self.course.manifest)
+        self._hooks: Hooks | None = None
+        if code is not None:
+            self._hooks = load_hooks(str(code), self._config.run.code, "--code")
+            self._hooks.check(self._config, required=True)
 
     @property
     def course(self) -> RunHistory:
@@ -102,6 +116,7 @@ class AuditedRun:
             has=found.has,
             stores=self._stores,
             data=self._data or folder_of_run(self.folder),
+            hooks=self._hooks,
             look_again=self.refresh,
         )
 

@@ -29,8 +29,15 @@ from dilocox.tools.audit.base_check import base_problem
 from dilocox.tools.audit.comparison import JudgedError, SignedRound, compared
 from dilocox.tools.audit.round_replay import Progress, RankJob, RankReplay
 from dilocox.tools.audit.start_state import under_way, wrong_start
-from dilocox.tools.audit.state_document import UNFIT, DocumentError, absent, replaced, unfit
-from dilocox.training.builder import RankPlace
+from dilocox.tools.audit.state_document import (
+    UNFIT,
+    DocumentError,
+    absent,
+    other_code,
+    replaced,
+    unfit,
+)
+from dilocox.training.builder import Hooks, RankPlace
 
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 """Precision in a determinism class, by `site.precision`. `auto` is not in it: each site chooses."""
@@ -49,6 +56,8 @@ class Case:
     get: Get
     stores: tuple[str, ...]
     data: Path
+    hooks: Hooks | None = None
+    """The functions on which the run agreed (`run.code`). None: the auditor has not got them."""
     has: Has = lambda _: False
     """Returns whether a store holds an object with this SHA-256."""
     look_again: Callable[[], object] = lambda: None
@@ -229,8 +238,11 @@ def _missing(case: Case, round_: int, error: MissingError) -> JudgedError:
 
 def _check_begun(case: Case, began: Sequence[SignedRound]) -> None:
     for each in began:
-        if each.start.replaced:
+        code = None if case.hooks is None else case.hooks.replaced
+        if each.start.replaced and code is None:
             raise JudgedError(*replaced(case.course, each.place.site, each.start.replaced))
+        if code is not None and sorted(each.start.replaced) != sorted(code):
+            raise JudgedError(*other_code(case.course, each.place.site, each.start.replaced, code))
         try:
             wrong = wrong_start(case.course, each.place, each.state, each.start, case.get, case.has)
         except MissingError as error:
@@ -281,6 +293,7 @@ def _job(case: Case, began: SignedRound, plan: RoundPlan) -> RankJob:
         end=began.end if served else None,
         stores=case.stores,
         data=case.data,
+        hooks=case.hooks or Hooks(),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class RankJob:
     stores: tuple[str, ...]
     data: Path
     """Folder of the token files."""
+    hooks: Hooks = field(default_factory=Hooks)
+    """The functions of the file on which the run agreed; none without them."""
     meeting: str | None = None
     """File of the rendezvous of the site's ranks. None: the site has one rank."""
 
@@ -146,7 +148,7 @@ def _build(job: RankJob) -> RankParts:
         config,
         ModelPlan.of(config, files.vocabulary_size),
         place,
-        Hooks(),
+        job.hooks,
         RankWiring(
             store=store if config.site.ranks > 1 else None,
             local_rank=place.rank_of(config.site),
@@ -178,10 +180,10 @@ def _repeat(job: RankJob, rank: RankParts, progress: Progress) -> RankReplay:
         state=RankState(config, rank, outer),
         control=nobody,
         client=nobody,
-        batches=Batches.open(config, place.site, place.shard, files, device),
+        batches=Batches.open(config, place.site, place.shard, files, device, job.hooks.dataset),
         evaluator=Evaluator(rank, nobody, [], None),
         checkpointer=NullCheckpointer(),
-        hooks=Hooks(),
+        hooks=job.hooks,
         form_group=_no_group,
         donor_pause=0.0,
         donor_patience=0.0,
@@ -200,7 +202,7 @@ def _repeat(job: RankJob, rank: RankParts, progress: Progress) -> RankReplay:
 
 
 def _take_up(trainer: Trainer, job: RankJob, get: Get) -> None:
-    check_tensors(job.start, capture_round(trainer.state)[0])
+    check_tensors(job.start, capture_round(trainer.state)[0], job.hooks.optimizer is not None)
     tensors = {each.name: load_tensor(each, get) for each in job.start.tensors}
     if trainer.rank.mesh.device.type != "cuda":
         tensors.pop("random/cuda", None)

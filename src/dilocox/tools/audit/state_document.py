@@ -48,11 +48,14 @@ def absent(document: Document, get: Get) -> tuple[TensorDigest | None, str | Non
     return missing, None
 
 
-def check_tensors(document: Document, built: Mapping[str, Tensor]) -> None:
+def check_tensors(
+    document: Document, built: Mapping[str, Tensor], own_optimizer: bool = False
+) -> None:
     """Raise `DocumentError` unless a state has the tensors of a rank, with their dtypes and shapes.
 
     It may also have tensors that a round adds, such as exchanges in flight. `built`: tensors of
-    a rank that has not trained yet, on any device.
+    a rank that has not trained yet, on any device. `own_optimizer`: the run's own functions make
+    the optimizer, whose tensors nobody knows before its first step.
     """
     there = {each.name: each for each in document.tensors}
     for name, tensor in built.items():
@@ -70,6 +73,8 @@ def check_tensors(document: Document, built: Mapping[str, Tensor]) -> None:
     # missing; an auditor without a GPU does not use it.
     gpu = document.facts.get("device") != "cpu"
     for name in there:
+        if own_optimizer and name.startswith("inner/"):
+            continue
         if name not in built and not (name == _ON_GPUS and gpu) and not _of_a_round(name):
             raise DocumentError(f"{name} of its state is no tensor of such a rank")
 
@@ -103,9 +108,26 @@ def replaced(course: RunHistory, site: str, what: Sequence[str]) -> tuple[AuditV
     said = f"the site's own program replaces {' and '.join(what)}"
     allowed, key = course.config["sites"][site].get("own_code"), f"sites.{site}.own_code"
     if course.config["run"].get("code"):
-        return "NOT_RUN", f"{said}, as the run file allows (run.code)"
+        return "NOT_RUN", f"{said}, as the run file allows (run.code; --code FILE repeats it)"
     if allowed is None:  # the run is older than the key
         return "NOT_RUN", said
     if allowed:
         return "NOT_RUN", f"{said}, as the run file allows ({key})"
     return "FAIL", f"{site} says that {said}; the run file does not allow it ({key} = false)"
+
+
+def other_code(
+    course: RunHistory, site: str, stated: Sequence[str], code: Sequence[str]
+) -> tuple[AuditVerdict, str]:
+    """Return the verdict on a site which states that it replaces other parts than the run's code.
+
+    `stated`: parts that the site's program replaces, as the site has signed. `code`: parts that
+    the file on which the run agreed replaces.
+    """
+    if stated and course.config["sites"][site].get("own_code"):
+        return replaced(course, site, stated)
+    said = " and ".join(stated) or "no part"
+    return "FAIL", (
+        f"{site} says that its program replaces {said} of a step; the code on which the run "
+        f"agreed (run.code) replaces {' and '.join(code) or 'none'}"
+    )

@@ -35,6 +35,7 @@ from dilocox.tools.testbed.results import (
 )
 from dilocox.tools.testbed.testbed import HUB, Lab
 from dilocox.training.builder import Hooks
+from dilocox.training.code_file import with_code
 from dilocox.training.launch import preflight
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_check import ENDPOINT
@@ -149,7 +150,8 @@ def alone(config: RunConfig, site: str) -> RunConfig:
 
 def check(config: RunConfig, display: Display | None = None) -> None:
     """Refuse a run that cannot work, before anything starts. Prepares missing token files."""
-    preflight.check(config, preflight.Role("lab"), display)
+    config, hooks = with_code(config, Hooks())
+    preflight.check(config, preflight.Role("lab", hooks), display)
 
 
 @dataclass
@@ -321,7 +323,8 @@ def _serve(config: RunConfig, run_file: Path) -> int:
 
 
 def _take_part(config: RunConfig, site: str, endpoint: Endpoint, folder: Path, trace: bool) -> int:
-    ended = run_site(config, site, endpoint, Hooks(), False, folder, True, trace)
+    config, hooks = with_code(config, Hooks())
+    ended = run_site(config, site, endpoint, hooks, False, folder, True, trace)
     if ended.reason:
         print_error(ended.reason)
     return ended.code

@@ -29,6 +29,7 @@ from dilocox.errors import DilocoxError, TrainingError
 from dilocox.inner import available_cores
 from dilocox.models import count_parameters, load_model_config
 from dilocox.training.builder import Hooks
+from dilocox.training.code_file import with_code
 from dilocox.training.launch import preflight, site_log
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_check import ENDPOINT
@@ -89,6 +90,7 @@ def train_here(
     Ctrl-C or SIGTERM stops the run at a slot end with a checkpoint; a second one ends it at once.
     Raises `DilocoxError` if the run cannot start or fails.
     """
+    config, hooks = with_code(config, hooks)
     display, folder = Display(config), config.folder
     role = preflight.Role("train", hooks, resume=resume, overwrite=overwrite)
     prepared = preflight.check(config, role, display)
@@ -325,7 +327,7 @@ def join(
     Under torchrun or Slurm this process is one rank of the site. Otherwise it starts all ranks of
     the site. `hooks`: the user's own functions; the run file must name the digest of their code.
     """
-    hooks = hooks or Hooks()
+    config, hooks = with_code(config, hooks or Hooks())
     url = f"https://{address.removeprefix('https://')}"
     role = preflight.Role("join", hooks, site=site, url=url)
     endpoint = Endpoint(url, {site: token}, "", key_file)

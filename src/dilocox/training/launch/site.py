@@ -169,7 +169,7 @@ def enrol_site(
     identity, reply = enrol(
         endpoint.url,
         endpoint.tokens[site],
-        Applicant(site, config.digest(), *layout, versions, data, base),
+        Applicant(site, config.digest(), *layout, versions, data, base, config.run.code or None),
         timeouts=Timeouts.derive(config.network),
         record_key=RecordKey.kept(endpoint.key_file or key_file(config.folder, site)),
     )

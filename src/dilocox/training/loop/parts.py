@@ -56,6 +56,11 @@ def check_loop(config: RunConfig, site: str) -> None:
             "site: a loop of your own is one process per site; set site.stages, site.shards and "
             "site.replicas to 1 and start one process, or use dilocox join"
         )
+    if config.site.code is not None:
+        raise ConfigError(
+            "site.code: has functions for dilocox's own loop, and a loop of your own takes the "
+            "steps; leave it out, and call the functions in the loop"
+        )
     if config.exchanges_gradients:
         raise ConfigError(
             f'outer.method "{config.outer.method}": exchanges the gradients of every step, which '

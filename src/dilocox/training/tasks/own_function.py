@@ -58,8 +58,8 @@ def check_not_importing() -> None:
     """Raise `ConfigError` if this process imports the file of a function just now."""
     if _importing:
         raise ConfigError(
-            "the file of the function for evaluations starts a run when it is imported; put the "
-            'start below `if __name__ == "__main__":`'
+            "the file of the user's own functions starts a run when it is imported; put the start "
+            'below `if __name__ == "__main__":`'
         )
 
 
@@ -75,7 +75,7 @@ def load_function(task: str, asked: str = "evaluation.tasks") -> Score:
     if not file.is_file():
         raise ConfigError(f"{asked}: {task}: no such file")
     try:
-        with _marked():
+        with importing():
             module = _imported(file)
     except ConfigError:
         raise
@@ -142,7 +142,8 @@ def _figures(task: str, said: object) -> dict[str, float]:
 
 
 @contextmanager
-def _marked() -> Iterator[None]:
+def importing() -> Iterator[None]:
+    """Within this context, `check_not_importing` raises its error."""
     global _importing
     before, _importing = _importing, True
     try:
