@@ -1,0 +1,1 @@
+"""What dilocox costs where there is no network: one site against a plain loop."""
