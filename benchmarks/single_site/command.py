@@ -33,6 +33,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ TARGET = 0.97
 IDLE_LIMIT = {"cpu": 0.01, "cuda": 0.25}
 """Largest share of all cores that the waiting run may use, by the device that trains."""
 ROUNDS_PER_TURN = 1
-COLUMNS = {
+COLUMNS: dict[str, Callable[[Any], str] | str] = {
     "implementation": "s",
     "tokens_per_second": ",.0f",
     "ratio": ".3f",

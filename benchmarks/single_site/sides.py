@@ -133,7 +133,7 @@ def run_loop(
 
 def _coordinate(file: Path, log: Path) -> None:
     _to_file(log)
-    sys.exit(run_command(["coordinator", str(file)]))
+    run_command(["coordinator", str(file)])
 
 
 def run_plain(config: RunConfig, waiting: Waiting, steps_per_turn: int, turns: int) -> None:

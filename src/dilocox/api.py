@@ -184,6 +184,7 @@ def site(
     token_file: str | Path | None = None,
     evaluation: Evaluation | None = None,
     state: Mapping[str, Stateful] | None = None,
+    quiet: bool = False,
 ) -> Site:
     """Take part in a run as one site, with a training loop of your own.
 
@@ -206,6 +207,8 @@ def site(
             and labels. None: the mean cross-entropy of the model's logits.
         state: further objects with `state_dict` and `load_state_dict`, by name, which checkpoints
             keep: schedulers, data loaders, gradient scalers.
+        quiet: print nothing. Otherwise the lines of `dilocox join` go to standard error. A program
+            with handlers for `logging` gets them as records of `dilocox.site` in both cases.
 
     Returns:
         The site, see `Site`.
@@ -214,10 +217,12 @@ def site(
         DilocoxError: the site cannot take part.
     """
     from dilocox import loop
+    from dilocox.training.launch.own_site import endpoint_of
 
     config = run if isinstance(run, RunConfig) else load_run(run)
     parts = loop.own_loop(model, optimizer, evaluation, state)
-    return loop.site_of(config, name, parts, address, token_file)
+    endpoint = endpoint_of(config, name, address, token_file)
+    return loop.site_of(config, name, parts, endpoint, quiet)
 
 
 def evaluate(

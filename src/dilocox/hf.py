@@ -38,6 +38,7 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
         address: str | None = None,
         token_file: str | Path | None = None,
         evaluation: Evaluation | None = None,
+        quiet: bool = False,
     ) -> None:
         """Prepare. The site joins its run when training begins.
 
@@ -48,12 +49,14 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
             address: see `dilocox.site`.
             token_file: see `dilocox.site`.
             evaluation: see `dilocox.site`.
+            quiet: see `dilocox.site`.
         """
         self.site: Site | None = None
         """The site, from the begin of training on."""
         self._config = run if isinstance(run, RunConfig) else load_run(run)
         self._joins: dict[str, Any] = {
             "name": name, "address": address, "token_file": token_file, "evaluation": evaluation,
+            "quiet": quiet,
         }  # fmt: skip
         self._loss: torch.Tensor | None = None
         self._tokens = 0

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.inner.loop_optimizers import Stateful
 from dilocox.inner.step_result import ReportedStep
 from dilocox.training.builder import anchors
-from dilocox.training.launch.own_site import Outcome, OwnSite, endpoint_of
+from dilocox.training.launch.own_site import Outcome, OwnSite
 from dilocox.training.loop.model import Evaluation, LoopModel
 from dilocox.training.loop.parts import OwnLoop
+from dilocox.training.loop.progress_lines import ProgressLines
 from dilocox.training.loop.turns import StepWork
 
 B = TypeVar("B")
@@ -168,8 +169,8 @@ class Site:
 
         Args:
             loader: the loop's own data. It is begun again when it is exhausted; a sampler's
-                `set_epoch` is called before. Without it, the run's own data are read: each batch
-                is the site's exact part of the inner step that is due.
+                `set_epoch` is called before. None gives the run's own data, each batch the site's
+                exact part of the inner step that is due.
 
         Yields:
             What the loader yields; or (inputs, labels), int64 [b, L] each on the model's device.
@@ -299,12 +300,6 @@ def own_loop(
     return OwnLoop(model, given, evaluation, state or {})
 
 
-def site_of(
-    config: RunConfig,
-    name: str,
-    loop: OwnLoop,
-    address: str | None,
-    token_file: str | Path | None,
-) -> Site:
+def site_of(config: RunConfig, name: str, loop: OwnLoop, endpoint: Endpoint, quiet: bool) -> Site:
     """Return the site `name`, checked and not yet entered. See `dilocox.site`."""
-    return Site(OwnSite(config, name, endpoint_of(config, name, address, token_file), loop))
+    return Site(OwnSite(config, name, endpoint, loop, ProgressLines(quiet)))

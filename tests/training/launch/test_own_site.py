@@ -26,9 +26,12 @@ class Scene:
         self.site.name, self.site.outcome = "paris", "running"
         self.site.device = torch.device("cpu")
         self.site.turns = Turns(self.site.device, lambda: None)
+        self.told: list[str] = []
+        self.site._tell = self.told.append
         self.site._line = SimpleNamespace(leave=self._leave)  # type: ignore[assignment]
         monkeypatch.setattr(own_site, "train_rank", self._train)
         monkeypatch.setattr(OwnSite, "_take_anchor", lambda _: None)
+        monkeypatch.setattr(own_site.site_log, "end", lambda *_: "site paris is done")
         monkeypatch.setattr(own_site.site_log, "note", lambda *_, **facts: self.noted.append(facts))
 
     def _train(self, *_: object) -> None:
@@ -45,22 +48,23 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 @pytest.mark.parametrize(
-    ("ends", "outcome", "code"),
+    ("ends", "outcome", "code", "last"),
     [
-        (None, "finished", 0),
-        (RunStoppedError("stopped"), "stopped", 130),
-        (LoopLeftError("its loop ended before the run", failed=False), "left", 130),
-        (LoopLeftError("its loop ended by ValueError", failed=True), "failed", 1),
-        (DilocoxError("refused"), "failed", 1),
+        (None, "finished", 0, ["site paris is done"]),
+        (RunStoppedError("stopped"), "stopped", 130, ["site paris: the run was stopped"]),
+        (LoopLeftError("its loop ended", failed=False), "left", 130, ["site paris has left"]),
+        (LoopLeftError("its loop ended by ValueError", failed=True), "failed", 1, []),
+        (DilocoxError("refused"), "failed", 1, []),
     ],
 )
 def test_how_a_site_s_part_ends(
-    scene: Scene, ends: BaseException | None, outcome: str, code: int
+    scene: Scene, ends: BaseException | None, outcome: str, code: int, last: list[str]
 ) -> None:
     threads = torch.get_num_threads()
     scene.ends = ends
     scene.site._run(None)  # type: ignore[arg-type]
     assert (scene.site.outcome, scene.noted[0]["code"]) == (outcome, code)
+    assert [line[: len(begin)] for line, begin in zip(scene.told, last, strict=True)] == last
     # The trainer itself has told the coordinator.
     assert scene.left == []
     assert torch.get_num_threads() == threads

@@ -41,14 +41,23 @@ def prepare_data(
     return TokenFiles.open(folder)
 
 
-def prepare_here(config: RunConfig) -> TokenFiles:
+def prepare_here(config: RunConfig, tell: Callable[[str], None]) -> TokenFiles:
     """Return the token files of a run that may have begun. They are made in this process.
 
-    For a process of a user, which may hold threads and GPUs and so cannot be forked.
+    For a process of a user, which may hold threads and GPUs and so cannot be forked. `tell` gets
+    warnings, and a line before token files are made.
     """
-    folder, said = _prepare(config, True, False, lambda _step, _share: None)
+    begun = False
+
+    def progress(_step: str, _share: float) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            tell(f"preparing token files in {config.data_folder}")
+
+    folder, said = _prepare(config, True, False, progress)
     for line in said:
-        print_error(line)
+        tell(line)
     return TokenFiles.open(folder)
 
 

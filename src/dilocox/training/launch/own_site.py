@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -96,12 +97,20 @@ def endpoint_of(
 class OwnSite:
     """One site's part in a run, from the enrolment to its end."""
 
-    def __init__(self, config: RunConfig, name: str, endpoint: Endpoint, loop: OwnLoop) -> None:
-        """Check the run and this site. Nothing is started yet.
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        endpoint: Endpoint,
+        loop: OwnLoop,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Check the run and this site. Nothing is started yet. `tell` gets lines for the user.
 
         Raises `DilocoxError` for a site that cannot take part.
         """
         self.config, self.name, self._endpoint, self.loop = config, name, endpoint, loop
+        self._tell = tell
         check_versions()
         check_loop(config, name)
         check_writable(config.folder)
@@ -115,7 +124,7 @@ class OwnSite:
         else:
             # Checked before text is prepared, which may take long.
             plan_of(config, loop, 0)
-        files = prepare_here(config)
+        files = prepare_here(config, tell)
         check_data(config, files, [name])
         plan, _ = plan_of(config, loop, files.vocabulary_size)
         self._own_model = plan.digest if isinstance(plan, OwnModelPlan) else None
@@ -135,6 +144,7 @@ class OwnSite:
         check_ports(name, config.sites[name], 1, address)
         identity = self._enrol()
         where = self._endpoint.url.removeprefix("https://")
+        self._tell(site_log.joined(name, config.run.name, where))
         site_log.note_joined(config, name, where)
         self._line = SiteLine(config, name, self._endpoint, identity)
         job = RankJob(
@@ -149,7 +159,7 @@ class OwnSite:
             ranks_here=1,
             shared_folder=(config.folder / "coordinator" / ENDPOINT).exists(),
             log_file=None,
-            tell=lambda line: log.info("%s", line),
+            tell=self._tell,
         )
         # A thread that has not asked for its number of threads yet would take the trainer's.
         torch.get_num_threads()
@@ -167,7 +177,7 @@ class OwnSite:
             except RetryLaterError as error:
                 if time.monotonic() + pause > end:
                     raise
-                log.info("%s; again in %.1f s", error, pause)
+                self._tell(f"{error}; again in {pause:.1f} s")
                 time.sleep(pause)
         raise AssertionError("the delays never end")
 
@@ -212,6 +222,9 @@ class OwnSite:
             if self._line is not None:
                 self._line.leave(said, failed=True)
         failed = outcome == "failed"
+        if not failed:
+            # The user's thread raises the error of a failure.
+            self._tell(self._last_line(outcome))
         site_log.note(
             self.config,
             self.name,
@@ -220,6 +233,13 @@ class OwnSite:
             reason="" if error is None else str(error),
         )
         return outcome, error
+
+    def _last_line(self, outcome: Outcome) -> str:
+        if outcome == "finished":
+            return site_log.end(self.config, self.name)
+        if outcome == "stopped":
+            return f"site {self.name}: the run was stopped; resume it at its coordinator"
+        return f"site {self.name} has left the run"
 
     def _build(self, files: TokenFiles) -> RankParts:
         return build_parts(
@@ -275,7 +295,7 @@ class OwnSite:
                 f"site {self.name}: the coordinator did not reply to its wish to leave; end the "
                 "loop to leave at once"
             )
-        log.info("%s", said)
+        self._tell(said)
 
     def end(self, reason: str, *, failed: bool) -> None:
         """End the site's part in the run, if it goes on, since the user's loop has ended."""
