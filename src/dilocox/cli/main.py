@@ -36,6 +36,7 @@ examples:
   dilocox status runs/run                    (what the run does; at the coordinator or at a site)
   dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
   dilocox publish runs/run --to public       (page, record and model in one folder, without keys)
+  dilocox publish runs/run --to s3://b/run   (the same into storage, in bundles, also beside a run)
   dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
   dilocox auditor runs/run --key mine        (audits a run while it goes on, until it ends)
   dilocox chain account runs/run             (what the run owes to whom; needs [settlement])

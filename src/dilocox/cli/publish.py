@@ -1,19 +1,28 @@
-"""`dilocox publish`: collect the files of a run in one folder, for a web server."""
+"""`dilocox publish`: collect a run in one folder for a web server, or put it into storage."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Callable
 from pathlib import Path
 
-HELP = "collect page, record, model and instructions to check them in one folder, without keys"
+from dilocox.config.outer import RATE, rate_of
+from dilocox.errors import ConfigError
+
+HELP = "collect page, record and model in one folder, or put them into storage, without keys"
+EVERY = 10
+"""Rounds of a bundle."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dilocox publish` to `parser`."""
     parser.add_argument("run", metavar="RUN", type=Path, help="the coordinator's run folder")
     parser.add_argument(
-        "--to", type=Path, required=True, metavar="DIR", help="a new or empty folder"
-    )
+        "--to", required=True, metavar="PLACE",
+        help="a new or empty folder, or a URL as in fsspec (s3://…, file:///…): there the run is "
+        "put in bundles",
+    )  # fmt: skip
     parser.add_argument(
         "--from", dest="sites", action="append", default=[], type=Path, metavar="SITE_FOLDER",
         help="a site's run folder, or a copy of it; may be given several times",
@@ -25,18 +34,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link", action="store_true", help="make hard links to payloads instead of copies"
     )
+    parser.add_argument(
+        "--every", type=_rounds, metavar="N",
+        help=f"with a URL: rounds of a bundle (default: {EVERY})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--follow", action="store_true",
+        help="with a URL: publish while the run goes on, until it has ended",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit", type=_rate, metavar="RATE",
+        help="with a URL: upload at most this much, such as 10mbit (default: no limit)",
+    )  # fmt: skip
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Publish the run and print what was written. Returns the exit code 0."""
+    if "://" in options.to:
+        return _to_storage(options)
+    for name in ("every", "follow", "limit"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name}: is for bundles; give --to a URL, such as file:///srv/run, or leave it "
+                "out"
+            )
     # Imported here, because no other command needs these modules.
     from dilocox.tools.release.publish import find, publish
     from dilocox.utils.formatting import size
 
     sources = find(options.run, options.sites, options.store)
-    made = publish(sources, options.to, link=options.link)
+    made = publish(sources, Path(options.to), link=options.link)
     print(f"{made.objects} payloads and states, {size(made.size)} in all; verified")
     print(f"how to check it: {made.folder / 'CHECK.md'}; its page: {made.folder / 'report.html'}")
     print(made.folder)
     return 0
+
+
+def _to_storage(options: argparse.Namespace) -> int:
+    from dilocox.record.bundles.place import Place
+    from dilocox.tools.storage.follow import PATIENCE, publish_once, publish_to_the_end
+    from dilocox.tools.storage.publisher import Publisher
+    from dilocox.tools.storage.run_source import RunSource
+    from dilocox.tools.storage.uplink import Uplink
+    from dilocox.utils.formatting import size
+
+    if options.link:
+        raise ConfigError("--link: is for a folder; leave it out, as bundles hold copies")
+    place = Place(options.to, PATIENCE)
+    source = RunSource(options.run, tuple(options.sites), tuple(options.store))
+    publisher = Publisher(source, place, options.every or EVERY, Uplink(options.limit))
+    publish: Callable[[Publisher], None] = publish_to_the_end if options.follow else publish_once
+    publish(publisher)
+    print(f"{publisher.bundles} new bundles, {size(publisher.size)}; uploaded to {place.url}")
+    if not publisher.ended:
+        print(
+            f"the run goes on: {publisher.unpublished} statements are not published yet; publish "
+            "again later, or with --follow"
+        )
+    print(f"how to check it: dilocox verify {place.url}")
+    return 0
+
+
+def _rounds(text: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of rounds, 1 or more")
+    return int(text)
+
+
+def _rate(text: str) -> int:
+    """Parse a rate; return bytes per second."""
+    if not re.fullmatch(RATE, text) or float(text[:-4]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a rate such as 10mbit or 1.5gbit")
+    return rate_of(text)

@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,15 @@ from dilocox.errors import ConfigError, SettlementError
 from dilocox.utils.plain_text import plain
 
 if TYPE_CHECKING:
+    from dilocox.record.bundles.fetch import Fetched
     from dilocox.record.verify.chain_anchors import ChainHeads
     from dilocox.record.verify.claims import Finding
     from dilocox.record.verify.verify import Places, Report
+    from dilocox.record.verify.verify import Progress as ShownProgress
 
 HELP = "check from a run's record alone how its model was made"
+PATIENCE = 20.0
+"""Seconds for which a failing call to a storage with bundles is repeated."""
 COLOURS = {"PASS": "green", "FAIL": "bold red", "NOT_RUN": "yellow"}
 NOBODY_PROVES = (
     "No claim covers what happened inside a site: whether its inner steps were honest, on what "
@@ -98,13 +103,21 @@ def run(options: argparse.Namespace) -> int:
     claim is NOT_RUN.
     """
     # Imported here, because no other command needs these modules.
+    from dilocox.record.bundles.fetch import fetched as fetched_bundles
+    from dilocox.record.bundles.fetch import is_bundled
+    from dilocox.record.bundles.place import Place
     from dilocox.record.verify.audit_sampling import read_randomness
     from dilocox.record.verify.remote import fetched
     from dilocox.record.verify.verify import Places
 
     with contextlib.ExitStack() as held:
         folder, stores = Path(options.run), list(options.store)
-        if "://" in options.run:
+        bundles = None
+        if not (folder / "record").is_dir() and is_bundled(options.run):
+            place = Place(options.run, PATIENCE)
+            bundles = held.enter_context(fetched_bundles(place, options.key))
+            folder = bundles.folder
+        elif "://" in options.run:
             folder = held.enter_context(fetched(options.run))
             stores.insert(0, f"{options.run.rstrip('/')}/record/store")
         return _judge(
@@ -123,6 +136,7 @@ def run(options: argparse.Namespace) -> int:
                 _heads(options.chain, options.rpc),
             ),
             options.json,
+            bundles,
         )
 
 
@@ -162,17 +176,21 @@ def judged(
     return as_json(_verified(places, Console(stderr=True)))
 
 
-def _verified(places: Places, console: Console, quiet: bool = False) -> Report:
+def _verified(
+    places: Places, console: Console, quiet: bool = False, bundles: Fetched | None = None
+) -> Report:
+    from dilocox.record.verify.published_bundles import verify_fetched
     from dilocox.record.verify.verify import verify
 
+    judge = verify if bundles is None else partial(verify_fetched, bundles)
     if quiet or not console.is_terminal:
-        return verify(places, lambda what, share: None)
-    return _with_bar(places, console)
+        return judge(places, lambda what, share: None)
+    return _with_bar(judge, places, console)
 
 
-def _judge(places: Places, as_json_text: bool) -> int:
+def _judge(places: Places, as_json_text: bool, bundles: Fetched | None) -> int:
     console = Console(highlight=False, soft_wrap=True)
-    report = _verified(places, console, quiet=as_json_text)
+    report = _verified(places, console, as_json_text, bundles)
     if as_json_text:
         from dilocox.record.verify.report_json import as_json
 
@@ -182,16 +200,16 @@ def _judge(places: Places, as_json_text: bool) -> int:
     return report.exit_code
 
 
-def _with_bar(places: Places, console: Console) -> Report:
-    from dilocox.record.verify.verify import verify
-
+def _with_bar(
+    judge: Callable[[Places, ShownProgress], Report], places: Places, console: Console
+) -> Report:
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
         console=console, transient=True,
     )  # fmt: skip
     with bar:
         task = bar.add_task("reading the log", total=1.0)
-        return verify(
+        return judge(
             places, lambda what, share: bar.update(task, description=what, completed=share)
         )
 

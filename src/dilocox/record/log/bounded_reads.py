@@ -110,8 +110,12 @@ def _chunks(files: Any, path: str, most: int) -> Iterator[bytes]:
             yield chunk
 
 
-def _larger(path: str, most: int) -> RecordError:
-    return RecordError(f"{path}: larger than the {most:,} bytes that are allowed")
+class TooLargeError(RecordError):
+    """A file has more bytes than the reader allows."""
+
+
+def _larger(path: str, most: int) -> TooLargeError:
+    return TooLargeError(f"{path}: larger than the {most:,} bytes that are allowed")
 
 
 def _is_web(files: Any) -> bool:

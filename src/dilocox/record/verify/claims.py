@@ -167,14 +167,23 @@ ANCHORS = Claim(
     "that contract and run on the chain are the ones that you trust: compare them; anything about "
     "statements after the newest head; when a round was trained",
 )
+BUNDLES = Claim(
+    "bundles",
+    False,
+    "every bundle at the URL has the bytes that the log's key has published, and its head is a "
+    "prefix of this log",
+    "that no newer bundle was withheld: compare size and root of the log, or give a checkpoint "
+    "that you kept, with --seen",
+)
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
     DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS, ANCHORS,
+    BUNDLES,
 )  # fmt: skip
 """All claims. Some are judged only for certain runs: `history` if `record.keep` removes old
 payloads; `base` if adapters are trained; `audits` and `beacon` if the run stores states for audits;
 `release` if the model is signed; `attestations` if a site has signed one; `anchors` if a chain is
-asked."""
+asked; `bundles` if the run is read from bundles."""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def publish(
         objects = _gather_objects(sources.stores, to / "record" / "store", link, progress)
         report = _verified(to, progress)
         _write_page(sources, to, report)
-        refuse_secrets(to, _secrets(sources))
+        refuse_secrets(to, secrets_of(sources))
     except BaseException as error:
         shutil.rmtree(to, ignore_errors=True)
         if not made:
@@ -298,7 +298,7 @@ def _write_page(sources: Sources, to: Path, report: Report) -> None:
     (to / CHECK).write_text(check_text(page, report, files), encoding="utf-8")
 
 
-def _secrets(sources: Sources) -> list[bytes]:
+def secrets_of(sources: Sources) -> list[bytes]:
     """Return the secrets of the coordinator's folder, and the keys of sites in the run folder."""
     found = []
     places = [sources.run / "coordinator" / name for name in KEYS]
@@ -319,9 +319,11 @@ def refuse_secrets(folder: Path, secrets: Sequence[bytes]) -> None:
         numbers = path.suffix == ".safetensors" or "store" in path.relative_to(folder).parts
         if not path.is_file() or numbers or path.stat().st_size > _SCANNED:
             continue
-        content = path.read_bytes()
-        if _PRIVATE.search(content) or any(each in content for each in secrets):
-            raise DilocoxError(
-                f"{path.relative_to(folder)}: holds a key or a token; remove it there, and publish "
-                "again"
-            )
+        refuse_secret(str(path.relative_to(folder)), path.read_bytes(), secrets)
+
+
+def refuse_secret(name: str, content: bytes, secrets: Sequence[bytes]) -> None:
+    """Raise `DilocoxError` if `content`, of file `name`, holds a private key, a join token or one
+    of `secrets`."""
+    if _PRIVATE.search(content) or any(each in content for each in secrets):
+        raise DilocoxError(f"{name}: holds a key or a token; remove it there, and publish again")

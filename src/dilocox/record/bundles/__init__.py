@@ -1,0 +1,1 @@
+"""Bundles: a run's record in tar files at any storage, each named by a signed statement."""

@@ -1,0 +1,173 @@
+"""Fetches a run that was published in bundles to a temporary folder, for verification.
+
+The storage belongs to a stranger. Every part of a bundle is compared with its signed digest before
+a byte of it is parsed. The sizes that the index names limit what is fetched, and the free disk
+limits these sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dilocox.errors import RecordError
+from dilocox.record.bundles.place import DeniedError, Place
+from dilocox.record.bundles.publication import INDEX, INDEX_BYTES, Bundle, Publication
+from dilocox.record.bundles.tar_members import STATEMENTS, MalformedError, members
+from dilocox.record.log.blob_store import MissingError
+from dilocox.record.log.bounded_reads import TooLargeError
+from dilocox.record.log.digests import sha256
+from dilocox.record.log.transparency_log import ENTRIES
+
+Progress = Callable[[str, float], None]
+
+
+class BadBundleError(RecordError):
+    """Bytes that are not what the index's signer has published, or a malformed bundle."""
+
+
+@dataclass
+class Fetched:
+    """A run that was fetched from bundles."""
+
+    folder: Path
+    """Temporary folder in the form of a run's folder."""
+    where: str
+    """The URL."""
+    publication: Publication | None = None
+    """The index; None if it is not authentic."""
+    fault: str = ""
+    """Why the bundles are not what was published; empty if they are. Nothing else can be judged
+    then."""
+    bundles: list[Bundle] = field(default_factory=list)
+    """Bundles that were fetched whole."""
+
+
+def is_bundled(url: str) -> bool:
+    """Return True if there is a run in bundles at `url`, a folder or URL.
+
+    Raises `RecordError` if the storage cannot be asked.
+    """
+    try:
+        Place(url).get(INDEX, INDEX_BYTES)
+    except (MissingError, DeniedError):
+        return False
+    return True
+
+
+def read_index(place: Place, key: str | None = None) -> Publication:
+    """Read the index of a published run.
+
+    `key`: the log's key, from another source; None: the key that the index names. Raises
+    `MissingError` if there is no index, `BadBundleError` if it is not authentic, and `RecordError`
+    if the storage fails.
+    """
+    data = place.get(INDEX, INDEX_BYTES)
+    try:
+        return Publication.parse(data.decode("utf-8"), key)
+    except (RecordError, UnicodeDecodeError) as error:
+        raise BadBundleError(f"{INDEX}: {error}") from None
+
+
+@contextlib.contextmanager
+def fetched(
+    place: Place, key: str | None, progress: Progress = lambda what, share: None
+) -> Iterator[Fetched]:
+    """Yield a published run in a temporary folder, which is removed afterwards.
+
+    Bytes that differ from what was published end the fetch, and are named in `Fetched.fault`.
+    Raises `RecordError` if the storage fails, or if the bundles need more than half of the disk's
+    free space.
+    """
+    with tempfile.TemporaryDirectory(prefix="dilocox-verify-") as name:
+        found = Fetched(Path(name), place.url)
+        try:
+            found.publication = read_index(place, key)
+            fetch_into(found, place, progress)
+        except BadBundleError as error:
+            found.fault = str(error)
+        yield found
+
+
+def fetch_into(found: Fetched, place: Place, progress: Progress) -> None:
+    """Fetch all bundles of `found.publication` into `found.folder`.
+
+    Raises `BadBundleError`, and `RecordError` like `fetched`.
+    """
+    assert found.publication is not None
+    bundles = found.publication.bundles
+    size, room = sum(each.size for each in bundles), shutil.disk_usage(found.folder).free // 2
+    if size > room:
+        raise RecordError(
+            f"{place.url}: has {size:,} bytes in bundles, {room:,} are allowed here (half of the "
+            f"free disk at {tempfile.gettempdir()}); free some disk"
+        )
+    for number, bundle in enumerate(bundles):
+        progress("fetching bundles", number / len(bundles))
+        try:
+            _unpack(bundle, _Parts(bundle, place), found.folder)
+        except MissingError:
+            raise BadBundleError(f"{bundle.name}: was published, but is not there") from None
+        except MalformedError as error:
+            raise BadBundleError(f"{bundle.name}: {error}") from None
+        found.bundles.append(bundle)
+
+
+class _Parts:
+    """The bytes of a bundle. Every part is checked before any of its bytes is given out."""
+
+    def __init__(self, bundle: Bundle, place: Place) -> None:
+        self._bundle, self._place = bundle, place
+        self._left = iter(zip(bundle.paths(), bundle.parts, strict=True))
+        self._data, self._at = b"", 0
+        self.whole = hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        """Return `size` bytes, or fewer at the end of the bundle."""
+        found = bytearray()
+        while len(found) < size:
+            if self._at == len(self._data) and not self._next():
+                break
+            piece = self._data[self._at : self._at + size - len(found)]
+            self._at += len(piece)
+            found += piece
+        return bytes(found)
+
+    def _next(self) -> bool:
+        path, digest = next(self._left, ("", ""))
+        if not path:
+            return False
+        try:
+            data = self._place.get(path, self._bundle.part_size)
+        except TooLargeError:
+            data = b""
+        if sha256(data) != digest:
+            raise MalformedError(f"{path} has other bytes than were published")
+        self.whole.update(data)
+        self._data, self._at = data, 0
+        return True
+
+
+def _unpack(bundle: Bundle, parts: _Parts, folder: Path) -> None:
+    own = STATEMENTS.format(bundle.number)
+    for name, _, content in members(parts.read, bundle.size):
+        if name.startswith("record/statements-"):
+            if name != own:
+                raise MalformedError(f"{name} does not belong to this bundle")
+            _write(folder / "record" / ENTRIES, content, "ab")
+        elif "/store/" not in name or not (folder / name).exists():
+            _write(folder / name, content, "wb")
+    if parts.whole.hexdigest() != bundle.digest:
+        raise MalformedError("has other bytes than were published")
+
+
+def _write(path: Path, content: Iterator[bytes], mode: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode) as file:
+        for piece in content:
+            file.write(piece)

@@ -1,0 +1,159 @@
+"""A storage, at a folder or fsspec URL, that may be dead, slow or dishonest.
+
+Every call has a time limit, whatever the storage's own library does: a server that accepts a
+connection and then says nothing must not hold a command up for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as LateError
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import fsspec
+
+from dilocox.errors import RecordError
+from dilocox.record.log import bounded_reads
+from dilocox.record.log.blob_store import MissingError
+from dilocox.utils.plain_text import plain
+from dilocox.utils.storage import is_local, retry, run_in_thread, sync_folder, unsafe_reason
+
+CALL_SECONDS = 60.0
+"""Seconds that a call may take, beside the time for its bytes."""
+SLOWEST = 50_000
+"""Bytes per second of the slowest link that is waited for."""
+_DENIED = (401, 403)
+
+T = TypeVar("T")
+
+
+class DeniedError(RecordError):
+    """The storage refuses access; some refuse access to files that do not exist."""
+
+
+class Place:
+    """Reads and writes small files below a URL."""
+
+    def __init__(self, url: str, patience: float = 0.0, seconds: float = CALL_SECONDS) -> None:
+        """Open the storage; nothing is read yet.
+
+        Args:
+            url: Folder, or URL that fsspec knows.
+            patience: Seconds for which a failing call is repeated.
+            seconds: Time limit of one call, beside the time for its bytes.
+
+        Raises:
+            RecordError: fsspec does not know the URL, or its package is not installed, or the URL
+                holds a password.
+        """
+        self.url = url.rstrip("/") or url
+        if urlsplit(url).password is not None:
+            raise RecordError(
+                "the URL holds a password; leave it out, and give it to the storage's own library "
+                "by its configuration file"
+            )
+        try:
+            # Without a cache of listings: another process may write at the same time.
+            self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        except (ValueError, ImportError) as error:
+            raise RecordError(
+                f"{self.url}: cannot be opened ({_reason(error)}); give a URL that fsspec knows, "
+                "and install the package for it"
+            ) from None
+        self._root = root.rstrip("/")
+        self._local = is_local(self._files)
+        self._patience, self._seconds = patience, seconds
+
+    def get(self, path: str, most: int) -> bytes:
+        """Return the bytes of a file of at most `most` bytes.
+
+        Raises `MissingError` if the file does not exist, `DeniedError` if access is refused, and
+        `RecordError` if the file is larger, or the storage fails.
+        """
+
+        def read() -> bytes:
+            unsafe = unsafe_reason(Path(self._at(path)), Path(self._root)) if self._local else ""
+            if unsafe:
+                raise RecordError(f"{self.url}/{path}: {unsafe}; bundles are plain files")
+            return bounded_reads.read(self._files, self._at(path), most)
+
+        return self._call(read, path, "read", most)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a file; a file of this name is replaced. Raises `RecordError`."""
+        self._call(lambda: self._write(self._at(path), data), path, "written", len(data))
+
+    def size(self, path: str) -> int | None:
+        """Return the bytes of a file; None if it does not exist. Raises `RecordError`."""
+
+        def look() -> int | None:
+            return int(self._files.info(self._at(path)).get("size") or 0)
+
+        try:
+            return self._call(look, path, "looked up", 0)
+        except MissingError:
+            return None
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    def _write(self, path: str, data: bytes) -> None:
+        if not self._local:
+            # Object storage shows a file only when it is whole.
+            self._files.pipe_file(path, data)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+        sync_folder(target.parent)
+
+    def _call(self, action: Callable[[], T], path: str, done: str, moved: int) -> T:
+        """Call `action` with a time limit; repeat it for the time of `patience`."""
+        limit = self._seconds + moved / SLOWEST
+        where = f"{self.url}/{path}"
+
+        def once() -> T:
+            try:
+                return run_in_thread(action).result(limit)
+            except LateError:
+                raise _FailedError(f"no answer for {limit:.0f} s") from None
+            except FileNotFoundError:
+                raise MissingError(f"{where}: not there") from None
+            except RecordError:
+                raise
+            except Exception as error:  # every kind of storage has errors of its own
+                if isinstance(error, PermissionError) or getattr(error, "status", 0) in _DENIED:
+                    reason = _reason(error)
+                    raise DeniedError(f"{where}: cannot be {done} ({reason})") from None
+                raise _FailedError(_reason(error)) from None
+
+        try:
+            return retry(once, self.url, self._patience, failures=(_FailedError,))
+        except _FailedError as error:
+            raise RecordError(f"{where}: cannot be {done} ({error})") from None
+
+
+class _FailedError(Exception):
+    """A call failed in a way that may pass."""
+
+
+def _reason(error: BaseException) -> str:
+    """Return one short line on an error of a storage's library."""
+    text = plain(str(getattr(error, "strerror", None) or error) or type(error).__name__)
+    return re.sub(r"\s+", " ", text)[:200]
