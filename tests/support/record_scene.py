@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,10 @@ class Scene:
         self.notary = TransparencyLogSink.open(self.config, self.folder, self.messages.append)
         self.driver = Driver(self.folder, self.config, notary=self.notary)
 
-    def enrol(self) -> None:
+    def enrol(self, vouch: Callable[[str], Any] = lambda site: None) -> None:
+        """All sites enrol and accept. `vouch`: returns a site's `StakeProof`, or None."""
         for site, key in KEYS.items():
-            self.driver.enrol(site, key)
+            self.driver.enrol(site, key, stake=vouch(site))
             self.accept(site)
         for site in SIGNERS:
             self.driver.ready(site)

@@ -57,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
         "--run-file", type=Path, metavar="FILE",
         help="compare with this run file what the contract has of the run",
     )  # fmt: skip
+    _add_enrol(action("enrol", _enrol, "sign a site's key with its account, to join by stake",
+                      "RUN"))  # fmt: skip
+    action("staked", _staked, "judge a file of enrol, on standard input; the coordinator does",
+           "RUN")  # fmt: skip
     _add_key(action("leave", _leave, "end a stake, and take it back once it is free", "RUN"))
     funding = action("fund", _fund, "add to the pool; every call adds", "RUN")
     _add_key(funding)
@@ -81,6 +85,19 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
     showing.add_argument(
         "--account", action="append", default=[], metavar="ADDRESS", help="show this account, too"
     )
+
+
+def _add_enrol(parser: argparse.ArgumentParser) -> None:
+    _add_key(parser)
+    parser.add_argument("--site", required=True, metavar="NAME")
+    parser.add_argument(
+        "--site-key", type=Path, metavar="FILE",
+        help="file of the key with which the site signs (default: RUN/private/NAME.key)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--days", type=int, default=90, metavar="N",
+        help="days for which the site may join with the signature (default: 90)",
+    )  # fmt: skip
 
 
 def _add_dispute(parser: argparse.ArgumentParser) -> None:
@@ -232,6 +249,32 @@ def _stake(options: argparse.Namespace) -> list[str]:
         if input(f"{what}; stake it? [y/N] ").strip().lower() not in ("y", "yes"):
             return [*lines, "nothing was staked"]
     return [*lines, *staking.stake(desk, run, amount)]
+
+
+def _enrol(options: argparse.Namespace) -> list[str]:
+    from dilocox.coordinator.record_keys import key_file
+    from dilocox.tools.settlement import enrolling
+
+    own = options.site_key
+    if own is None and not options.run.is_dir():
+        raise ConfigError("--site-key: name the file of the site's key, or give the run's folder")
+    own = own or key_file(options.run, options.site)
+    return enrolling.enrol(*_opened(options), options.site, own, options.days)
+
+
+def _staked(options: argparse.Namespace) -> list[str]:
+    import time
+
+    from dilocox.tools.settlement.binding import folder_terms
+    from dilocox.tools.settlement.enrolling import staked
+    from dilocox.tools.settlement.run_on_chain import RunOnChain
+
+    run = RunOnChain.read(options.run)
+    terms = folder_terms(options.run)
+    if terms is None:
+        raise SettlementError(f"{options.run}: no record whose run file has [settlement]")
+    question = "" if sys.stdin is None else sys.stdin.read()
+    return [json.dumps(staked(run.ledger(), run, terms, question, time.time()))]
 
 
 def _leave(options: argparse.Namespace) -> list[str]:

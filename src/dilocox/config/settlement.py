@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -36,12 +36,18 @@ class SettlementSection(Section):
     """Address of the contract `RunLedger` on that chain."""
     owner: Account | None = None
     """Account that registers and settles the run."""
+    admission: Literal["stake"] | None = None
+    """"stake": a site joins only if its account has signed its key and has staked
+    ([settlement](settlement.md#join-by-stake)). Needs `chain` and an account of every site. None:
+    the coordinator does not ask the chain."""
 
     @model_validator(mode="after")
     def _place_is_whole(self) -> Self:
         named = [each is not None for each in (self.chain, self.contract, self.owner)]
         if any(named) and not all(named):
             raise ValueError("chain, contract and owner name one place: give all three, or none")
+        if self.admission is not None and not all(named):
+            raise ValueError("admission: name chain, contract and owner, where sites stake")
         return self
 
     def agreed(self) -> dict[str, Any]:
@@ -91,6 +97,9 @@ def settlement_problem(
         return f"settlement.accounts names {strange[0]!r}, which is not one of the sites: " + (
             ", ".join(sites)
         )
+    poor = [name for name in sites if name not in settlement.accounts]
+    if settlement.admission is not None and poor:
+        return f"settlement.admission: site {poor[0]} has no account in settlement.accounts"
     if not recorded:
         return "settlement: amounts follow from the record: set record.enabled, or leave it out"
     if gradients:

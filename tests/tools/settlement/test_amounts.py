@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,18 @@ def late_rounds(run: Any, steps: Any) -> set[int]:
     }  # fmt: skip
 
 
-def scene_with(root: Path, **terms: Any) -> Scene:
-    """Two rounds of three sites; b withdraws from one of four exchanges."""
+def scene_with(root: Path, vouch: Callable[[Scene, str], Any] | None = None, **terms: Any) -> Scene:
+    """Two rounds of three sites; b withdraws from one of four exchanges.
+
+    `vouch` returns a site's `StakeProof`; it is not asked for if it is None.
+    """
     said = {"price": PRICE, "accounts": ACCOUNTS, "auditors": [AUDITOR.public], **terms}
     scene = Scene(root, settlement=said)
-    scene.enrol()
+    if vouch is None:
+        scene.enrol()
+    else:
+        scene.driver.core.stakes = None  # no chain is asked
+        scene.enrol(partial(vouch, scene))
     for round_ in (0, 1):
         scene.driver.plan(round_, "a")
         for fragment in (0, 1):

@@ -116,11 +116,14 @@ def bound(town: Town, **place: object) -> None:  # noqa: F811
     town.folder = town.scene.config.folder
 
 
-def anchors(folder: Path, chain: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+def claim(
+    name: str, folder: Path, chain: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[str, str]:
+    """Verdict and reason of a claim of `dilocox verify --chain`."""
     with pytest.raises(SystemExit):
         main(["verify", str(folder), "--json", "--chain", str(chain)])
     claims = json.loads(capsys.readouterr().out)["claims"]
-    (found,) = (each for each in claims if each["name"] == "anchors")
+    (found,) = (each for each in claims if each["name"] == name)
     return found["verdict"], found["reason"]
 
 
@@ -137,7 +140,7 @@ def test_a_log_is_registered_in_the_place_of_its_run_file_alone(
     town.run("anchor")
     (town.folder / "run.toml").write_text(town.scene.config.to_toml())
     own = town.folder / "settlement"
-    verdict, reason = anchors(town.folder, town.folder, capsys)
+    verdict, reason = claim("anchors", town.folder, town.folder, capsys)
     assert (verdict, "names no contract" in reason) == ("PASS", False), reason
     # The owner registers the log in a second contract, for another audience.
     second = deployed(town.chain)
@@ -149,6 +152,6 @@ def test_a_log_is_registered_in_the_place_of_its_run_file_alone(
     Ledger(town.chain.web3, second, town.key("owner")).send(
         "register", log, manifest, 5, 1, b"\1" * 32, 1
     )
-    verdict, reason = anchors(town.folder, path, capsys)
+    verdict, reason = claim("anchors", town.folder, path, capsys)
     assert verdict == "FAIL"
     assert reason.endswith("the log was registered in a second place")

@@ -64,7 +64,7 @@ class Town:
         """Run `dilocox chain ACTION RUN` with a key; return what it prints."""
         place = [] if action == "deploy" else [str(self.folder)]
         keys = ["--key", f"{self.root}/{key}.key", "--password-file", f"{self.root}/password"]
-        named = [] if action in ("account", "status") else keys
+        named = [] if action in ("account", "status", "staked") else keys
         with pytest.raises(SystemExit) as ended:
             main(["chain", action, *place, *map(str, words), *named])
         out, err = self._capsys.readouterr()

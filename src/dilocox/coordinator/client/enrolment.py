@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
 from dilocox.config.run_config import RunConfig, digest_of
-from dilocox.coordinator.client.errors import CoordinatorError, CoordinatorUnreachableError
+from dilocox.coordinator.client.errors import (
+    CoordinatorError,
+    CoordinatorUnreachableError,
+    StakeUnknownError,
+)
 from dilocox.coordinator.client.transport import Transport, pool_of_stranger
 from dilocox.coordinator.identity import Identity, new_request
 from dilocox.coordinator.protocol import audit_messages as am
@@ -20,6 +25,7 @@ from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.errors import JoinError, RetryLaterError
+from dilocox.utils.backoff import backoff_delays
 from dilocox.version import __version__
 
 
@@ -51,6 +57,7 @@ class Applicant:
     data_digest: str | None = None
     base_digest: str | None = None
     code_digest: str | None = None
+    stake: m.StakeProof | None = None
 
 
 def enrol(
@@ -96,6 +103,7 @@ def enrol(
             code_digest=applicant.code_digest,
             record_key=own.public,
             record_proof=own.prove(site, parsed.fingerprint, csr),
+            stake=applicant.stake,
         )
     except ValidationError as error:
         problem = error.errors()[0]
@@ -108,7 +116,7 @@ def enrol(
         pause=timeouts.beat,
     )
     try:
-        reply = transport.send(request)
+        reply = _sent(transport, request, timeouts)
     except CoordinatorUnreachableError as error:
         raise RetryLaterError(str(error)) from None
     except CoordinatorError as error:
@@ -126,6 +134,23 @@ def enrol(
         reply.record_run,
     )
     return identity, reply
+
+
+def _sent(transport: Transport, request: m.EnrolRequest, timeouts: Timeouts) -> m.EnrolReply:
+    """Send a request, and again while the coordinator waits for the chain's answer on a stake.
+
+    Raises the errors of `Transport.send`; `StakeUnknownError` after `timeouts.rejoin` seconds.
+    """
+    end = time.monotonic() + timeouts.rejoin
+    waits = backoff_delays(timeouts.retry, timeouts.retry_most)
+    while True:
+        try:
+            return transport.send(request)
+        except StakeUnknownError:
+            pause = next(waits)
+            if time.monotonic() + pause > end:
+                raise
+            time.sleep(pause)
 
 
 def look(url: str, token: str, timeouts: Timeouts) -> m.Status:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dilocox.errors import TrainingError
+from dilocox.errors import RetryLaterError, TrainingError
 
 
 class CoordinatorError(TrainingError):
@@ -11,6 +11,10 @@ class CoordinatorError(TrainingError):
 
 class EpochOverError(CoordinatorError):
     """A group was being formed for an epoch that has ended: begin the exchange again."""
+
+
+class StakeUnknownError(RetryLaterError):
+    """The coordinator has no answer of the chain on the site's stake yet: ask again soon."""
 
 
 class CoordinatorUnreachableError(TrainingError):

@@ -18,6 +18,7 @@ from dilocox.coordinator.client.errors import (
     CoordinatorUnreachableError,
     EpochOverError,
     SiteGoneError,
+    StakeUnknownError,
 )
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import messages as m
@@ -197,6 +198,7 @@ def _refusal(status: int, content: bytes, name: str) -> DilocoxError:
         "gone": SiteGoneError,
         "join": JoinError,
         "taken": RetryLaterError,
+        "stake": StakeUnknownError,
         "ended": RunEndedError,
         "stopped": RunStoppedError,
         "over": EpochOverError,

@@ -54,7 +54,7 @@ class Refusal(Message):
     error: str
     kind: Literal[
         "malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended",
-        "stopped", "busy", "quota",
+        "stopped", "busy", "quota", "stake",
     ]  # fmt: skip
 
 
@@ -109,6 +109,14 @@ class EnrolReply(Message):
     """First entry of the record's log. The site checks and accepts it before anything else."""
 
 
+class StakeProof(Message):
+    """A signature of the site's account on the site's record key (EIP-712 `Enrol`)."""
+
+    expiry: Annotated[int, Field(ge=0, le=2**53 - 1)]
+    """Unix time until which a site may join with it, seconds."""
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{130}$")]
+
+
 class EnrolRequest(Message, Call[EnrolReply]):
     """`enrol`: asks for a client certificate. A site sends it without one, once per start."""
 
@@ -132,6 +140,8 @@ class EnrolRequest(Message, Call[EnrolReply]):
     """Public Ed25519 key that verifies the site's statements in the run's record, hex."""
     record_proof: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None
     """Signature that proves that the site holds the private half of `record_key`, hex."""
+    stake: StakeProof | None = None
+    """None unless `settlement.admission` asks for it."""
 
 
 class ReadyRequest(Message, Call[Done]):

@@ -31,6 +31,7 @@ from dilocox.utils.storage import is_passing
 _STATUS = {
     "malformed": 400, "refused": 403, "join": 403, "taken": 403, "gone": 410, "conflict": 409,
     "over": 409, "ended": 410, "stopped": 410, "busy": BUSY, "quota": 403,
+    "stake": 409,
 }  # fmt: skip
 _LOOK = 0.02
 """Seconds between two checks of the open connections."""

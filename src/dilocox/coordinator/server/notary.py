@@ -66,6 +66,9 @@ class RecordSink(Protocol):
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """Store that a site joins with its key. Raises `Refused` if it has no usable key."""
 
+    def stake_of(self, site: str) -> str:
+        """Return the signature on a stake with which a site has enrolled last; empty: none."""
+
     def standing(self, site: str, change: StandingChange) -> None:
         """Store the operator's change of a name: a ban, its end, or permission for another key."""
 
@@ -177,6 +180,10 @@ class RecordHook:
         """Record an enrolment before it takes effect. Raises `Refused`."""
         if self._notary is not None:
             self._notary.enrolled(request, incarnation)
+
+    def stake_of(self, site: str) -> str:
+        """Return the signature on a stake with which a site has enrolled last; empty: none."""
+        return "" if self._notary is None else self._notary.stake_of(site)
 
     def standing(self, site: str, change: StandingChange) -> None:
         """Record the operator's change of a name before it takes effect."""

@@ -9,9 +9,10 @@ from dilocox.coordinator.identity import OPERATOR
 
 RefusalKind = Literal[
     "malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended", "stopped", "busy",
-    "quota",
+    "quota", "stake",
 ]  # fmt: skip
-"""Kinds of refusals. `busy`: the caller may retry. `quota`: only after the next plan."""
+"""Kinds of refusals. `busy`: the caller may retry. `quota`: only after the next plan.
+`stake`: the chain has not answered yet, so the caller should ask again."""
 
 
 class Refused(Exception):  # noqa: N818  (an answer, not an error of the coordinator)

@@ -36,6 +36,7 @@ from dilocox.coordinator.server.reports import Reports, RunListener
 from dilocox.coordinator.server.restore import restored
 from dilocox.coordinator.server.resume import resume_point
 from dilocox.coordinator.server.run_log import RunLog
+from dilocox.coordinator.server.stake_gate import StakeGate, look_command
 from dilocox.coordinator.server.startup import RunStart, entered, entry_round, lacking
 from dilocox.coordinator.server.tokens import SiteTokens
 from dilocox.coordinator.server.topics import TOPICS
@@ -75,6 +76,9 @@ class Coordinator:
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when waiting requests about this topic should be checked again."""
         self.budgets = Budgets(config.site.exchanging_ranks, now)
+        by_stake = config.settlement is not None and config.settlement.admission == "stake"
+        look = look_command(config.folder)
+        self.stakes = StakeGate(look, self._tell, now=now) if by_stake else None
         self.liveness = Liveness(self.timeouts)
         self.clocks = Clocks(self.timeouts)
         self.arrivals, self.steps = self.clocks.arrivals, self.clocks.steps
@@ -137,6 +141,8 @@ class Coordinator:
 
     def close(self) -> None:
         """Close the event log and release its lock."""
+        if self.stakes is not None:
+            self.stakes.close()
         self.log.close()
 
     def _happened(self, event: e.Event, sequence: int, epoch: int) -> None:
@@ -246,6 +252,8 @@ class Coordinator:
                     f"wait {self.timeouts.heartbeat:g} s if its processes have died",
                 )
             return self._admission(request.site)
+        if self.stakes is not None:
+            self.stakes.check(request, self.witness.stake_of(request.site))
         self.budgets.enrol(request.site)
         incarnation = state.incarnation + 1
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dilocox.config.settlement import names_place, place_problem
 from dilocox.errors import RecordError
@@ -16,6 +17,10 @@ from dilocox.record.verify.run_history import RunHistory
 _UNBOUND = (
     "; the run file names no contract, so the log may be registered in others, with other heads"
 )
+
+
+def _nobody(key: str, expiry: int, signature: str) -> str:
+    return ""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,11 @@ class ChainHeads:
     """Id of the log that the run was registered for, hex."""
     heads: tuple[Prefix, ...] = ()
     """All anchored heads, in their order."""
+    staked: frozenset[str] = frozenset()
+    """Accounts that have ever staked, in small letters."""
+    signer: Callable[[str, int, str], str] = _nobody
+    """Returns the account that vouches for a site's key, given the key, the expiry and the
+    signature; raises `SettlementError` for what is no signature."""
     forked: bool = False
     """True if the chain has evidence that the owner has signed two logs."""
     fault: str = ""
@@ -54,20 +64,7 @@ def judge_anchors(found: ChainHeads, course: RunHistory, entries: Sequence[str])
             the run file names (FAIL).
         NotRunError: The chain could not be asked, or has no head.
     """
-    if found.fault:
-        raise NotRunError(found.fault)
-    if found.log != course.run:
-        raise RecordError(f"{found.where} is of log {found.log[:12]}…, this is {course.run[:12]}…")
-    terms = course.config.get("settlement")
-    problem = place_problem(terms, found.chain, found.contract, found.owner)
-    if problem is not None:
-        raise RecordError(f"{found.where}: {problem}: the log was registered in a second place")
-    agreed = str(course.manifest["config_digest"])
-    if found.manifest != agreed:
-        raise RecordError(
-            f"{found.where} was registered with the run file {found.manifest[:12]}…, this log has "
-            f"{agreed[:12]}…"
-        )
+    terms = check_same_run(found, course)
     if found.forked:
         raise RecordError(f"{found.where}: the owner has signed two logs of one size")
     if not found.heads:
@@ -89,3 +86,27 @@ def judge_anchors(found: ChainHeads, course: RunHistory, entries: Sequence[str])
         f"{count} of {found.where}, the newest of {last.size} of {len(entries)} statements; the "
         f"last {len(entries) - last.size} are not anchored{'' if names_place(terms) else _UNBOUND}"
     )
+
+
+def check_same_run(found: ChainHeads, course: RunHistory) -> Mapping[str, Any] | None:
+    """Return `[settlement]` of the run file, if the chain's run is that of the log.
+
+    Raises:
+        RecordError: The chain's run is of another log, run file or place.
+        NotRunError: The chain could not be asked.
+    """
+    if found.fault:
+        raise NotRunError(found.fault)
+    if found.log != course.run:
+        raise RecordError(f"{found.where} is of log {found.log[:12]}…, this is {course.run[:12]}…")
+    terms: Mapping[str, Any] | None = course.config.get("settlement")
+    problem = place_problem(terms, found.chain, found.contract, found.owner)
+    if problem is not None:
+        raise RecordError(f"{found.where}: {problem}: the log was registered in a second place")
+    agreed = str(course.manifest["config_digest"])
+    if found.manifest != agreed:
+        raise RecordError(
+            f"{found.where} was registered with the run file {found.manifest[:12]}…, this log has "
+            f"{agreed[:12]}…"
+        )
+    return terms

@@ -27,7 +27,8 @@ from dilocox.record.log.transparency_log import (
 from dilocox.record.verify import claims as c
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code, accepted_data
 from dilocox.record.verify.audit_claims import Audits
-from dilocox.record.verify.chain_anchors import ChainHeads, judge_anchors
+from dilocox.record.verify.chain_anchors import ChainHeads
+from dilocox.record.verify.chain_stakes import chain_checks
 from dilocox.record.verify.completeness import broken_commitments, gaps, unknown_extension
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
 from dilocox.record.verify.further_claims import further
@@ -149,7 +150,10 @@ class _Verification:
         if course is not None and course.attestations:
             findings.append(self._judge(c.ATTESTATIONS, self.attestations))
         if self.places.chain is not None:
-            findings.append(self._judge(c.ANCHORS, partial(self.anchors, self.places.chain)))
+            for claim, check in chain_checks(
+                self.places.chain, course, agreed, self.content.entries
+            ):
+                findings.append(self._judge(claim, check))
         rounds = {step.key.round for step in course.steps.values()} if course else set()
         return Report(
             run=course.run if course else "",
@@ -195,11 +199,6 @@ class _Verification:
                 raise RecordError(f"{self.places.seen}: cannot be read ({error})") from None
             text += f"; grown from the {check_grown(self.content, key, seen).size} seen"
         return text
-
-    def anchors(self, chain: ChainHeads) -> str:
-        """Judge: the heads that a chain keeps are prefixes of this log."""
-        course = self._need(c.LOG, c.SIGNATURES)
-        return judge_anchors(chain, course, self.content.entries)
 
     def signatures(self) -> str:
         """Judge: every statement is signed by the required key."""

@@ -129,6 +129,7 @@ class TransparencyLogSink:
             "data": request.data_digest,
             "versions": request.versions.named(),
             **({} if request.base_digest is None else {"base": request.base_digest}),
+            **({} if request.stake is None else {"stake": request.stake.model_dump()}),
         }
         if self.memory.acceptances.enrolments.get(request.site) != said:
             key = hashlib.sha256(request.record_key.encode()).hexdigest()
@@ -137,6 +138,11 @@ class TransparencyLogSink:
             self.log.append(self.signer.sign(statement))
             self.memory.remember(statement)
         self.sync()
+
+    def stake_of(self, site: str) -> str:
+        """See `RecordSink`."""
+        said = self.memory.acceptances.enrolments.get(site, {})
+        return str(said.get("stake", {}).get("signature", ""))
 
     def standing(self, site: str, change: str) -> None:
         """See `RecordSink`."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dilocox.config.settlement import names_place, place_problem
+from dilocox.config.settlement import place_problem
 from dilocox.errors import DilocoxError, SettlementError
 from dilocox.record.log import statements as s
 from dilocox.tools.settlement.run_on_chain import RunOnChain
@@ -28,28 +28,30 @@ def check_place(run: RunOnChain, terms: Mapping[str, Any] | None) -> None:
         raise SettlementError(f"{problem}: chain.json is not of this run")
 
 
-def check_folder(run: RunOnChain, folder: Path) -> bool:
-    """Compare a run's place with the run file in the record of `folder`.
+def check_folder(run: RunOnChain, folder: Path) -> None:
+    """Compare a run's place with the run file in the record of `folder`, if there is one.
 
-    Only the log's first statement is read, which has the run file.
+    Raises `SettlementError` if the run file names another place, or the record cannot be read.
+    """
+    check_place(run, folder_terms(folder))
 
-    Returns:
-        False if there is no record in the folder, or if its run file names no place.
 
-    Raises:
-        SettlementError: The run file names another place, or the record cannot be read.
+def folder_terms(folder: Path) -> Mapping[str, Any] | None:
+    """Return `[settlement]` of the run file in the record of `folder`, unchecked; None: none.
+
+    Only the log's first statement is read, which has the run file. Raises `SettlementError` if it
+    cannot be read.
     """
     path = folder / "record" / "statements.jsonl"
     try:
         with path.open(encoding="utf-8") as file:
             first = file.readline().removesuffix("\n")
     except FileNotFoundError:
-        return False
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise SettlementError(f"{path}: cannot be read ({error})") from None
     try:
-        terms = s.opened(first)[0].predicate["config"].get("settlement")
+        found: Mapping[str, Any] | None = s.opened(first)[0].predicate["config"].get("settlement")
+        return found
     except (DilocoxError, ValueError, KeyError, AttributeError) as error:
         raise SettlementError(f"{path}: its first statement has no run file ({error})") from None
-    check_place(run, terms)
-    return names_place(terms)

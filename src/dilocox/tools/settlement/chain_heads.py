@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from dilocox.errors import SettlementError
 from dilocox.record.log.audit_verdicts import Prefix
 from dilocox.record.verify.chain_anchors import ChainHeads
+from dilocox.tools.settlement.enrolling import enrol_signer
 from dilocox.tools.settlement.ledger import host_of
+from dilocox.tools.settlement.messages import Domain
 from dilocox.tools.settlement.run_on_chain import RunOnChain
 
 
@@ -34,13 +37,14 @@ def chain_heads(place: Path, rpc: str | None = None) -> ChainHeads:
         registered = ledger.events("Registered", run.run, run.block)
         heads = ledger.events("Anchored", run.run, run.block)
         forked = bool(ledger.state(run.run)["forked"])
+        staked = {each["who"].lower() for each in ledger.events("Staked", run.run, run.block)}
     except SettlementError as error:
         return ChainHeads(where, fault=str(error))
     if not registered:
         return ChainHeads(where, fault=f"{where} is not registered since block {run.block}")
     found = tuple(Prefix(int(each["size"]), each["root"].hex()) for each in heads)
-    said = registered[0]
+    said, domain = registered[0], Domain(run.chain, ledger.address)
     return ChainHeads(
         where, run.chain, run.contract, said["owner"], said["manifest"].hex(), said["log"].hex(),
-        found, forked,
+        found, frozenset(staked), partial(enrol_signer, domain, run.run), forked,
     )  # fmt: skip

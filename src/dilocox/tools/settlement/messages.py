@@ -21,6 +21,7 @@ from dilocox.errors import SettlementError
 NAME, VERSION = "dilocox RunLedger", "1"
 """Name and version of the contract's EIP-712 domain."""
 TYPES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "Enrol": (("run", "bytes32"), ("ed25519Key", "bytes32"), ("expiry", "uint64")),
     "Commit": (("run", "bytes32"), ("round", "uint64"), ("root", "bytes32")),
     "Head": (("run", "bytes32"), ("size", "uint64"), ("root", "bytes32")),
     "Veto": (("run", "bytes32"), ("settlement", "uint64"), ("claimsRoot", "bytes32")),
@@ -34,9 +35,10 @@ TYPES: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """Fields and Solidity types of each message.
 
-Commit: a site's RFC 6962 root over its `commitment` statements of a round. Head: root of the log's
-first `size` statements, by the owner. Veto and Mismatch: by auditors. Mismatch names who gets the
-tenth of the stake.
+Enrol: a site's account, for the key with which the site signs in the record; the contract does not
+read it. Commit: a site's RFC 6962 root over its `commitment` statements of a round. Head: root of
+the log's first `size` statements, by the owner. Veto and Mismatch: by auditors. Mismatch names who
+gets the tenth of the stake.
 """
 
 

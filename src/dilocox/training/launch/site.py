@@ -26,6 +26,7 @@ from dilocox.coordinator.client.errors import (
     CoordinatorUnreachableError,
     SiteGoneError,
 )
+from dilocox.coordinator.client.stake_file import read_stake_proof
 from dilocox.coordinator.client.transport import host_and_port
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import RankId as RankName
@@ -166,12 +167,18 @@ def enrol_site(
     versions = installed_versions(adapter_packages(config.adapter))
     data = TokenFiles.open(config.data_folder).digest
     base, layout = own_model or digest_of_base(config), (config.site.stages, config.site.shards)
+    own_key = endpoint.key_file or key_file(config.folder, site)
+    record_key = RecordKey.kept(own_key)
+    by_stake = config.settlement is not None and config.settlement.admission == "stake"
+    stake = read_stake_proof(own_key, record_key.public) if by_stake else None
     identity, reply = enrol(
         endpoint.url,
         endpoint.tokens[site],
-        Applicant(site, config.digest(), *layout, versions, data, base, config.run.code or None),
+        Applicant(
+            site, config.digest(), *layout, versions, data, base, config.run.code or None, stake
+        ),
         timeouts=Timeouts.derive(config.network),
-        record_key=RecordKey.kept(endpoint.key_file or key_file(config.folder, site)),
+        record_key=record_key,
     )
     if reply.record_run:
         own = config.sites[site].data
