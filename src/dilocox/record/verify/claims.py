@@ -167,7 +167,14 @@ ANCHORS = Claim(
     "that contract and run on the chain are the ones that you trust: compare them; anything about "
     "statements after the newest head; when a round was trained",
 )
-<<<<<<< HEAD
+STAKES = Claim(
+    "stakes",
+    False,
+    "every enrolment is signed by the site's account for the site's key, and the contract has had "
+    "a stake of that account",
+    "that the stake was there when the site joined, or is now; who owns the account; that two "
+    "accounts have two owners",
+)
 BUNDLES = Claim(
     "bundles",
     False,
@@ -178,30 +185,12 @@ BUNDLES = Claim(
 )
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
-    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS, ANCHORS,
-    BUNDLES,
-=======
-STAKES = Claim(
-    "stakes",
-    False,
-    "every enrolment is signed by the site's account for the site's key, and the contract has had "
-    "a stake of that account",
-    "that the stake was there when the site joined, or is now; who owns the account; that two "
-    "accounts have two owners",
-)
-CLAIMS = (
-    LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
-    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS, ANCHORS, STAKES,
->>>>>>> c74c595c (Admit sites by stake, without a wait of the coordinator)
+    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS, ANCHORS, STAKES, BUNDLES,
 )  # fmt: skip
 """All claims. Some are judged only for certain runs: `history` if `record.keep` removes old
 payloads; `base` if adapters are trained; `audits` and `beacon` if the run stores states for audits;
 `release` if the model is signed; `attestations` if a site has signed one; `anchors` if a chain is
-<<<<<<< HEAD
-asked; `bundles` if the run is read from bundles."""
-=======
-asked; `stakes` if, besides, the run admits by stake."""
->>>>>>> c74c595c (Admit sites by stake, without a wait of the coordinator)
+asked; `stakes` if, besides, the run admits by stake; `bundles` if the run is read from bundles."""
 
 
 @dataclass(frozen=True)
