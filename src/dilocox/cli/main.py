@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dilocox.cli import audit, chain, evaluate, generate, plan, publish, report, status, verify
+from dilocox.cli import (
+    audit,
+    chain,
+    evaluate,
+    export,
+    generate,
+    plan,
+    publish,
+    report,
+    serve,
+    status,
+    verify,
+)
 from dilocox.cli import testbed as lab_command
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.utils.plain_text import plain, plain_lines
@@ -107,7 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     planning = commands.add_parser("plan", parents=[common], help=plan.HELP)
     plan.add_arguments(planning)
     _add_data(commands, common, run_file)
-    _add_export(commands, common)
+    exporting = commands.add_parser("export", parents=[common], help=export.HELP)
+    export.add_arguments(exporting)
     verifying = commands.add_parser("verify", parents=[common], help=verify.HELP)
     verify.add_arguments(verifying)
 
@@ -123,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_auditor_arguments(auditor)
     sampling = commands.add_parser("generate", parents=[common], help=generate.HELP)
     generate.add_arguments(sampling)
+    serving = commands.add_parser("serve", parents=[common], help=serve.HELP)
+    serve.add_arguments(serving)
     evaluating = commands.add_parser("evaluate", parents=[common], help=evaluate.HELP)
     evaluate.add_arguments(evaluating)
     settling = commands.add_parser("chain", help=chain.HELP)
@@ -283,46 +298,6 @@ def _add_data(
     show.set_defaults(call=_data_show)
 
 
-def _add_export(commands: Any, common: argparse.ArgumentParser) -> None:
-    export = commands.add_parser(
-        "export", parents=[common], help="copy a run's model to a Hugging Face folder"
-    )
-    export.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
-    target = export.add_mutually_exclusive_group(required=True)
-    target.add_argument("--to", type=Path, metavar="FOLDER", help="write the model alone")
-    target.add_argument(
-        "--release", type=Path, metavar="FOLDER",
-        help="write the model, a model card made from the record, a description of the data, and "
-        "a signature",
-    )  # fmt: skip
-    export.add_argument(
-        "--licence", metavar="ID", help="with --release: the weights' licence, such as apache-2.0"
-    )
-    export.add_argument(
-        "--signing-key", type=Path, metavar="FILE",
-        help="with --release: PEM file of an EC private key; it is created if it does not exist "
-        "(default: a file in the coordinator's folder)",
-    )  # fmt: skip
-    export.add_argument(
-        "--model",
-        type=Path,
-        metavar="FOLDER",
-        help="the model's folder (default: RUN_FOLDER/model)",
-    )
-    export.add_argument(
-        "--data",
-        type=Path,
-        metavar="FOLDER",
-        help="with --release: folder of the token files (default: as the run file says)",
-    )
-    export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
-    export.add_argument(
-        "--merge", action="store_true",
-        help="add adapters to their base model, and write a whole Hugging Face folder",
-    )  # fmt: skip
-    export.set_defaults(call=_export)
-
-
 def _add_trace(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument(
         "--trace",
@@ -438,36 +413,4 @@ def _data_seen(options: argparse.Namespace) -> int:
             "token files"
         )
     print(command(options.folder, options.round, options.checkpoint, options.data, options.json))
-    return 0
-
-
-def _export(options: argparse.Namespace) -> int:
-    if options.release is not None:
-        if options.merge:
-            raise ConfigError("--merge is for --to: a release is what the record leads to")
-        return _release(options)
-    if options.licence or options.signing_key or options.data:
-        raise ConfigError("--licence, --signing-key and --data are for --release")
-    from dilocox.api import export
-
-    run = options.model or options.run_folder
-    print(export(run, options.to, options.dtype, merge=options.merge))
-    return 0
-
-
-def _release(options: argparse.Namespace) -> int:
-    from dilocox.tools.release.release import release
-
-    made = release(
-        options.run_folder,
-        options.release,
-        dtype=options.dtype,
-        licence=options.licence,
-        key=options.signing_key,
-        model=options.model,
-        data=options.data,
-    )
-    for line in made.unknown:
-        print(f"not in the card: {line}")
-    print(f"{made.folder}  signed; the key to tell others: {made.public_key}")
     return 0

@@ -1,0 +1,54 @@
+"""What other servers need to serve a model: vLLM's command line, and Ollama's Modelfile."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from dilocox.utils.adapter_files import ADAPTER_CONFIG, is_adapter_folder
+
+
+def chat_template(folder: Path) -> str | None:
+    """Return the chat template of the tokenizer in a Hugging Face folder. None: it has none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if found := read_json(folder / name).get("chat_template"):
+            return found if isinstance(found, str) else json.dumps(found)
+    return None
+
+
+def vllm_line(folder: Path, name: str) -> str:
+    """Return the command by which vLLM serves the model in `folder` under `name`.
+
+    Adapters are served beside their base model.
+    """
+    if not is_adapter_folder(folder):
+        words = ["vllm", "serve", str(folder.resolve()), "--served-model-name", name]
+        return shlex.join(words)
+    said = read_json(folder / ADAPTER_CONFIG)
+    base, rank = str(said.get("base_model_name_or_path")), int(said.get("r", 16))
+    words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(_lora_rank(rank))]
+    return shlex.join([*words, "--lora-modules", f"{name}={folder.resolve()}"])
+
+
+def _lora_rank(rank: int) -> int:
+    """Return the least value of vLLM's `--max-lora-rank` that holds adapters of `rank`."""
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def modelfile(model: str, ends: list[str]) -> str:
+    """Return Ollama's Modelfile for the GGUF file `model` beside it.
+
+    `ends`: texts of the tokens that end a message.
+    """
+    lines = [f"FROM ./{model}", *(f"PARAMETER stop {json.dumps(end)}" for end in ends)]
+    return "\n".join(lines) + "\n"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. It is empty if there is no file."""
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}

@@ -1,0 +1,47 @@
+"""The folder that the engine reads: links to the model's files, and a note on its answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from dilocox.tools.serving.other_servers import chat_template, read_json
+from dilocox.tools.serving.tokens import ends_of_turn
+
+_CONFIG = "tokenizer_config.json"
+_KEY = "response_template"
+_CHATML = "<|im_start|>"
+"""Begins a message in the templates that transformers' parsers of answers were made for."""
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Make the folder `target` with a link to each file of `source`."""
+    target.mkdir()
+    for file in source.resolve().iterdir():
+        if file.is_file():
+            (target / file.name).symlink_to(file)
+
+
+def name_answers(folder: Path) -> None:
+    """Write into the tokenizer's settings how an answer ends, if transformers would guess wrong.
+
+    transformers picks a parser of answers by the model's type, and such a parser looks for ChatML.
+    With another chat template it takes the whole prompt for the answer.
+    """
+    template, config = chat_template(folder), folder / _CONFIG
+    if template is None or _CHATML in template or not config.is_file():
+        return
+    said = read_json(config)
+    if _KEY in said:
+        return
+    ends = "|".join(re.escape(end) for end in ends_of_turn(folder))
+    answer = {"close_pattern": rf"(?:{ends})", "content": "text"}
+    said[_KEY] = {
+        "defaults": {"role": "assistant"},
+        "start_anchor_pattern": r"\Z",  # the answer begins where the prompt ends
+        "fields": {"content": answer},
+    }
+    text = json.dumps(said, indent=2) + "\n"
+    config.unlink()  # may be a link to the model's own file
+    config.write_text(text, encoding="utf-8")
