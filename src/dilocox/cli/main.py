@@ -44,6 +44,7 @@ examples:
   dilocox generate runs/quickstart --prompt "def main():"
   dilocox evaluate runs/run BASE --tasks arc_easy,hellaswag   (models side by side)
   dilocox generate runs/support --chat --prompt "How do I pay?"
+  dilocox serve runs/support                 (for programs that speak the protocol of OpenAI)
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
   dilocox status runs/run                    (what the run does; at the coordinator or at a site)
   dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
