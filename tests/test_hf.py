@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from dilocox import hf
 from dilocox.errors import ConfigError
-from tests.support.hf_loop import Rows
 from tests.training.loop.test_parts import run_with
 
 
@@ -44,6 +44,17 @@ class Told:
 
     def uses_own_data(self) -> None:
         pass
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """64 rows of 32 tokens that count up."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        row = 40 + (7 * number + torch.arange(32)) % 50
+        return {"input_ids": row, "labels": row}
 
 
 class Constant(nn.Module):

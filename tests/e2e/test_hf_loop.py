@@ -1,7 +1,9 @@
-"""Trainers of transformers and TRL as the sites of a run."""
+"""The examples with trainers of transformers and TRL, each trained at two sites and verified."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,57 +11,59 @@ import pytest
 from tests.e2e.test_operations import coordinate, flush_digests
 from tests.e2e.test_own_loop import OWN, SETS
 from tests.support.base_model import write_base
+from tests.support.example_scripts import EXAMPLES
 from tests.support.forge import Forge, ForkedRun
 from tests.support.harness import Workshop, verdicts
 
-SCRIPT = str(Path(__file__).parents[1] / "support" / "hf_loop.py")
-ADAPTERS = """\
-[model]
-path = "{base}"
-[adapter]
-rank = 4
-"""
+pytestmark = pytest.mark.runs
+
+WHOLE = '[model]\npath = "{base}"\n'
+ADAPTERS = WHOLE + "[adapter]\nrank = 4\n"
 
 
-def trainers(
-    forge: Forge, workshop: Workshop, words: list[str], kind: str, tmp_path: Path
+def trained(
+    forge: Forge, workshop: Workshop, name: str, model: str, script: list[str], data: list[Path]
 ) -> ForkedRun:
-    """A run whose two sites are trainers, to its good end."""
-    name = next(word for word in words if word.startswith("run.name=")).partition("=")[2]
+    """A run whose two sites are `script`, each with data of its own, to its good end."""
+    words = workshop.run_file(
+        name, 'data.folder="{run}/data"', *SETS, *OWN, "outer.rounds=4", "inner.learning_rate=3e-3",
+        model=model.format(base=write_base(workshop.root / f"{name}-base")),
+    )  # fmt: skip
     run = coordinate(forge, workshop, name, *words)
     sets = [word for word in words[1:] if word != "--set"]
-    sites = []
-    for site in ("paris", "lyon"):
-        given = [SCRIPT, words[0], site, str(tmp_path / site), kind, *sets]
-        sites.append(forge.command(workshop, name, "python", *given))
+    sites = [
+        forge.command(workshop, name, "python", *script, words[0], site, str(own), *sets)
+        for site, own in zip(("paris", "lyon"), data, strict=True)
+    ]
     assert [site.wait() for site in sites] == [0, 0], sites[0].printed() + sites[1].printed()
     assert run.wait() == 0, run.output()
     assert {site.last_line() for site in sites} == {"finished"}
+    assert "round   0  step 8  loss" in sites[0].printed()
     assert len(flush_digests(run)) == 1
     assert not verdicts(run.folder)
     return run
 
 
-@pytest.mark.runs
-def test_trainers_of_transformers_train_one_model(
-    workshop: Workshop, forge: Forge, tmp_path: Path
-) -> None:
-    words = workshop.run_file("trainers", *SETS, *OWN, "outer.rounds=4")
-    run = trainers(forge, workshop, words, "trainer", tmp_path)
+def test_a_trainer_of_transformers(workshop: Workshop, forge: Forge) -> None:
+    texts = sorted(workshop.text.iterdir(), key=lambda file: file.stat().st_size)[-2:]
+    script = [str(EXAMPLES / "trainer" / "train.py")]
+    run = trained(forge, workshop, "trainers", WHOLE, script, texts)
     reports = run.records("round", "paris")
     assert [report["tokens"] for report in reports] == [8 * 4 * 32] * 4
     assert reports[-1]["loss"] < reports[0]["loss"] - 0.5
+    assert (run.folder / "model" / "config.json").exists()
 
 
-@pytest.mark.runs
 @pytest.mark.slow
-def test_trl_trains_adapters(workshop: Workshop, forge: Forge, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trl_trains_adapters(workshop: Workshop, forge: Forge, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("trl")
-    model = ADAPTERS.format(base=write_base(workshop.root / "sft-base"))
-    words = workshop.run_file(
-        "sft", 'data.folder="{run}/data"', *SETS, *OWN, "outer.rounds=4", model=model
-    )
-    run = trainers(forge, workshop, words, "sft", tmp_path)
+    records = [tmp_path / f"{site}.jsonl" for site in ("paris", "lyon")]
+    for own in records:
+        make = [sys.executable, str(EXAMPLES / "trl-lora" / "make_data.py"), str(own), own.stem]
+        subprocess.run(make, check=True)
+    script = [str(EXAMPLES / "trl-lora" / "train.py"), kind]
+    run = trained(forge, workshop, kind, ADAPTERS, script, records)
     reports = run.records("round", "paris")
     assert reports[-1]["loss"] < reports[0]["loss"]
     assert (run.folder / "model" / "adapter_model.safetensors").exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dilocox.config.run_config import load_run
+from dilocox.training.loop.parts import check_loop
 from tests.support.base_model import write_base
 from tests.support.example_scripts import EXAMPLES
 
@@ -41,6 +42,18 @@ def test_the_run_file_of_a_loop_of_ones_own_resolves() -> None:
     lines = (EXAMPLES / "own-loop" / "gpt.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 60
     text = (EXAMPLES / "own-loop" / "README.md").read_text(encoding="utf-8")
+    assert str(config.folder) in text
+    assert f"{config.total_steps} inner steps" in text
+
+
+@pytest.mark.parametrize("example", ["trainer", "trl-lora"])
+def test_the_run_files_of_trainers_resolve(example: str) -> None:
+    config = load_run(EXAMPLES / example / "run.toml")
+    check_loop(config, "paris")
+    assert (config.adapter is not None) == (example == "trl-lora")
+    text = (EXAMPLES / example / "README.md").read_text(encoding="utf-8")
+    for named in re.findall(r"(?:examples|docs|scripts)/\S+\.(?:py|toml|md)", text):
+        assert (EXAMPLES.parent / named).is_file()
     assert str(config.folder) in text
     assert f"{config.total_steps} inner steps" in text
 
