@@ -162,9 +162,12 @@ def fragments_of(config: RunConfig, codec: str, menu: Menu) -> list[int]:
     dense = menu.get("none")
     if dense is None:
         return [pieces]
+    counts = fragment_counts(pieces)
+    if max(map(sum, dense)) <= 4 * TOGETHER:
+        return counts
     return [
         number
-        for number in fragment_counts(pieces)
+        for number in counts
         if number == pieces or max(max(row) for row in together(dense, number, 1)) <= 4 * TOGETHER
     ]
 

@@ -79,30 +79,32 @@ def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd
     stages, fragments = len(sizes), len(sizes[0])
     due: list[tuple[int, int, int, int]] = []
     """(slot, fragment, stage, microseconds of transfer), in the order of the transfers."""
-    total = 0
+    total = transfers = 0
+    work = [0] * stages
+    """Microseconds of a round in the threads of each stage."""
+    beside = latency_us + link.overhead_of(fragments)
     for stage, row in enumerate(sizes):
         slots_of = boundary_slots(stage, stages, fragments, slots)
         for fragment, (slot, payload) in enumerate(zip(slots_of, row, strict=True)):
             count, each = crowd.swaps(payload)
-            due.append((slot, fragment, stage, count * link.transfer_us(each)))
+            time_us = count * link.transfer_us(each)
+            due.append((slot, fragment, stage, time_us))
             total += count * each
+            transfers += time_us
+            work[stage] += beside + time_us
     due.sort()
-    beside = latency_us + link.overhead_of(fragments)
+    before = beside // 2
     link_free = latest = 0
     free = [[0] * AT_ONCE for _ in range(stages)]
     """Moments at which the threads of each stage are free, the earliest first."""
     for round_ in (0, 1):
         for slot, _, stage, time_us in due:
             begin = (round_ * slots + slot) * slot_us
-            first, *others = free[stage]
-            link_free = max(max(begin, first) + beside // 2, link_free) + time_us
-            over = link_free + beside - beside // 2
-            free[stage] = sorted([*others, over])
+            # Transfers end one after the other, so what ends now ends last in its stage, too.
+            first = free[stage].pop(0)
+            link_free = max(begin + before, first + before, link_free) + time_us
+            over = link_free + beside - before
+            free[stage].append(over)
             latest = max(latest, over - begin)
-    transfers = sum(time_us for *_, time_us in due)
-    busiest = max(
-        sum(beside + time_us for _, _, other, time_us in due if other == stage)
-        for stage in range(stages)
-    )
-    longest = -(-busiest // AT_ONCE)
+    longest = -(-max(work) // AT_ONCE)
     return Traffic(total, max(transfers, longest), latest)

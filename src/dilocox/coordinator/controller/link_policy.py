@@ -20,7 +20,6 @@ from dilocox.coordinator.controller.candidates import (
     Menu,
     bytes_us,
     candidate,
-    candidates,
     codecs,
     fragments_of,
     least_loss,
@@ -172,8 +171,10 @@ def _next_best(
         return best, f"{_why(best, link)}; fewer than {LEAST_ROUNDS} rounds, for nothing else hides"
     every = [
         c
-        for rounds in (LEAST_ROUNDS, 2)
-        for c in candidates(config, menu, link, sites, rounds, taken)
+        for some in (usual, longer)
+        for codec in codecs(config)
+        for steps in some
+        for c in of_length(config, menu, link, sites, codec, steps)
     ]
     most = NEAR * min(c.load for c in every)
     least = min((c for c in every if c.load <= most), key=lambda c: (c.loss, c.load))
