@@ -18,6 +18,8 @@ from dilocox.tools.planner import calibrate, host_benchmark, link_probe
 from tests.support.planned_runs import ARCHITECTURE
 
 Command = Callable[..., tuple[int, str, str]]
+FIXED = ("--set", "control.adapt=off")
+"""Rounds of the run file: nothing is searched for, which takes most of a plan's time."""
 
 
 @pytest.fixture
@@ -64,6 +66,7 @@ def test_a_plan_in_one_page(plan: Command, file: Path) -> None:
 
 def test_the_outer_state_is_smaller_with_momentum_in_bf16(plan: Command, file: Path) -> None:
     wanted = ("--gpu", "l40s", "--link", "100mbit", "--json", "--set", "outer.momentum_dtype=bf16")
+    wanted += FIXED
     code, out, _ = plan(file, *wanted)
     assert code == 0
     memory = json.loads(out)["memory"]
@@ -78,7 +81,7 @@ def test_the_outer_state_is_smaller_with_momentum_in_bf16(plan: Command, file: P
 
 
 def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file: Path) -> None:
-    wanted = (file, "--gpu", "l40s:4x2", "--link", "100mbit", "--set", "site.stages=4")
+    wanted = (file, "--gpu", "l40s:4x2", "--link", "100mbit", "--set", "site.stages=4", *FIXED)
     code, out, _ = plan(*wanted)
     assert code == 0
     assert "per machine for 4 ranks (give --host-memory GIB to check that it fits)" in out
@@ -110,7 +113,7 @@ def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file
 def test_json_alone_on_standard_output(plan: Command, file: Path) -> None:
     code, out, _ = plan(
         file, "--gpu", "l40s", "--link", "1gbit/100mbit", "--sites", 3, "--rtt", 5, "--egress", 0,
-        "--utilisation", 0.5, "--json",
+        "--utilisation", 0.5, "--json", *FIXED,
     )  # fmt: skip
     assert code == 0
     content = json.loads(out)
@@ -150,7 +153,7 @@ def test_a_table_of_ones_own(plan: Command, file: Path, tmp_path: Path) -> None:
         'memory_gb_s = 100.0\npeer_gb_s = 1.0\nsource = "a guess"\n',
         encoding="utf-8",
     )
-    code, out, _ = plan(file, "--gpu", "mine", "--link", "1gbit", "--table", table)
+    code, out, _ = plan(file, "--gpu", "mine", "--link", "1gbit", "--table", table, *FIXED)
     assert code == 0
     assert "mine:1x1" in out
     assert "rent unknown" in out

@@ -47,7 +47,12 @@ def test_what_is_decoded_does_not_depend_on_threads(geometry: Geometry, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("capability", "threads"), [("default", "2"), ("avx2", "1"), ("avx512", "2")]
+    ("capability", "threads"),
+    [
+        ("default", "2"),
+        pytest.param("avx2", "1", marks=pytest.mark.slow),
+        pytest.param("avx512", "2", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_bytes_on_other_processors(capability: str, threads: str, tmp_path: Path) -> None:
     here = torch.backends.cpu.get_cpu_capability()

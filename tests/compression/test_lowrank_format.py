@@ -177,7 +177,10 @@ def test_golden_bytes_in_this_process() -> None:
     assert with_threads(digests) == [GOLDEN] * 3
 
 
-@pytest.mark.parametrize(("capability", "threads"), [("default", "2"), ("avx2", "1")])
+@pytest.mark.parametrize(
+    ("capability", "threads"),
+    [pytest.param("default", "2", marks=pytest.mark.slow), ("avx2", "1")],
+)
 def test_golden_bytes_on_lesser_processors(capability: str, threads: str) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "tests.support.lowrank_cases"],

@@ -13,14 +13,25 @@ pytestmark = pytest.mark.waits
 
 CASE = ("tests.support.adapter_cases", "train")
 LAYOUTS = [
-    {"stages": 1, "shards": 2},
     {"stages": 1, "shards": 2, "whole_gradients": True},
     {"stages": 2, "shards": 1, "checkpointing": "selective"},
     {"stages": 2, "shards": 2, "checkpointing": True},
-    {"stages": 2, "shards": 1, "schedule": "interleaved-1f1b"},
     {"stages": 2, "shards": 1, "schedule": "zbv"},
     {"stages": 2, "shards": 2, "schedule": "interleaved-zero-bubble"},
 ]
+MORE = [
+    {"stages": 1, "shards": 2},
+    {"stages": 2, "shards": 1, "schedule": "interleaved-1f1b"},
+]
+"""Those whose parts occur in `LAYOUTS`."""
+
+
+def named(layout: dict[str, object]) -> str:
+    return "-".join(str(value) for value in layout.values())
+
+
+def slow(layouts: list[dict[str, Any]]) -> list[Any]:
+    return [pytest.param(each, marks=pytest.mark.slow) for each in layouts]
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +59,7 @@ def test_only_adapters_are_trained(alone: dict[str, object]) -> None:
     assert len(set(losses)) == 2
 
 
-@pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda each: "-".join(str(value) for value in each.values())
-)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *slow(MORE)], ids=named)
 def test_every_layout_trains_the_same(
     pool: Pool, alone: dict[str, object], layout: dict[str, object]
 ) -> None:
@@ -63,8 +72,15 @@ def test_every_layout_trains_the_same(
     assert sorted({name for each in found for name in each["names"]}) == alone["names"]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("precision", "shards"),
+    [
+        ("float32", 1),
+        ("bfloat16", 2),
+        pytest.param("float32", 2, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_frozen_a_has_no_state(pool: Pool, shards: int, precision: str) -> None:
     for each in pool.run(
         shards, *CASE, stages=1, shards=shards, precision=precision, freeze_a=True
@@ -81,15 +97,19 @@ def test_a_frozen_a_has_no_state(pool: Pool, shards: int, precision: str) -> Non
     "layout",
     [
         {"stages": 1},
-        {"stages": 2, "checkpointing": "selective"},
         {"stages": 2, "schedule": "zbv", "precision": "bfloat16"},
-        {"stages": 2, "schedule": "interleaved-1f1b", "checkpointing": True},
-        {"stages": 1, "shards": 2},
         {"stages": 1, "shards": 2, "whole_gradients": True, "precision": "bfloat16"},
         {"stages": 1, "replicas": 2},
         {"stages": 2, "shards": 2, "checkpointing": True},
+        *slow(
+            [
+                {"stages": 2, "checkpointing": "selective"},
+                {"stages": 2, "schedule": "interleaved-1f1b", "checkpointing": True},
+                {"stages": 1, "shards": 2},
+            ]
+        ),
     ],
-    ids=lambda each: "-".join(str(value) for value in each.values()),
+    ids=named,
 )
 def test_a_base_in_four_bits_trains_the_same_however_it_is_cut(
     pool: Pool,
@@ -111,7 +131,7 @@ def test_a_base_in_four_bits_trains_the_same_however_it_is_cut(
     assert not np.allclose(whole["values"], alone["values"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_in_bf16_the_base_has_no_fp32_form(pool: Pool, shards: int) -> None:
     for each in pool.run(shards, *CASE, stages=1, shards=shards, precision="bfloat16"):
         assert each["dtypes"] == {"torch.bfloat16"}

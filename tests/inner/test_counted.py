@@ -69,9 +69,20 @@ def test_gradients_equal_float64_however_the_batch_is_split(
     check(pool, "built in", setting)
 
 
-@pytest.mark.parametrize("setting", [SPLITS[1], SPLITS[5], SPLITS[11]], ids=named)
 @pytest.mark.parametrize(
-    ("name", "told"), [("own mean", True), ("own sums", True), ("own sums", False)]
+    ("name", "told", "setting"),
+    [
+        ("own mean", True, SPLITS[11]),
+        ("own sums", True, SPLITS[5]),
+        ("own sums", False, SPLITS[1]),
+        ("own sums", False, SPLITS[11]),
+        pytest.param("own mean", True, SPLITS[1], marks=pytest.mark.slow),
+        pytest.param("own mean", True, SPLITS[5], marks=pytest.mark.slow),
+        pytest.param("own sums", True, SPLITS[1], marks=pytest.mark.slow),
+        pytest.param("own sums", True, SPLITS[11], marks=pytest.mark.slow),
+        pytest.param("own sums", False, SPLITS[5], marks=pytest.mark.slow),
+    ],
+    ids=lambda each: named(each) if isinstance(each, dict) else str(each),
 )
 def test_own_losses_count_alike(pool: Pool, name: str, told: bool, setting: dict[str, Any]) -> None:
     """A loss that gives sum and count need not be told how many labels there are."""
@@ -93,7 +104,11 @@ def test_columns_reach_the_loss_however_the_batch_is_split(
     check(pool, "own columns", setting)
 
 
-@pytest.mark.parametrize("setting", [SPLITS[1], SPLITS[3], SPLITS[11]], ids=named)
+@pytest.mark.parametrize(
+    "setting",
+    [SPLITS[1], pytest.param(SPLITS[3], marks=pytest.mark.slow), SPLITS[11]],
+    ids=named,
+)
 @pytest.mark.parametrize("name", OVER_SITES)
 def test_gradients_averaged_over_sites_count_every_label_alike(
     pool: Pool, name: str, setting: dict[str, Any]
@@ -175,7 +190,7 @@ def alone(pool: Pool) -> dict[str, Any]:
     [
         (1, 2, "1f1b", None),
         (1, 1, "1f1b", 128),
-        (2, 1, "gpipe", None),
+        pytest.param(2, 1, "gpipe", None, marks=pytest.mark.slow),
         (2, 2, "1f1b", 128),
         (2, 1, "interleaved-zero-bubble", None),
         (2, 1, "zbv", None),

@@ -21,6 +21,7 @@ from dilocox.inner.counted import CountedLabels, OwnLoss
 from dilocox.models import load_model_config, materialise, open_weights, tied_pair
 from dilocox.models.packed_rows import unpacked_rows
 from tests.support.architectures import ARCHITECTURES, ROUTED, VOCABULARY, chunk_of, token_ids
+from tests.support.grids import pairs_of
 
 pytestmark = pytest.mark.waits
 
@@ -66,9 +67,15 @@ def site_model(
     )
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", list(TYPES))
+@pytest.mark.parametrize(
+    ("name", "attention", "precision"),
+    pairs_of(
+        list(TYPES),
+        ["sdpa", "eager"],
+        [torch.float32, torch.bfloat16],
+        rest=pytest.mark.slow,
+    ),
+)
 def test_a_step_of_four_micro_batches_waits_for_nothing(
     name: str, attention: str, precision: torch.dtype
 ) -> None:

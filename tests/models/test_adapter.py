@@ -67,8 +67,15 @@ def randomise(tensors: dict[str, torch.Tensor], seed: int) -> None:
             tensors[name].normal_(0.0, 0.2, generator=generator)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        pytest.param(name, tied, id=f"{name}-{'tied' if tied else 'untied'}", marks=marks)
+        for number, name in enumerate(TYPES)
+        for tied in (False, True)
+        for marks in ([] if tied == (number % 2 == 0) else [pytest.mark.slow],)
+    ],
+)
 def test_peft_computes_the_same_with_the_adapters_of_every_stage(
     name: str, tied: bool, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from eth_account import Account
@@ -57,6 +58,7 @@ class Chain:
         return self.web3.eth.wait_for_transaction_receipt(self.web3.eth.send_transaction(payment))
 
 
+@cache
 def account_of(name: str) -> LocalAccount:
     """Return the account of a name."""
     account: LocalAccount = Account.from_key(keccak(text=name))

@@ -45,6 +45,8 @@ class LedgerScene:
     stake: int = ETHER
     gas: dict[str, int] = field(default_factory=dict)
     """Gas of the last transaction of each function."""
+    _ledgers: dict[str, Ledger] = field(default_factory=dict)
+    """Everybody's view, by name."""
 
     @classmethod
     def on(cls, chain: Chain, address: str, name: str, **values: Any) -> LedgerScene:
@@ -76,7 +78,9 @@ class LedgerScene:
         return account_of(name)
 
     def ledger(self, name: str) -> Ledger:
-        return Ledger(self.chain.web3, self.address, self.who(name))
+        if name not in self._ledgers:
+            self._ledgers[name] = Ledger(self.chain.web3, self.address, self.who(name))
+        return self._ledgers[name]
 
     def send(self, name: str, function: str, *arguments: Any, value: int = 0) -> Sent:
         """Send a transaction of `name`."""

@@ -334,7 +334,7 @@ def spoiled(name: str, place: float, **setting: Any) -> dict[str, Any]:
 def poisoned_weight(**setting: Any) -> dict[str, Any]:
     """A step from a parameter that is already infinite: loss and gradients are not finite."""
     model = build(**setting)
-    tensor = model.local_tensors().get("model.layers.7.up.weight")
+    tensor = model.local_tensors().get("model.layers.4.up.weight")
     if tensor is not None:
         tensor.fill_(float("inf"))
     ids, labels = toy_model.batch(setting["rows"] // setting["shards"], seed=0)

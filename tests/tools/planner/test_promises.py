@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,18 @@ class Case:
 
     def plan(self, folder: Path, text: str = "") -> RunPlan:
         """Plan the run as the command does with the arguments `text`, `--set KEY=VALUE ...`."""
-        own = run(**self.sections)
-        enough = self._of(own, 10**12, None)
-        host = None
+        enough, host = self._enough, None
         if self.host is not None and enough.host is not None:
             host = int(self.host * enough.host.needed)
         file = folder / "run.toml"
-        file.write_text(own.to_toml(), encoding="utf-8")
+        file.write_text(run(**self.sections).to_toml(), encoding="utf-8")
         config = load_run(file, text.split()[1::2])
         return self._of(config, int(self.share * enough.needed), host)
+
+    @cached_property
+    def _enough(self) -> RunPlan:
+        """The run's plan where there is more memory than it needs."""
+        return self._of(run(**self.sections), 10**12, None)
 
     def _of(self, config: RunConfig, memory: int, host: int | None) -> RunPlan:
         machine = replace(FREE, memory=host)
