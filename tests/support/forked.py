@@ -245,6 +245,22 @@ def lazy_and_poisoning() -> dict[str, Any]:
     return {}
 
 
+def skipping() -> dict[str, Any]:
+    """Oslo leaves out every second inner step, and says that it has taken all."""
+    original, steps, last = SiteModel.inner_step, 0, None
+
+    @functools.wraps(original)
+    def inner_step(self: SiteModel, *arguments: Any) -> Any:
+        nonlocal steps, last
+        steps += 1
+        if last is None or not me().startswith("oslo") or steps % 2:
+            last = original(self, *arguments)
+        return last
+
+    SiteModel.inner_step = inner_step  # type: ignore[method-assign]
+    return {}
+
+
 def poisoning() -> dict[str, Any]:
     """Rome contributes the opposite of what it has learned, ten times."""
     contributions_times({"rome": -10.0})
@@ -361,6 +377,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "poisoned": functools.partial(poisoned_at, "lyon", 1),
     "poisoned-alone": functools.partial(poisoned_at, "paris", 1),
     "lazy-and-poisoning": lazy_and_poisoning,
+    "skipping": skipping,
     "poisoning": poisoning,
     "other-lyon": other_lyon,
     "censoring": censoring,

@@ -20,6 +20,7 @@ from requests.exceptions import ConnectionError as NoConnectionError
 from tests.support.chains import ETHER, Chain
 from tests.support.ledger_scene import WINDOW
 from tests.support.record_scene import Scene
+from tests.support.second_opinion import second_opinion
 
 from dilocox.cli.main import main
 from dilocox.config.run_config import digest_of
@@ -32,7 +33,7 @@ from dilocox.tools.settlement import keystore, ledger, run_on_chain
 from dilocox.tools.settlement.chain_heads import chain_heads
 from dilocox.tools.settlement.run_on_chain import RunOnChain
 
-from .test_amounts import PRICE, scene_with, second_opinion
+from .test_amounts import PRICE, scene_with
 
 PASSWORD = "correct horse 4711"
 
@@ -277,6 +278,20 @@ def test_a_log_that_was_cut_or_changed_is_not_the_anchored_one(town: Town) -> No
         (replace(found, forked=True), "signed two logs"),
     ):
         assert said in judged(changed, town)
+
+
+def test_a_run_is_registered_before_its_first_checkpoint(town: Town) -> None:
+    """Sites that join by stake wait for the registration, and the first checkpoint for them."""
+    scene = Scene(town.root / "new", settlement={"price": PRICE})
+    town.folder = scene.config.folder
+    assert (town.folder / "record/checkpoint").read_text().split("\n")[1] == "0"
+    assert "registered run" in town.register()
+    assert RunOnChain.read(town.folder).log == scene.notary.run
+    statements = town.folder / "record/statements.jsonl"
+    first = statements.read_text()
+    for text, said in ((first[:-1], "no statement yet"), ("{}\n", "not a signed statement")):
+        statements.write_text(text)
+        assert said in town.run("register", *town.terms, code=1)
 
 
 def test_a_funding_that_a_crash_cut_short_is_finished_and_not_repeated(

@@ -18,12 +18,18 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from dilocox.errors import SettlementError
+from dilocox.errors import RecordError, SettlementError
 from dilocox.record.log.audit_verdicts import BAD
 from dilocox.record.log.merkle import Frontier
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.step_statements import Step
-from dilocox.record.log.transparency_log import LogContent, leaves_of, read_covered, read_text
+from dilocox.record.log.transparency_log import (
+    ENTRIES,
+    LogContent,
+    leaves_of,
+    read_covered,
+    read_text,
+)
 from dilocox.record.log.verdict_statements import latest
 from dilocox.record.verify.run_history import RunHistory, read_history
 from dilocox.record.verify.verdict_validity import stands
@@ -81,6 +87,27 @@ def read_prefix(folder: Path, size: int | None = None, key: str | None = None) -
     entries = content.entries[:size]
     root = Frontier(leaves_of(entries)).root
     return LogPrefix(size, root, read_history(entries, NoteKey.parse(content.public)))
+
+
+def read_beginning(folder: Path) -> RunHistory:
+    """Read the first statement of the log in a run's folder, with its signature checked.
+
+    It names the run file. The log's checkpoint need not cover it: sites that join by stake wait
+    until the run is registered, and the first checkpoint waits for them.
+
+    Raises `RecordError` if the statement cannot be read, or is not what the log's key has signed.
+    """
+    record = folder / "record"
+    key = NoteKey.parse(read_text(record / "log.pub").strip())
+    path = record / ENTRIES
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: cannot be read ({error})") from None
+    if not first.endswith("\n"):
+        raise RecordError(f"{path}: has no statement yet: start dilocox coordinator first")
+    return read_history([first.removesuffix("\n")], key)
 
 
 def covered(folder: Path, key: str | None = None) -> LogContent:

@@ -20,7 +20,14 @@ from dilocox.record.log.acceptance import digest_of_entry
 from dilocox.record.log.merkle import consistency_proof, root_of, roots_at
 from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, open_note
 from dilocox.record.log.transparency_log import leaves_of
-from dilocox.tools.settlement.amounts import amounts, by_account, covered, read_prefix, terms_of
+from dilocox.tools.settlement.amounts import (
+    amounts,
+    by_account,
+    covered,
+    read_beginning,
+    read_prefix,
+    terms_of,
+)
 from dilocox.tools.settlement.binding import UNBOUND, check_place
 from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
 from dilocox.tools.settlement.journal import Journal, append_lines, read_lines
@@ -83,18 +90,18 @@ def register(
     accounts = [checked(each) for each in auditors]
     if not 1 <= quorum <= len(set(accounts)):
         raise SettlementError(f"--quorum {quorum}: there are {len(set(accounts))} auditors")
-    prefix = read_prefix(folder, 1)
-    _check_accounts(terms_of(prefix.course))
-    log, ledger = prefix.course.run, desk.ledger
+    course = read_beginning(folder)
+    _check_accounts(terms_of(course))
+    log, ledger = course.run, desk.ledger
     with desk.opened():
         block = ledger.block()
         owner = desk.account.address
         chain = ledger.chain
         found = RunOnChain(rpc, chain, ledger.address, owner, log, block, tuple(accounts))
-        check_place(found, terms_of(prefix.course))
+        check_place(found, terms_of(course))
         state = ledger.state(found.run)
         root = AuditorsTree(accounts).root
-        manifest = bytes.fromhex(prefix.course.manifest["config_digest"])
+        manifest = bytes.fromhex(course.manifest["config_digest"])
         wanted = {"manifest": manifest, "window": window, "minStake": stake,
                   "auditorsRoot": root, "quorum": quorum}  # fmt: skip
         if int(state["owner"], 16):
@@ -110,7 +117,7 @@ def register(
                 _written(replace(found, block=0), folder),
             ]
         sent = desk.send("register", bytes.fromhex(log), *wanted.values(), value=pool)
-    unbound = [] if names_place(terms_of(prefix.course)) else [UNBOUND]
+    unbound = [] if names_place(terms_of(course)) else [UNBOUND]
     return [
         f"registered run 0x{found.run.hex()} on chain {chain} with a pool of {coins(pool)}; "
         f"{sent.gas} gas",
