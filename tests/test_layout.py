@@ -20,7 +20,7 @@ SOURCE = Path(dilocox.__file__).parent
 ROOT = SOURCE.parents[1]
 LINES, FUNCTION, PARAMETERS = 500, 80, 8
 """Most lines of a module, most lines of a function, most parameters of a function."""
-PACKAGES, MODULES = 13, 5
+PACKAGES, MODULES = 13, 6
 """Most packages, and most modules beside `__init__` and `__main__`, at the top of dilocox."""
 TOO_LARGE = {"api.join", "api.site", "api.train"}
 """Functions with more lines or parameters than the limits. None may be added.
