@@ -159,6 +159,15 @@ def test_a_table_of_ones_own(plan: Command, file: Path, tmp_path: Path) -> None:
     assert "rent unknown" in out
 
 
+def test_prices_are_compared_with_one_cluster(plan: Command, file: Path) -> None:
+    base = (file, "--gpu", "l40s", "--link", "1gbit", "--compare", "4", "--rent", "1", *FIXED)
+    code, out, _ = plan(*base)
+    assert code == 0
+    assert "one cluster: 2 such GPUs at $4 an hour" in out
+    code, out, _ = plan(*base, "--json")
+    assert json.loads(out)["comparison"]["gpus"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -172,6 +181,9 @@ def test_a_table_of_ones_own(plan: Command, file: Path, tmp_path: Path) -> None:
         (["--gpu", "l40s", "--link", "1gbit", "--utilisation", "2"], "--utilisation 2"),
         (["--gpu", "l40s", "--link", "1gbit", "--rtt", "-1"], "--rtt -1"),
         (["--gpu", "l40s", "--link", "1gbit", "--tokens", "0"], "--tokens 0"),
+        (["--gpu", "l40s", "--link", "1gbit", "--compare", "nan"], "--compare nan"),
+        (["--gpu", "l40s", "--link", "1gbit", "--rent", "-1"], "--rent -1"),
+        (["--gpu", "l40s", "--link", "1gbit", *["--rent", "1"] * 3], "--rent is given 3 times"),
         (["--gpu", "l40s", "--link", "1gbit", "--fabric", "x"], '--fabric: "x" is not a rate'),
         (["--gpu", "local", "--link", "1gbit"], "`dilocox plan --calibrate` measures"),
         (["--gpu", "l40s", "--link", "measured"], "`dilocox plan --calibrate --peer HOST:PORT`"),

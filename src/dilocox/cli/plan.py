@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--egress", type=float, metavar="USD", help="price per GB that leaves a site"
     )
+    command.add_argument(
+        "--rent", type=float, action="append", default=[], metavar="USD",
+        help="price per GPU and hour, or the electricity of your own GPUs; give it once, or once "
+        "per site (default: as in the table of GPUs)",
+    )  # fmt: skip
+    command.add_argument(
+        "--compare", type=float, metavar="USD",
+        help="compare the cost with one cluster with a fast network, whose GPUs cost this per hour",
+    )  # fmt: skip
     command.add_argument(
         "--fabric", metavar="RATE", help="rate of a node's network inside its site (100gbit)"
     )
@@ -167,12 +177,14 @@ def _calibrate(config: RunConfig | None, peer: str | None, path: Path) -> Path:
 
 
 def _plan(config: RunConfig, options: argparse.Namespace, tables: Sequence[Path]) -> None:
+    from dilocox.tools.planner.comparison import at_price, compare
     from dilocox.tools.planner.hardware_table import HardwareTable
     from dilocox.tools.planner.plan import plan_run
-    from dilocox.tools.planner.render import as_json, as_text
+    from dilocox.tools.planner.render import as_json, as_text, compared
 
     table = HardwareTable.load(*tables)
     places, links = sites_of(config, options, table)
+    places = at_price(places, options.rent)
     if options.tokens is not None and not (options.tokens >= 1 and math.isfinite(options.tokens)):
         raise ConfigError(f"--tokens {options.tokens:g}: give a number of tokens, such as 1e9")
     lively = sys.stderr.isatty()
@@ -188,7 +200,12 @@ def _plan(config: RunConfig, options: argparse.Namespace, tables: Sequence[Path]
     finally:
         if lively:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    print(json.dumps(as_json(plan), indent=2) if options.json else as_text(plan))
+    other = None if options.compare is None else compare(plan, options.compare)
+    if options.json:
+        more = {} if other is None else {"comparison": asdict(other)}
+        print(json.dumps(as_json(plan) | more, indent=2))
+    else:
+        print("\n\n".join([as_text(plan), *([] if other is None else [compared(other)])]))
 
 
 def sites_of(
@@ -216,7 +233,7 @@ def sites_of(
     links = options.link or ([measured] if options.calibrate else [])
     if not links and count > 1:
         raise ConfigError("--link: say how fast the sites' links are, for example --link 1gbit")
-    for name, given in (("--gpu", gpus), ("--link", links)):
+    for name, given in (("--gpu", gpus), ("--link", links), ("--rent", options.rent)):
         if len(given) not in (0, 1, count):
             raise ConfigError(
                 f"{name} is given {len(given)} times: give it once, or once for each of the "
@@ -225,7 +242,9 @@ def sites_of(
     share = options.utilisation
     if share is not None and not 0 < share <= 1:
         raise ConfigError(f"--utilisation {share:g}: give a share above 0 and up to 1")
-    for name, value in (("--rtt", options.rtt), ("--egress", options.egress)):
+    rents = [("--rent", usd) for usd in options.rent]
+    egress = [("--egress", options.egress), ("--compare", options.compare)]
+    for name, value in (("--rtt", options.rtt), *egress, *rents):
         if value is not None and not (value >= 0 and math.isfinite(value)):
             raise ConfigError(f"{name} {value:g}: give a number of at least 0")
     memory = options.host_memory

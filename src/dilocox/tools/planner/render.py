@@ -10,6 +10,7 @@ from dilocox.config.site import SiteSection
 from dilocox.inner.memory import GIB, inner_bytes_per_parameter, outer_bytes_per_parameter
 from dilocox.record.writer.windows import bound_of
 from dilocox.tools.planner.bottleneck import sentence, shares
+from dilocox.tools.planner.comparison import Comparison
 from dilocox.tools.planner.host_memory import HostMemory
 from dilocox.tools.planner.memory_footprint import Footprint
 from dilocox.tools.planner.memory_parts import parts_json, parts_text
@@ -237,6 +238,21 @@ def _costs(plan: RunPlan) -> str:
     return (
         f"{number(budget.tokens)} tokens: {_duration(budget.seconds)}, {usd}, "
         f"${budget.egress_usd:,.2f} egress for {size(budget.egress_bytes)}{hint}{total}"
+    )
+
+
+def compared(found: Comparison) -> str:
+    """Return a comparison as one line."""
+    where = (
+        f"one cluster: {found.gpus} such GPUs at ${found.usd_per_hour:g} an hour, where exchanges "
+        f"take no time: {_duration(found.seconds)}, ${found.usd:,.0f}"
+    )
+    if found.saved is None or found.equal_usd_per_hour is None:
+        return f"{where}; the rent of this run is unknown (--rent USD)"
+    less = f"{abs(found.saved):.1%} {'less' if found.saved >= 0 else 'more'}"
+    return (
+        f"{where}; this run costs {less}, and the same if a GPU there cost "
+        f"${found.equal_usd_per_hour:.2f} an hour"
     )
 
 
