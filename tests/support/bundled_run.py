@@ -38,9 +38,9 @@ def publisher(run: Path, place: Place, every: int = 1) -> Publisher:
     return Publisher(RunSource(run), place, every, Uplink(None))
 
 
-def verified(url: str, key: str | None = None) -> Report:
+def verified(url: str, key: str | None = None, seconds: float = 60.0) -> Report:
     """Verify what is published at `url`, from the bundles alone."""
-    with fetched(Place(url), key) as found:
+    with fetched(Place(url, seconds=seconds), key) as found:
         return verify_fetched(found, Places(found.folder, key=key), lambda what, share: None)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dilocox.errors import RecordError
-from dilocox.record.bundles.place import DeniedError, Place
+from dilocox.record.bundles.place import DeniedError, Place, in_order
 from dilocox.record.log.blob_store import MissingError
 
 
@@ -102,3 +103,36 @@ def test_failures_are_repeated_but_refusals_are_not() -> None:
     with pytest.raises(DeniedError):
         of(denied, patience=60.0).put("a", b"1")
     assert denied.calls == 1
+
+
+def test_results_come_in_order_and_few_items_are_taken() -> None:
+    taken: list[int] = []
+    gate = threading.Barrier(3)
+
+    def items() -> Iterator[int]:
+        for number in range(9):
+            taken.append(number)
+            yield number
+
+    def call(number: int) -> int:
+        gate.wait(60)  # passes only if three calls run at once
+        return -number
+
+    for number, result in enumerate(in_order(call, items(), at_once=3)):
+        assert result == -number
+        assert len(taken) <= number + 4
+    assert len(taken) == 9
+
+
+def test_after_an_error_no_further_calls_begin() -> None:
+    done: list[int] = []
+
+    def call(number: int) -> int:
+        if number == 2:
+            raise RecordError("no")
+        done.append(number)
+        return number
+
+    with pytest.raises(RecordError, match="no"):
+        list(in_order(call, range(100), at_once=2))
+    assert set(done) <= {0, 1, 3}

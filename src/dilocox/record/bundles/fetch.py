@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.bundles.place import DeniedError, Place
-from dilocox.record.bundles.publication import INDEX, INDEX_BYTES, Bundle, Publication
+from dilocox.record.bundles.place import DeniedError, Place, in_order
+from dilocox.record.bundles.publication import INDEX, INDEX_BYTES, INDEX_USUAL, Bundle, Publication
 from dilocox.record.bundles.tar_members import STATEMENTS, MalformedError, members
 from dilocox.record.log.blob_store import MissingError
 from dilocox.record.log.bounded_reads import TooLargeError
@@ -54,7 +54,7 @@ def is_bundled(url: str) -> bool:
     Raises `RecordError` if the storage cannot be asked.
     """
     try:
-        Place(url).get(INDEX, INDEX_BYTES)
+        Place(url).get(INDEX, INDEX_BYTES, INDEX_USUAL)
     except (MissingError, DeniedError):
         return False
     return True
@@ -67,7 +67,7 @@ def read_index(place: Place, key: str | None = None) -> Publication:
     `MissingError` if there is no index, `BadBundleError` if it is not authentic, and `RecordError`
     if the storage fails.
     """
-    data = place.get(INDEX, INDEX_BYTES)
+    data = place.get(INDEX, INDEX_BYTES, INDEX_USUAL)
     try:
         return Publication.parse(data.decode("utf-8"), key)
     except (RecordError, UnicodeDecodeError) as error:
@@ -110,7 +110,8 @@ def fetch_into(found: Fetched, place: Place, progress: Progress) -> None:
     for number, bundle in enumerate(bundles):
         progress("fetching bundles", number / len(bundles))
         try:
-            _unpack(bundle, _Parts(bundle, place), found.folder)
+            with contextlib.closing(_Parts(bundle, place)) as parts:
+                _unpack(bundle, parts, found.folder)
         except MissingError:
             raise BadBundleError(f"{bundle.name}: was published, but is not there") from None
         except MalformedError as error:
@@ -122,8 +123,13 @@ class _Parts:
     """The bytes of a bundle. Every part is checked before any of its bytes is given out."""
 
     def __init__(self, bundle: Bundle, place: Place) -> None:
-        self._bundle, self._place = bundle, place
-        self._left = iter(zip(bundle.paths(), bundle.parts, strict=True))
+        def get(part: tuple[str, str]) -> tuple[str, str, bytes]:
+            try:
+                return *part, place.get(part[0], bundle.part_size)
+            except TooLargeError:
+                return *part, b""
+
+        self._left = in_order(get, zip(bundle.paths(), bundle.parts, strict=True))
         self._data, self._at = b"", 0
         self.whole = hashlib.sha256()
 
@@ -138,14 +144,14 @@ class _Parts:
             found += piece
         return bytes(found)
 
+    def close(self) -> None:
+        """End the fetches that have begun."""
+        self._left.close()
+
     def _next(self) -> bool:
-        path, digest = next(self._left, ("", ""))
+        path, digest, data = next(self._left, ("", "", b""))
         if not path:
             return False
-        try:
-            data = self._place.get(path, self._bundle.part_size)
-        except TooLargeError:
-            data = b""
         if sha256(data) != digest:
             raise MalformedError(f"{path} has other bytes than were published")
         self.whole.update(data)

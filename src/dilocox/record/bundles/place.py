@@ -10,7 +10,10 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
 from typing import TypeVar
@@ -21,15 +24,23 @@ import fsspec
 from dilocox.errors import RecordError
 from dilocox.record.log import bounded_reads
 from dilocox.record.log.blob_store import MissingError
+from dilocox.utils.backoff import backoff_delays
 from dilocox.utils.plain_text import plain
-from dilocox.utils.storage import is_local, retry, run_in_thread, sync_folder, unsafe_reason
+from dilocox.utils.storage import is_local, run_in_thread, sync_folder, unsafe_reason
 
 CALL_SECONDS = 60.0
 """Seconds that a call may take, beside the time for its bytes."""
 SLOWEST = 50_000
 """Bytes per second of the slowest link that is waited for."""
+WRITTEN = "written"
 _DENIED = (401, 403)
+_FIRST, _MOST = 0.5, 10.0
+"""Seconds of the first and of the longest pause before a call is repeated."""
 
+AT_ONCE = 4
+"""Parts that are moved at once: a single request does not fill a long link."""
+
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -64,17 +75,18 @@ class Place:
         except (ValueError, ImportError) as error:
             raise RecordError(
                 f"{self.url}: cannot be opened ({_reason(error)}); give a URL that fsspec knows, "
-                "and install the package for it"
+                "and install the package for it (s3://: pip install 'dilocox[s3]')"
             ) from None
         self._root = root.rstrip("/")
         self._local = is_local(self._files)
         self._patience, self._seconds = patience, seconds
 
-    def get(self, path: str, most: int) -> bytes:
+    def get(self, path: str, most: int, usual: int | None = None) -> bytes:
         """Return the bytes of a file of at most `most` bytes.
 
-        Raises `MissingError` if the file does not exist, `DeniedError` if access is refused, and
-        `RecordError` if the file is larger, or the storage fails.
+        `usual`: bytes for which the call gets time; None: `most`. Raises `MissingError` if the file
+        does not exist, `DeniedError` if access is refused, and `RecordError` if the file is larger,
+        or the storage fails.
         """
 
         def read() -> bytes:
@@ -83,11 +95,11 @@ class Place:
                 raise RecordError(f"{self.url}/{path}: {unsafe}; bundles are plain files")
             return bounded_reads.read(self._files, self._at(path), most)
 
-        return self._call(read, path, "read", most)
+        return self._call(read, path, "read", most if usual is None else usual)
 
     def put(self, path: str, data: bytes) -> None:
         """Write a file; a file of this name is replaced. Raises `RecordError`."""
-        self._call(lambda: self._write(self._at(path), data), path, "written", len(data))
+        self._call(lambda: self._write(self._at(path), data), path, WRITTEN, len(data))
 
     def size(self, path: str) -> int | None:
         """Return the bytes of a file; None if it does not exist. Raises `RecordError`."""
@@ -133,20 +145,47 @@ class Place:
                 return run_in_thread(action).result(limit)
             except LateError:
                 raise _FailedError(f"no answer for {limit:.0f} s") from None
-            except FileNotFoundError:
-                raise MissingError(f"{where}: not there") from None
             except RecordError:
                 raise
             except Exception as error:  # every kind of storage has errors of its own
+                if isinstance(error, FileNotFoundError) and done != WRITTEN:
+                    raise MissingError(f"{where}: not there") from None
                 if isinstance(error, PermissionError) or getattr(error, "status", 0) in _DENIED:
                     reason = _reason(error)
                     raise DeniedError(f"{where}: cannot be {done} ({reason})") from None
                 raise _FailedError(_reason(error)) from None
 
+        end = time.monotonic() + self._patience
+        for pause in backoff_delays(_FIRST, _MOST):
+            try:
+                return once()
+            except _FailedError as error:
+                if time.monotonic() + pause > end:
+                    raise RecordError(f"{where}: cannot be {done} ({error})") from None
+            time.sleep(pause)
+        raise AssertionError("pauses never end")
+
+
+def in_order(
+    call: Callable[[S], T], items: Iterable[S], at_once: int = AT_ONCE
+) -> Generator[T, None, None]:
+    """Call `call` for each item, several at once; yield the results in the items' order.
+
+    At most `at_once` items are taken before their results are used. After an exception of `call`,
+    which is raised in its place, no further calls begin.
+    """
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(at_once, "storage") as pool:
         try:
-            return retry(once, self.url, self._patience, failures=(_FailedError,))
-        except _FailedError as error:
-            raise RecordError(f"{where}: cannot be {done} ({error})") from None
+            for item in items:
+                waiting.append(pool.submit(call, item))
+                if len(waiting) >= at_once:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for each in waiting:
+                each.cancel()
 
 
 class _FailedError(Exception):

@@ -22,6 +22,8 @@ INDEX = "publication.jsonl"
 """Name of the index at the URL of a published run."""
 INDEX_BYTES = 1 << 26
 """Limit in bytes of an index."""
+INDEX_USUAL = 1 << 20
+"""Bytes of an index for which a reader waits on the slowest link."""
 PUBLICATION = "urn:dilocox:publication:v1"
 """The whole `predicateType`. These statements are never part of a log."""
 MOST_PART = 1 << 26

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.bundles.place import Place
+from dilocox.record.bundles.place import Place, in_order
 from dilocox.record.bundles.publication import Bundle
 from dilocox.record.bundles.tar_members import CHUNK, END, header, padding
 from dilocox.record.log.audit_verdicts import Prefix
@@ -93,16 +93,18 @@ class BundleFile:
 
         Raises `RecordError`.
         """
-        sent = 0
-        for path, data in zip(bundle.paths(), self._parts(), strict=True):
+
+        def send(part: tuple[str, bytes]) -> int:
+            path, data = part
             if place.size(path) == len(data):
-                continue
+                return 0
             uplink.take(len(data))
             place.put(path, data)
             if place.size(path) != len(data):
                 raise RecordError(f"{place.url}/{path}: was written, but is not there whole")
-            sent += len(data)
-        return sent
+            return len(data)
+
+        return sum(in_order(send, zip(bundle.paths(), self._parts(), strict=True)))
 
     def _parts(self) -> Iterator[bytes]:
         self._file.seek(0)

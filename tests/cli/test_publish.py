@@ -1,0 +1,70 @@
+"""Options of `dilocox publish`, and what it prints of a run in bundles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dilocox.cli.main import main
+from dilocox.config.outer import rate_of
+from dilocox.tools.storage import uplink
+from tests.support.older_record import unpacked
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--to", "public", "--every", "2"], "--every: is for bundles; give --to a URL"),
+        (["--to", "public", "--follow"], "--follow: is for bundles"),
+        (["--to", "public", "--limit", "1mbit"], "--limit: is for bundles"),
+        (["--to", "file:///tmp/x", "--link"], "--link: is for a folder"),
+        (["--to", "file:///tmp/x"], "is not the folder of a run's coordinator"),
+        (["--to", "nonsense://x"], "nonsense://x: cannot be opened"),
+        (["--to", "ftp://me:geheim@x/y"], "the URL holds a password"),
+        (["--to", "file:///tmp/x", "--every", "0"], "give a number of rounds"),
+        (["--to", "file:///tmp/x", "--limit", "0mbit"], "give a rate such as 10mbit"),
+        (["--to", "file:///tmp/x", "--limit", "10MB"], "give a rate such as 10mbit"),
+    ],
+)
+def test_what_contradicts_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], reason: str
+) -> None:
+    code, out, err = said(capsys, "publish", str(tmp_path / "run"), *arguments)
+    assert code in (1, 2)
+    assert reason in err
+    assert "geheim" not in out + err
+
+
+def test_a_run_in_bundles(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[int | None] = []
+    own = uplink.Uplink.__init__
+    monkeypatch.setattr(
+        uplink.Uplink, "__init__", lambda self, rate: (rates.append(rate), own(self, rate))[1]
+    )
+    run, url = unpacked(tmp_path), f"file://{tmp_path}/public"
+    options = ["--to", url, "--every", "1", "--limit", "800mbit", "--follow"]
+    code, out, err = said(capsys, "publish", str(run), *options)
+    assert (code, err, rates) == (0, "", [rate_of("800mbit")])
+    assert out.splitlines() == [
+        f"3 new bundles, 191.5 kB; uploaded to {url}",
+        f"how to check it: dilocox verify {url}",
+    ]
+    for place in (url, f"{tmp_path}/public"):
+        code, out, err = said(capsys, "verify", place)
+        assert code == 3  # an older record, whose run file nobody signed
+        assert out.splitlines()[1].startswith(f"PASS     bundles     3 bundles of {place}, 0.2 MB")
+    next((tmp_path / "public" / "bundles").iterdir()).write_bytes(b"")
+    code, out, err = said(capsys, "verify", url, "--json")
+    assert code == 1
+    assert '"FAIL"' in out
