@@ -11,6 +11,7 @@ with a training loop of your own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,8 +190,10 @@ def site(
     """Take part in a run as one site, with a training loop of your own.
 
     The result is a context manager. Entering it joins the run and writes the run's weights into
-    `model`. Within the context, the loop calls `step` once after each optimizer step. The site has
-    one process. Its run file needs `own_code = true` for the site, and `inner.optimizer = "sgd"`.
+    `model`. Within the context, the loop calls `step` once after each optimizer step. The run file
+    needs `own_code = true` for the site, and `inner.optimizer = "sgd"`. The site may have several
+    processes on one machine, which all call this function alike, with a model in
+    `DistributedDataParallel`.
 
     Args:
         run: the run, or the path of its run file.
@@ -221,7 +224,7 @@ def site(
 
     config = run if isinstance(run, RunConfig) else load_run(run)
     parts = loop.own_loop(model, optimizer, evaluation, state)
-    endpoint = endpoint_of(config, name, address, token_file)
+    endpoint = functools.partial(endpoint_of, config, name, address, token_file)
     return loop.site_of(config, name, parts, endpoint, quiet)
 
 

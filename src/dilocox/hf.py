@@ -69,6 +69,11 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Join the run. Raises `DilocoxError` if the site cannot take part."""
+        if args.world_size > 1:
+            raise ConfigError(
+                f"SiteCallback: the trainer has {args.world_size} processes; start one, or call "
+                "dilocox.site in a loop of your own"
+            )
         if state.max_steps < self._config.total_steps:
             raise ConfigError(
                 f"max_steps: the trainer takes {state.max_steps} steps, the run has "

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.inner.loop_optimizers import Stateful
-from dilocox.inner.step_result import ReportedStep
-from dilocox.training.builder import anchors
 from dilocox.training.launch.own_site import Outcome, OwnSite
-from dilocox.training.loop.model import Evaluation, LoopModel
+from dilocox.training.launch.several_processes import FollowingSite, join_together
+from dilocox.training.loop.model import Evaluation, trained_tensors
 from dilocox.training.loop.parts import OwnLoop
 from dilocox.training.loop.progress_lines import ProgressLines
+from dilocox.training.loop.ranks import several_processes
 from dilocox.training.loop.turns import StepWork
 
 B = TypeVar("B")
@@ -32,7 +33,7 @@ class Site:
     context before the run has ended makes the site leave the run.
     """
 
-    def __init__(self, own: OwnSite) -> None:
+    def __init__(self, own: OwnSite | FollowingSite) -> None:
         """Use `dilocox.site` instead."""
         self._own = own
         self._work: StepWork | None = None
@@ -50,7 +51,7 @@ class Site:
         self._entered = True
         try:
             self._own.start()
-            self._work = self._own.turns.take()
+            self._work = self._own.take()
         except BaseException as error:
             self._end(error)
             raise
@@ -66,6 +67,9 @@ class Site:
     ) -> None:
         """Leave the run if it goes on, and wait until the site's part has ended."""
         self._end(error)
+        why = None if error is None else self._own.explanation(error)
+        if why is not None:
+            raise why from error
 
     def _end(self, error: BaseException | None) -> None:
         for hook in self._hooks:
@@ -125,7 +129,7 @@ class Site:
     @property
     def round(self) -> int:
         """Number of the round, from 0."""
-        return 0 if self._own.trainer is None else self._own.trainer.at.round
+        return self._own.round
 
     def step(
         self,
@@ -141,7 +145,7 @@ class Site:
 
         Args:
             loss: mean loss of the step. The host does not wait for a tensor of a GPU.
-            tokens: tokens of the step. None: as many as the run file's batch has.
+            tokens: tokens of the step, in this process. None: as many as the run file's batch has.
             grad_norm: norm of the gradient, for the metrics.
 
         Returns:
@@ -157,11 +161,11 @@ class Site:
                 f"site.step: loss has the shape {tuple(loss.shape)}; give the mean, a scalar"
             )
         if work.last:
-            self._model.check()
+            self._own.check_model()
         self._steps_taken.clear()
-        self._own.turns.done(ReportedStep(loss, grad_norm, tokens))
+        self._own.done(loss, grad_norm, tokens)
         self._work = None
-        self._work = self._own.turns.take()
+        self._work = self._own.take()
         return self._work is not None
 
     def batches(self, loader: Iterable[B] | None = None) -> Iterator[Any]:
@@ -188,6 +192,7 @@ class Site:
                 'data.packing "documents": site.batches() gives tokens and labels alone; set it '
                 'to "stream" or "none", or pass a loader of your own'
             )
+        self._own.check_batches()
         while self._work is not None:
             work = self._work
             assert self._own.batches is not None
@@ -237,11 +242,9 @@ class Site:
         The trained tensors are copies of the run's anchor, on the CPU. All other entries are the
         model's own. Call this within the context, between two steps, or after the run's end.
         """
-        if self._own.trainer is None:
-            raise TrainingError(f"{self._me}: has no shared model before it has joined the run")
+        shared = self._own.shared_tensors()
         model = self._own.loop.model
-        shared = anchors(self._own.trainer.rank)
-        names = {id(p): name for name, p in self._model.trained.items()}
+        names = {id(p): name for name, p in trained_tensors(model).items()}
         kept = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
         state: dict[str, Tensor] = {}
         for name, tensor in model.state_dict().items():
@@ -259,13 +262,6 @@ class Site:
     def leave(self) -> None:
         """Ask the run to let this site go. Steps go on until the rounds planned are done."""
         self._own.retire()
-
-    @property
-    def _model(self) -> LoopModel:
-        assert self._own.trainer is not None
-        model = self._own.trainer.rank.model
-        assert isinstance(model, LoopModel)
-        return model
 
     def _due(self) -> StepWork:
         if self._work is None:
@@ -297,9 +293,23 @@ def own_loop(
 ) -> OwnLoop:
     """Return the parts of a loop, as `dilocox.site` takes them."""
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    return OwnLoop(model, given, evaluation, state or {})
+    whole = model.module if isinstance(model, DistributedDataParallel) else model
+    return OwnLoop(whole, given, evaluation, state or {})
 
 
-def site_of(config: RunConfig, name: str, loop: OwnLoop, endpoint: Endpoint, quiet: bool) -> Site:
-    """Return the site `name`, checked and not yet entered. See `dilocox.site`."""
-    return Site(OwnSite(config, name, endpoint, loop, ProgressLines(quiet)))
+def site_of(
+    config: RunConfig,
+    name: str,
+    loop: OwnLoop,
+    endpoint: Callable[[], Endpoint],
+    quiet: bool,
+) -> Site:
+    """Return the site `name`, checked and not yet entered. See `dilocox.site`.
+
+    `endpoint`: returns the coordinator's address and the token; only the site's first process
+    calls it.
+    """
+    show = ProgressLines(quiet)
+    if several_processes():
+        return Site(join_together(config, name, loop, endpoint, show))
+    return Site(OwnSite(config, name, endpoint(), loop, show))

@@ -2,18 +2,22 @@
 
 Arguments: run file, site, mode, overrides. Modes: `plain`; `dies` raises an error of its own at
 inner step 10; `leaves` asks to leave after its first step; `busy` has several optimizers, gradient
-accumulation, a scaler and its own loader.
+accumulation, a scaler and its own loader. With torchrun's variables this is one of several
+processes, and the last one dies; `unwrapped` averages no gradients.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import dilocox
@@ -42,8 +46,12 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 def plain(config: dilocox.RunConfig, name: str, mode: str) -> str:
     """The shortest loop."""
-    model = model_of(config)
+    model, rank, world = model_of(config), 0, int(os.environ.get("WORLD_SIZE", "1"))
     optimizer, asked = adamw(dict(model.named_parameters())), False
+    if world > 1:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        model = model if mode == "unwrapped" else DistributedDataParallel(model)
     with dilocox.site(config, name=name, model=model, optimizer=optimizer) as site:
         for inputs, labels in site.batches():
             for group in optimizer.param_groups:
@@ -52,12 +60,12 @@ def plain(config: dilocox.RunConfig, name: str, mode: str) -> str:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if mode == "dies" and site.inner_step == 10:
+            if mode == "dies" and site.inner_step == 10 and rank == world - 1:
                 raise ZeroDivisionError("a mistake of the loop")
             if mode == "leaves" and not asked:
                 asked = True
                 site.leave()
-            site.step(loss=loss)
+            site.step(loss=loss, tokens=labels.numel() if world > 1 else None)
     return site.outcome
 
 

@@ -79,6 +79,7 @@ class Batches:
         files: TokenFiles,
         device: torch.device | None = None,
         read: Dataset | None = None,
+        shards: int | None = None,
     ) -> Batches:
         """Return the batches of one `shard` of `site`.
 
@@ -86,7 +87,9 @@ class Batches:
             files: the run's token files. They are used unless the site has token files of its own.
             device: device that trains on the batches. None means the CPU.
             read: the user's own dataset, which replaces all token files.
+            shards: number of parts of each batch; None means `site.shards`.
         """
+        shards = shards or config.site.shards
         if read is None:
             own = config.sites[site].data
             space = SequenceSpace.of(
@@ -95,8 +98,8 @@ class Batches:
                 seed=config.run.seed,
             )
             counts = None if space.all_labels_count else space
-            return cls(space.read, shard, config.site.shards, device, counts)
-        return cls(read, shard, config.site.shards, device)
+            return cls(space.read, shard, shards, device, counts)
+        return cls(read, shard, shards, device)
 
     def step(
         self, ranges: Ranges, batch: int, number: int, members: Sequence[MemberPlan] = ()

@@ -22,6 +22,7 @@ _STATE = ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
 _CONTEXT = ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPStateContext")
 _GROUP = ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup")
 _PARAMETER = ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam")
+_DISTRIBUTED = "torch.distributed.distributed_c10d"
 _FILES = ("torch.distributed.checkpoint._fsspec_filesystem", "")
 
 NAMES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -49,6 +50,7 @@ NAMES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("torch", "", ("_foreach_add_",), "inner.optimizer muon"),
     ("torch", "", ("_foreach_copy_",), "site.precision bf16"),
     ("torch.cuda", "", ("_is_in_bad_fork",), "the start of ranks"),
+    (_DISTRIBUTED, "", ("_get_default_store",), "a loop of several processes"),
     ("torch.utils._python_dispatch", "", ("TorchDispatchMode",), "activation_checkpointing"),
     ("torch.utils._pytree", "", ("tree_leaves",), "activation_checkpointing"),
     ("torch._dynamo.config", "", ("suppress_errors",), "model.compile"),
@@ -263,3 +265,10 @@ def weight_half_takes_functions() -> bool:
     """
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
+
+
+def default_store() -> torch.distributed.Store:
+    """Return the store in which the processes of the default process group have met."""
+    module = importlib.import_module(_DISTRIBUTED)
+    store: torch.distributed.Store = module._get_default_store()
+    return store

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from dilocox.config.run_config import RunConfig, resolve_run
@@ -15,7 +18,8 @@ from dilocox.errors import ConfigError, ModelError
 from dilocox.loop import own_loop
 from dilocox.models import load_model_config
 from dilocox.training.builder import RankPlace, anchors
-from dilocox.training.loop.parts import OwnModelPlan, build_parts, check_loop
+from dilocox.training.launch.several_processes import FollowingSite
+from dilocox.training.loop.parts import OwnLoop, OwnModelPlan, build_parts, check_loop, plan_of
 from dilocox.training.loop.turns import Turns
 from tests.support.base_model import write_base
 
@@ -47,7 +51,7 @@ def run_with(
     ("run", "said"),
     [
         ({"own_code": False}, r"sites\.paris\.own_code: is false"),
-        ({"sections": {"site": {"shards": 2}}}, "one process per site"),
+        ({"sections": {"site": {"shards": 2}}}, "divides no model among processes"),
         ({"sections": {"site": {"code": __file__}}}, r"site\.code: has functions for"),
         ({"sections": {"outer": {"method": "allreduce"}}}, "gradients of every step"),
         ({"sections": {"admission": {"gate": True}}}, r"admission\.gate: needs dilocox's own"),
@@ -63,12 +67,37 @@ def test_a_run_that_needs_dilocoxs_own_loop_is_refused(run: dict[str, Any], said
         check_loop(run_with(**run), "paris")
 
 
-def test_several_processes_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one process per site"):
+    with pytest.raises(ConfigError, match=r"call torch\.distributed\.init_process_group and wrap"):
         check_loop(run_with(), "paris")
     monkeypatch.setenv("WORLD_SIZE", "1")
     check_loop(run_with(), "paris")
+
+
+def test_a_divided_model_is_refused(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 4)
+        config = run_with(sections={"model": {"own": True, "architecture": None}})
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ModelError, match=r"weight is divided among processes \(FSDP2, DTensor"):
+            plan_of(config, OwnLoop(model, []), 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_processes_divide_a_batch_evenly() -> None:
+    class Ranks:
+        world = 3
+
+    site = FollowingSite.__new__(FollowingSite)
+    site.config, site.name, site.ranks = run_with(), "paris", Ranks()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="cannot be divided among the 3 processes of site paris"):
+        site.check_batches()
+    Ranks.world = 2
+    site.check_batches()
 
 
 def built(model: nn.Module, config: RunConfig | None = None, vocabulary: int = 300) -> Any:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.endpoint import Endpoint
@@ -29,8 +30,9 @@ from dilocox.errors import (
     RunStoppedError,
     TrainingError,
 )
+from dilocox.inner.step_result import ReportedStep
 from dilocox.models.prefetch import fetch_weights
-from dilocox.training.builder import Batches, RankParts, RankPlace
+from dilocox.training.builder import Batches, RankParts, RankPlace, anchors
 from dilocox.training.launch import site_log
 from dilocox.training.launch.coordinator_check import ENDPOINT
 from dilocox.training.launch.data_check import check_data
@@ -43,6 +45,7 @@ from dilocox.training.launch.run_folder import check_writable
 from dilocox.training.launch.site import SiteLine, enrol_site, exchange_address
 from dilocox.training.loop.batches import LoopBatches
 from dilocox.training.loop.hooks import LoopHooks
+from dilocox.training.loop.model import LoopModel
 from dilocox.training.loop.parts import (
     OwnLoop,
     OwnModelPlan,
@@ -50,7 +53,7 @@ from dilocox.training.loop.parts import (
     check_loop,
     plan_of,
 )
-from dilocox.training.loop.turns import LoopLeftError, Turns
+from dilocox.training.loop.turns import LoopLeftError, StepWork, Turns
 from dilocox.training.trainer import Left, Stopped, Trainer
 from dilocox.transport.link.endpoint import check_ports
 from dilocox.transport.link.tcp import check_congestion
@@ -135,6 +138,8 @@ class OwnSite:
         self.outcome: Outcome = "running"
         self.turns = Turns(self.device, self._look)
         self._line: SiteLine | None = None
+        self._part = (0, 1)
+        """(number, parts): the part of each batch of the run's data that this process reads."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -252,7 +257,9 @@ class OwnSite:
         )
 
     def _open(self, files: TokenFiles) -> Batches:
-        found = LoopBatches.open(self.config, self.name, 0, files, self.device)
+        found = LoopBatches.open(
+            self.config, self.name, self._part[0], files, self.device, shards=self._part[1]
+        )
         assert isinstance(found, LoopBatches)
         self.batches = found
         return found
@@ -278,6 +285,51 @@ class OwnSite:
         rank = self.trainer.rank
         for state in rank.states:
             state.layout.unpack(state.anchor, rank.live)
+
+    @property
+    def round(self) -> int:
+        """Number of the round, from 0."""
+        return 0 if self.trainer is None else self.trainer.at.round
+
+    @property
+    def model(self) -> LoopModel:
+        """The user's model as the trainer knows it."""
+        assert self.trainer is not None
+        model = self.trainer.rank.model
+        assert isinstance(model, LoopModel)
+        return model
+
+    def take(self) -> StepWork | None:
+        """Wait for the next inner step (`Turns.take`). Called by the user's thread."""
+        return self.turns.take()
+
+    def done(
+        self, loss: Tensor | float, grad_norm: Tensor | float | None, tokens: int | None
+    ) -> None:
+        """Report the step that `take` has returned. Called by the user's thread."""
+        self.turns.done(ReportedStep(loss, grad_norm, tokens))
+
+    def check_model(self) -> None:
+        """Raise `TrainingError` if trained tensors were replaced, added, frozen or converted."""
+        self.model.check()
+
+    def shared_tensors(self) -> Mapping[str, Tensor]:
+        """Return the run's anchor by name.
+
+        Raises `TrainingError` before the site has joined the run.
+        """
+        if self.trainer is None:
+            raise TrainingError(
+                f"site {self.name}: has no shared model before it has joined the run"
+            )
+        return anchors(self.trainer.rank)
+
+    def check_batches(self) -> None:
+        """Do nothing: this process reads whole batches."""
+
+    def explanation(self, error: BaseException) -> TrainingError | None:
+        """Return an error that says why the loop has ended by `error`, if `error` does not."""
+        return None
 
     def touch(self) -> None:
         """Note that the user's loop is at work between two steps."""

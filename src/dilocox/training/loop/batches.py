@@ -20,6 +20,9 @@ class LoopBatches(Batches):
     """Whether the loop reads data of its own."""
     last = False
     """Whether the latest step is its round's last one."""
+    due: tuple[Ranges, int, int] | None = None
+    """Of the latest step: (the site's ranges in the round, sequences per step, step of the
+    round)."""
     _due: Callable[[], Batch] | None = None
 
     def step(
@@ -27,6 +30,7 @@ class LoopBatches(Batches):
     ) -> Batch:
         """Note the batch of one inner step. The result is empty; see `Batches` for arguments."""
         self.last = sum(count for _, count in ranges) < (number + 2) * batch
+        self.due = (ranges, batch, number)
         self._due = functools.partial(super().step, ranges, batch, number, members)
         return Batch(_NONE, _NONE)
 

@@ -87,6 +87,8 @@ class LoopModel:
         """The trained tensors by name."""
         self._form = {name: _form_of(parameter) for name, parameter in trained.items()}
         self.before_update: Callable[[], None] = lambda: None
+        self.restored = False
+        """Whether a checkpoint has restored the state of the optimizers."""
 
     def inner_step(
         self,
@@ -170,6 +172,7 @@ class LoopModel:
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the state of the loop's optimizers and further objects."""
+        self.restored = True
         self._optimizers.load(state)
 
     def second_moments(self) -> SecondMoments:

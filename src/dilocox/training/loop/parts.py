@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dilocox.config.adapter import AdapterSection
 from dilocox.config.run_config import RunConfig
@@ -21,6 +22,7 @@ from dilocox.models import WeightSource
 from dilocox.outer.layout import split_pieces
 from dilocox.training.builder import ModelPlan, RankParts, RankPlace, build_states
 from dilocox.training.loop.model import NO_GATE, Evaluation, LoopModel, trained_tensors
+from dilocox.training.loop.ranks import several_processes
 from dilocox.training.loop.turns import Turns
 from dilocox.training.payload_sizes import model_shapes
 
@@ -51,10 +53,16 @@ def check_loop(config: RunConfig, site: str) -> None:
             f"sites.{site}.own_code: is false, and a loop of your own takes the site's steps; set "
             "it to true in the run file of the coordinator and of all sites"
         )
-    if config.site.ranks * config.site.replicas != 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if config.site.ranks * config.site.replicas != 1:
         raise ConfigError(
-            "site: a loop of your own is one process per site; set site.stages, site.shards and "
-            "site.replicas to 1 and start one process, or use dilocox join"
+            "site: a loop of your own divides no model among processes; set site.stages, "
+            "site.shards and site.replicas to 1, or use dilocox join"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not several_processes():
+        raise ConfigError(
+            "site: a launcher started several processes, which have formed no group; call "
+            "torch.distributed.init_process_group and wrap the model in DistributedDataParallel "
+            "before dilocox.site, or start one process"
         )
     if config.site.code is not None:
         raise ConfigError(
@@ -188,6 +196,11 @@ def _check_model(trained: Mapping[str, nn.Parameter], shapes: Mapping[str, torch
             "further tensors); build the same architecture, and freeze nothing"
         )
     for name, parameter in trained.items():
+        if isinstance(parameter, DTensor):
+            raise ModelError(
+                f"model: {name} is divided among processes (FSDP2, DTensor); wrap the whole model "
+                "in DistributedDataParallel, or use dilocox join with site.shards"
+            )
         if parameter.shape != shapes[name]:
             raise ModelError(
                 f"model: {name} has shape {tuple(parameter.shape)}, [model] of the run file says "
