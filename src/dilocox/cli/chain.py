@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from dilocox.tools.settlement.run_on_chain import Desk, RunOnChain
 
 HELP = "anchor a run on a chain, and settle what it owes its sites"
+HOOK_NICE = 10
+"""How far the hook `record.anchor` steps back behind the run that waits for the same cores."""
 MISSING = "the package web3 is not installed: pip install 'dilocox[chain]'"
 
 
@@ -305,6 +308,8 @@ def _anchor(options: argparse.Namespace) -> list[str]:
     from dilocox.tools.settlement import settling
 
     note = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    if note:
+        os.nice(HOOK_NICE)
     return settling.anchor(*_opened(options), options.run, note or None)
 
 

@@ -17,7 +17,8 @@ from web3.exceptions import Web3RPCError
 from dilocox.errors import SettlementError
 from dilocox.tools.settlement import ledger as ledgers
 from dilocox.tools.settlement.journal import Journal, append_lines, read_lines
-from dilocox.tools.settlement.ledger import Ledger, RefusedError, connect, function_of
+from dilocox.tools.settlement.ledger import Ledger, RefusedError, connect
+from dilocox.tools.settlement.resending import Signed
 from dilocox.tools.settlement.run_on_chain import Desk
 from dilocox.tools.settlement.settling import deploy_once
 
@@ -49,7 +50,7 @@ def test_a_refusal_by_the_server_leaves_the_transaction_open(
             with pytest.raises(RefusedError, match="is full"):
                 fund(desk, scene)
     ((_, signed),) = desk.journal.open().items()
-    assert function_of(bytes.fromhex(signed)) == "fund"
+    assert Signed(b"", bytes.fromhex(signed)).function == "fund"
     with desk.opened():
         assert desk.finished == ["fund"]
     with desk.opened():

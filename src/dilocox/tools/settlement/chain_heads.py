@@ -34,14 +34,21 @@ def chain_heads(place: Path, rpc: str | None = None) -> ChainHeads:
     try:
         ledger = run.ledger()
         _ = ledger.chain  # raises if the server is of another chain
+        state = ledger.state(run.run)
         registered = ledger.events("Registered", run.run, run.block)
         heads = ledger.events("Anchored", run.run, run.block)
-        forked = bool(ledger.state(run.run)["forked"])
+        forked = bool(state["forked"])
         staked = {each["who"].lower() for each in ledger.events("Staked", run.run, run.block)}
     except SettlementError as error:
         return ChainHeads(where, fault=str(error))
     if not registered:
         return ChainHeads(where, fault=f"{where} is not registered since block {run.block}")
+    if state["size"] and state["size"] not in [each["size"] for each in heads]:
+        return ChainHeads(
+            where,
+            fault=f"{where}: the server does not give all heads since block {run.block}: name "
+            "another one with --rpc",
+        )
     found = tuple(Prefix(int(each["size"]), each["root"].hex()) for each in heads)
     said, domain = registered[0], Domain(run.chain, ledger.address)
     return ChainHeads(

@@ -14,10 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from eth_account.signers.local import LocalAccount
 from web3 import Web3
 
 from dilocox.errors import SettlementError
-from dilocox.tools.settlement.ledger import RevertedError, send_again
+from dilocox.tools.settlement.ledger import RevertedError
+from dilocox.tools.settlement.limits import FEE
+from dilocox.tools.settlement.resending import Signed, send_again
 from dilocox.utils.append_file import AppendFile
 
 
@@ -51,7 +54,7 @@ class Journal:
         created = {} if contract is None else {"contract": contract}
         self._append({"done": hash_.removeprefix("0x"), **created})
 
-    def catch_up(self, web3: Web3, account: str) -> list[bytes]:
+    def catch_up(self, web3: Web3, account: LocalAccount, fee: int = FEE) -> list[Signed]:
         """Send transactions again that a crash has left open, and wait for them.
 
         A transaction is done once a block has it, or another one of its number. Any other answer
@@ -59,23 +62,31 @@ class Journal:
 
         Args:
             web3: Connection to an RPC server.
-            account: Address of the account.
+            account: Who has signed them. It signs again where a fee has become too low.
+            fee: Wei that a fee may reach.
 
         Returns:
-            The signed transactions that were left open, and are now in a block with effect.
+            The transactions that were left open, and are now in a block with effect.
 
         Raises:
             SettlementError: The chain's server fails or refuses.
         """
-        finished = []
+        groups: dict[int, list[Signed]] = {}
         for hash_, text in self.open().items():
-            signed = bytes.fromhex(text)
-            sent = None
+            each = Signed(bytes.fromhex(hash_), bytes.fromhex(text))
+            groups.setdefault(each.number, []).append(each)
+        finished = []
+        for number in sorted(groups):
+            found = None
             with contextlib.suppress(RevertedError):
-                sent = send_again(web3, account, bytes.fromhex(hash_), signed)
-            self.done(hash_, None if sent is None else sent.contract)
-            if sent is not None:
-                finished.append(signed)
+                found = send_again(web3, account, groups[number], self.keep, fee)
+            if found is not None:
+                self.done(found[0].hash.hex(), found[1].contract)
+                finished.append(found[0])
+            left = [Signed(bytes.fromhex(h), bytes.fromhex(raw)) for h, raw in self.open().items()]
+            for each in left:
+                if each.number == number:
+                    self.done(each.hash.hex())
         return finished
 
     def open(self) -> dict[str, str]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import rlp
 from eth_account.signers.local import LocalAccount
 from eth_utils.abi import function_abi_to_4byte_selector
 from eth_utils.crypto import keccak
@@ -33,6 +32,8 @@ PATIENCE = 120.0
 """Seconds that a transaction may take until it is in a block."""
 RPC_SECONDS = 20.0
 """Seconds that an RPC server may take for one answer."""
+LEAST_BLOCKS = 100
+"""Blocks of which a server must give all events at once."""
 KNOWN = ("already known", "alreadyknown", "already imported", "known transaction")
 """Parts of servers' messages on a transaction that they have already."""
 Keep = Callable[[bytes, bytes], None]
@@ -64,13 +65,13 @@ def public_part(url: str) -> str:
 
 def chain_of(web3: Web3) -> int:
     """Return the chain's id (EIP-155). Raises `SettlementError` if the RPC server fails."""
-    with _named("eth_chainId"):
+    with one_line("eth_chainId"):
         return int(web3.eth.chain_id)
 
 
 def has_code(web3: Web3, address: str) -> bool:
     """Return whether there is a contract. Raises `SettlementError` if the RPC server fails."""
-    with _named("eth_getCode"):
+    with one_line("eth_getCode"):
         return bool(web3.eth.get_code(Web3.to_checksum_address(address)))
 
 
@@ -141,7 +142,7 @@ class Ledger:
 
         Raises `SettlementError` if the RPC server fails, or the contract refuses.
         """
-        with _named(name):
+        with one_line(name):
             return self._contract.functions[name](*arguments).call()
 
     def state(self, run: bytes) -> dict[str, Any]:
@@ -167,7 +168,7 @@ class Ledger:
                 the fee is too high, or no block has the transaction in time.
         """
         chain = self.chain
-        with _named(name):
+        with one_line(name):
             function = self._contract.functions[name](*arguments)
             base = {"value": value, "chainId": chain}
             return _sent(self.web3, self._signing(), function, base, keep, self.fee)
@@ -175,26 +176,39 @@ class Ledger:
     def events(self, name: str, run: bytes, first: int = 0) -> list[dict[str, Any]]:
         """Return the arguments of all events of a run, from block `first`, in order.
 
-        Raises `SettlementError` if the RPC server fails.
+        Many servers answer only for a number of blocks. So a range that a server refuses is asked
+        for in halves, down to `LEAST_BLOCKS`. Raises `SettlementError` if the RPC server fails.
         """
-        with _named(name):
-            event = self._contract.events[name]()
-            found = event.get_logs(from_block=first, argument_filters={"run": run})
-            return [dict(each["args"]) for each in found]
+        event, last, found = self._contract.events[name](), self.block(), []
+        step = max(1, last - first + 1)
+        while first <= last:
+            end = min(last, first + step - 1)
+            try:
+                with one_line(name):
+                    found += event.get_logs(
+                        from_block=first, to_block=end, argument_filters={"run": run}
+                    )
+            except RefusedError:
+                if step <= LEAST_BLOCKS:
+                    raise
+                step = max(LEAST_BLOCKS, step // 2)
+                continue
+            first = end + 1
+        return [dict(each["args"]) for each in found]
 
     def code(self) -> bytes:
         """Return the code at the contract's address. Raises `SettlementError` like `call`."""
-        with _named("eth_getCode"):
+        with one_line("eth_getCode"):
             return bytes(self.web3.eth.get_code(self.address))
 
     def now(self) -> int:
         """Return the time of the newest block, seconds. Raises `SettlementError` like `call`."""
-        with _named("eth_getBlockByNumber"):
+        with one_line("eth_getBlockByNumber"):
             return int(self.web3.eth.get_block("latest")["timestamp"])
 
     def block(self) -> int:
         """Return the number of the newest block. Raises `SettlementError` like `call`."""
-        with _named("eth_blockNumber"):
+        with one_line("eth_blockNumber"):
             return int(self.web3.eth.block_number)
 
     def _signing(self) -> LocalAccount:
@@ -206,59 +220,9 @@ class Ledger:
 def deploy(web3: Web3, account: LocalAccount, keep: Keep | None = None, fee: int = FEE) -> Sent:
     """Deploy a `RunLedger`. Raises `SettlementError` like `Ledger.send`."""
     artifact = load_artifact()
-    with _named("deploy"):
+    with one_line("deploy"):
         contract = web3.eth.contract(abi=artifact.abi, bytecode=artifact.bytecode)
         return _sent(web3, account, contract.constructor(), {"value": 0}, keep, fee)
-
-
-def send_again(web3: Web3, account: str, hash_: bytes, signed: bytes) -> Sent | None:
-    """Send a kept transaction again, unless a block has it already; wait for its block.
-
-    Its number (nonce) lets it count once.
-
-    Args:
-        web3: Connection to an RPC server.
-        account: Address of who has signed it.
-        hash_: Its hash.
-        signed: Its bytes.
-
-    Returns:
-        The transaction in its block; None if a block has another one of its number.
-
-    Raises:
-        RevertedError: The transaction is in a block, without effect.
-        SettlementError: The RPC server fails or refuses, or no block has it in time. It may be
-            in a later block.
-    """
-    nonce = _fields(signed)[0]
-    with _named("send"):
-        used = web3.eth.get_transaction_count(Web3.to_checksum_address(account), "latest")
-        try:
-            # Asked for after the number: a transaction that has used it has its receipt by now.
-            return _sent_by(hash_, web3.eth.get_transaction_receipt(HexBytes(hash_)))
-        except TransactionNotFound:
-            if used > nonce:
-                return None
-        _push(web3, hash_, signed)
-        return _received(web3, hash_)
-
-
-def function_of(signed: bytes) -> str:
-    """Return the name of the contract's function that a signed transaction calls, or nothing."""
-    names = {
-        function_abi_to_4byte_selector(each): str(each["name"])
-        for each in load_artifact().abi
-        if each["type"] == "function"
-    }
-    return names.get(_fields(signed)[1][:4], "")
-
-
-def _fields(signed: bytes) -> tuple[int, bytes]:
-    """Return number and data of a signed transaction, of EIP-155 or of EIP-1559."""
-    typed = signed[0] < 0x80
-    fields = rlp.decode(signed[1:] if typed else signed)
-    number, data = (fields[1], fields[7]) if typed else (fields[0], fields[5])
-    return int.from_bytes(number), bytes(data)
 
 
 def coins(wei: int) -> str:
@@ -281,20 +245,24 @@ def _sent(
         "nonce": web3.eth.get_transaction_count(account.address, "pending"),
     }
     built = call.build_transaction(base)
-    most = built["gas"] * built.get("maxFeePerGas", built.get("gasPrice", 0))
-    if most > fee:
-        raise SettlementError(
-            f"the fee of a transaction could reach {coins(most)}, more than {coins(fee)}: the "
-            "chain's server says so; wait, or allow it with --most-fee"
-        )
+    check_fee(built["gas"] * built.get("maxFeePerGas", built.get("gasPrice", 0)), fee)
     signed = account.sign_transaction(built)
     if keep is not None:
         keep(bytes(signed.hash), bytes(signed.raw_transaction))
-    _push(web3, signed.hash, signed.raw_transaction)
+    push(web3, signed.hash, signed.raw_transaction)
     return _received(web3, signed.hash)
 
 
-def _push(web3: Web3, hash_: bytes, signed: bytes) -> None:
+def check_fee(most: int, limit: int) -> None:
+    """Raise `SettlementError` if a fee could reach `most` wei, and that is above `limit`."""
+    if most > limit:
+        raise SettlementError(
+            f"the fee of a transaction could reach {coins(most)}, more than {coins(limit)}: the "
+            "chain's server says so; wait, or allow it with --most-fee"
+        )
+
+
+def push(web3: Web3, hash_: bytes, signed: bytes) -> None:
     """Send a signed transaction, unless the server has it."""
     try:
         web3.eth.send_raw_transaction(signed)
@@ -309,17 +277,18 @@ def _push(web3: Web3, hash_: bytes, signed: bytes) -> None:
 
 def _received(web3: Web3, hash_: bytes) -> Sent:
     receipt = web3.eth.wait_for_transaction_receipt(HexBytes(hash_), timeout=PATIENCE)
-    return _sent_by(hash_, receipt)
+    return sent_by(hash_, receipt)
 
 
-def _sent_by(hash_: bytes, receipt: Any) -> Sent:
+def sent_by(hash_: bytes, receipt: Any) -> Sent:
+    """Return what a receipt says. Raises `RevertedError` if the transaction has no effect."""
     if receipt["status"] != 1:
         raise RevertedError(f"transaction 0x{hash_.hex()}", "in its block", "the chain")
     return Sent("0x" + hash_.hex(), receipt["gasUsed"], receipt["contractAddress"])
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def one_line(what: str) -> Iterator[None]:
     """Turn errors of the chain into one line that names the call."""
     try:
         yield

@@ -19,7 +19,6 @@ from dilocox.tools.settlement.ledger import (
     Ledger,
     Sent,
     connect,
-    function_of,
     public_part,
     run_id,
 )
@@ -123,8 +122,8 @@ class Desk:
         """
         check_code(self.ledger)
         with self.journal.only_here():
-            finished = self.journal.catch_up(self.ledger.web3, self.account.address)
-            self.finished = [function_of(each) for each in finished]
+            finished = self.journal.catch_up(self.ledger.web3, self.account, self.ledger.fee)
+            self.finished = [each.function for each in finished]
             yield self
 
     def send(self, name: str, *arguments: Any, value: int = 0) -> Sent:

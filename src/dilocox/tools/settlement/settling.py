@@ -58,7 +58,7 @@ def deploy_once(
         SettlementError: The chain refuses or fails, or the fee is too high.
     """
     with journal.only_here():
-        half = journal.catch_up(web3, account.address)
+        half = journal.catch_up(web3, account, fee)
         known = [each for each in journal.contracts() if has_code(web3, each)]
         if known and (half or not again):
             return [*known[::-1], "deployed already; --again deploys another contract"]
