@@ -10,7 +10,7 @@ import inspect
 from pathlib import Path
 
 import dilocox
-from dilocox import hf, loop
+from dilocox import loop
 
 SIGNATURES = Path(__file__).with_name("api_signatures.txt")
 """One line per name, sorted. Written anew by `python -m tests.test_api`."""
@@ -19,6 +19,9 @@ CLASSES = (dilocox.Method, dilocox.CodecKind, dilocox.CodecNumber)
 
 def signatures() -> list[str]:
     """The functions of `dilocox.__all__`, its records' fields, `Site` and `SiteCallback`."""
+    # Here, so that not every process of a test run imports what a trainer needs.
+    from dilocox import hf
+
     found = []
     for name in dilocox.__all__:
         each = getattr(dilocox, name)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
 
-from dilocox import hf
 from dilocox.errors import ConfigError
 from tests.training.loop.test_parts import run_with
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 class Told:
@@ -75,6 +76,11 @@ class Constant(nn.Module):
 def trainer_of(
     tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch, fails: bool = False, **more: Any
 ) -> Trainer:
+    # Here, so that not every process of a test run imports what a trainer needs.
+    from transformers import Trainer, TrainingArguments
+
+    from dilocox import hf
+
     monkeypatch.setattr(hf, "site", told)
     arguments = TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2,

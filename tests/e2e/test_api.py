@@ -129,7 +129,7 @@ def script(
         "checkpoint.best=true",
         'metrics.sinks=["tensorboard"]',
         "evaluation.every_rounds=2",
-        "evaluation.tasks_every=1",
+        "evaluation.tasks_every=3",
         PATIENT,
     ]
     run_file, *rest = shared_workshop.run_file("api", *sets)

@@ -47,7 +47,7 @@ def one_stage(shared_workshop: Workshop) -> dict[str, torch.Tensor]:
     [
         pytest.param("2x1", ("site.stages=2",), marks=pytest.mark.slow),
         ("4x1", ("site.stages=4", "site.micro_batch_size=1")),
-        ("1x2", ("site.stages=1", "site.shards=2")),
+        pytest.param("1x2", ("site.stages=1", "site.shards=2"), marks=pytest.mark.slow),
         ("2x2-zero-bubble", (
             "site.stages=2", "site.shards=2", "site.micro_batch_size=1", "site.chunks=2",
             "site.schedule=zbv",
@@ -98,7 +98,11 @@ def test_rounds_of_one_step_equal_synchronous_training(workshop: Workshop) -> No
             ("outer.method=opendiloco", "outer.fragments=2", "outer.slots=4"),
             marks=pytest.mark.slow,
         ),
-        ("intellect1", ("outer.method=intellect1", "outer.exchange=reduce")),
+        pytest.param(
+            "intellect1",
+            ("outer.method=intellect1", "outer.exchange=reduce"),
+            marks=pytest.mark.slow,
+        ),
         ("naive", ("outer.overlap=naive", "outer.slots=2", "compression.codec=bf16")),
         ("keep-damped", ("outer.keep=0.65", "outer.delay=7", "sites.paris.batch_size=8")),
     ],

@@ -56,7 +56,12 @@ def test_two_sick_rounds_end_the_run_which_can_be_resumed(workshop: Workshop, fo
 @pytest.mark.parametrize(
     ("hooks", "stages", "what"),
     [
-        ("sick-alone", 1, "stage 0, shard 0: gradient of model.embed_tokens.weight"),
+        pytest.param(
+            "sick-alone",
+            1,
+            "stage 0, shard 0: gradient of model.embed_tokens.weight",
+            marks=pytest.mark.slow,
+        ),
         ("poisoned-alone", 2, "stage 0: pseudo-gradient of model.embed_tokens.weight[9571]"),
     ],
 )

@@ -27,7 +27,14 @@ def course_of(run: Path) -> RunHistory:
     return read_history(content.entries, NoteKey.parse(content.public))
 
 
-@pytest.mark.parametrize(("hooks", "again"), [("none", set()), ("other-lyon", {"lyon"})])
+@pytest.mark.parametrize(
+    ("hooks", "again"),
+    [
+        # The two others of the second case go on as they were, too.
+        pytest.param("none", set(), marks=pytest.mark.slow),
+        ("other-lyon", {"lyon"}),
+    ],
+)
 def test_who_commits_to_another_contribution_after_a_resume_is_named(
     workshop: Workshop, forge: Forge, hooks: str, again: set[str]
 ) -> None:

@@ -319,7 +319,7 @@ def _split(
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "phi3", "gpt_neox"])
 def test_a_stage_may_have_several_files(name: str, bf16: bool, tmp_path: Path) -> None:
-    form = Published(bf16, 20_000)
+    form = Published(bf16, 14_000)
     config, whole = _split(tmp_path, name, form)
     finish_model_folder(tmp_path, config, None)
     files = sorted(tmp_path.glob("*.safetensors"))

@@ -21,7 +21,7 @@ from dilocox.models.activation_checkpointing import Checkpointing
 VOCABULARY = 96
 _SMALL = {
     "hidden_size": 32,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
@@ -37,7 +37,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **_GATED,
         "head_dim": 8,
         "sliding_window": 5,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
         "final_logit_softcapping": 3.0,
     },
     "gpt_neox": {"model_type": "gpt_neox", **_SMALL, "intermediate_size": 48},

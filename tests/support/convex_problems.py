@@ -36,9 +36,9 @@ def layered(seed: int = 0) -> dict[str, Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (37, 8)}
-    for layer in range(4):
+    for layer in range(2):
         shapes[f"layers.{layer}.mlp.weight"] = (70, 62 + layer)
-        shapes[f"layers.{layer}.norm.weight"] = (0,) if layer == 2 else (7,)
+        shapes[f"layers.{layer}.norm.weight"] = (0,) if layer == 1 else (7,)
     shapes["norm.weight"] = (5,)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
@@ -49,8 +49,9 @@ def noisy_site(number: int, rate: float = 0.05) -> Site:
 
     def inner_step(live: dict[str, Tensor], step: int) -> None:
         generator = torch.Generator().manual_seed(1000 * number + step)
-        for name, tensor in live.items():
-            noise = torch.randn(tensor.shape, generator=generator)
-            tensor.sub_(rate * (tensor - targets[name] + 0.3 * noise))
+        noise = torch.randn(sum(map(torch.numel, live.values())), generator=generator)
+        parts = noise.split([*map(torch.numel, live.values())])
+        for (name, tensor), part in zip(live.items(), parts, strict=True):
+            tensor.sub_(rate * (tensor - targets[name] + 0.3 * part.view(tensor.shape)))
 
     return Site(layered(), inner_step)

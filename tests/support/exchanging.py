@@ -1,11 +1,18 @@
-"""One exchange between real ranks, with a ballot in shared memory, and what came of it."""
+"""One exchange of several sites, with a ballot in shared memory, and what came of it.
+
+Sites are threads of this process, with an endpoint and links of their own, over which all payloads
+go.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,7 +33,8 @@ from dilocox.outer.staging import HOST, staging_of
 from dilocox.transport.exchange import exchange
 from dilocox.transport.exchange_worker import LinkSlot, OrderedLock
 from dilocox.transport.groups import PeerGroup
-from tests.support.linked import group_of
+from dilocox.transport.link.endpoint import LinkEndpoint
+from tests.support.linked import endpoint_of
 from tests.support.thread_sites import MemoryStore, run_each, shared_store
 
 KEY = ExchangeKey.outer(3, 0, 1)
@@ -50,6 +58,7 @@ class SharedBallot:
     corrupt: str | None = None
     """A site whose frames arrive damaged at this one."""
     group_of: PeerGroup | None = None
+    endpoint: LinkEndpoint | None = None
     votes: list[list[str]] = field(default_factory=list)
     named: dict[str, bytes | None] = field(default_factory=dict)
     """SHA-256 of payloads that were named before they were sent, by exchange."""
@@ -109,8 +118,16 @@ class SharedBallot:
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
         if self.group_of is None:
-            self.group_of = group_of(self.store, "epoch/1/test", self.members, self.me)
+            self.endpoint = endpoint_of(self.me)
+            self.group_of = PeerGroup(
+                self.endpoint, self.store, "epoch/1/test", self.members, LIMIT, LIMIT, lambda: False
+            )
         return self.group_of
+
+    def leave(self) -> None:
+        """Close the links, as the end of a process does."""
+        if self.endpoint is not None:
+            self.endpoint.close()
 
 
 def values_of(site: str, geometry: Geometry = GEOMETRY) -> torch.Tensor:
@@ -142,43 +159,79 @@ def run(
     strange: Mapping[str, Callable[[Geometry, int], FragmentCodec]] | None = None,
     on_device: bool = False,
 ) -> dict[str, Outcome]:
-    """What every site makes of the same exchange. `strange`: sites that send something else."""
+    """What every site makes of the same exchange. `strange`: sites that send something else.
 
-    def site(me: str, store: MemoryStore) -> Callable[[], Any]:
-        def go() -> Any:
-            ballot = SharedBallot(store, me, members, observers, reduce=mode == "reduce")
-            what = Contribution(
-                key=KEY,
-                length=geometry.length,
-                values=None if me in observers else values_of(me, geometry),
-                compressor=compressor(name, geometry)
-                if me not in (strange or {})
-                else strange[me](geometry, parse_spec(name).number),
-                warm=warm_of(name, geometry),
-                mode=mode,
-                weights=WEIGHTS,
-                contributes=me not in abstain,
-                staging=staging_of(torch.device("cpu")) if on_device else HOST,
-            )
-            return plain(exchange(ballot, me, what, LinkSlot(OrderedLock(), 0)), what.warm)
-
-        return go
-
-    with shared_store() as store:
-        results = run_each({me: site(me, store) for me in members}, limit=LIMIT)
-    assert all(isinstance(result, dict) for result in results.values()), results
-    return {me: outcome_of(result) for me, result in results.items()}
-
-
-def plain(outcome: Outcome, warm: torch.Tensor | None) -> dict[str, Any]:
-    """Without tensors, which travel between processes only as long as both live.
-
-    What `advance` makes of `warm` takes its place.
+    `on_device`: sites are processes, each with the device that is played in this one.
     """
+
+    def site(me: str, store: MemoryStore, done: Callable[[], object]) -> Outcome:
+        ballot = SharedBallot(store, me, members, observers, reduce=mode == "reduce")
+        what = Contribution(
+            key=KEY,
+            length=geometry.length,
+            values=None if me in observers else values_of(me, geometry),
+            compressor=compressor(name, geometry)
+            if me not in (strange or {})
+            else strange[me](geometry, parse_spec(name).number),
+            warm=warm_of(name, geometry),
+            mode=mode,
+            weights=WEIGHTS,
+            contributes=me not in abstain,
+            staging=staging_of(torch.device("cpu")) if on_device else HOST,
+        )
+        return taken_part(ballot, what, done)
+
+    if on_device:
+        with shared_store() as shared:
+            parts = {me: partial(site, me, shared, lambda: None) for me in members}
+            found = run_each({me: partial(plain, part) for me, part in parts.items()}, limit=LIMIT)
+        results = {me: outcome_of(each) for me, each in found.items() if isinstance(each, dict)}
+    else:
+        store = MemoryStore({})
+        found = in_threads({me: partial(site, me, store) for me in members})
+        results = {me: each for me, each in found.items() if isinstance(each, Outcome)}
+    assert len(results) == len(members), found
+    return results
+
+
+def taken_part(ballot: SharedBallot, what: Contribution, done: Callable[[], object]) -> Outcome:
+    """A site's exchange. What `advance` makes of the warm start takes its place."""
+    try:
+        found = exchange(ballot, ballot.me, what, LinkSlot(OrderedLock(), 0))
+        done()
+    finally:
+        ballot.leave()
+    if found.advance is None:
+        return found
+    assert what.warm is not None
+    made: Any = found.advance(what.warm).tolist()
+    return replace(found, advance=made)
+
+
+def in_threads(sites: Mapping[str, Callable[[Callable[[], object]], Any]]) -> dict[str, Any]:
+    """Run every site in a thread of its own; what they returned, or an error as text.
+
+    A site gets a function that waits until all others have called it, too. Who breaks off leaves at
+    once, the others when all have what they need.
+    """
+    every = threading.Barrier(len(sites))
+
+    def told(site: Callable[[Callable[[], object]], Any]) -> Any:
+        try:
+            return site(partial(every.wait, LIMIT))
+        except Exception as error:
+            every.abort()
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(len(sites)) as pool:
+        running = {me: pool.submit(told, site) for me, site in sites.items()}
+    return {me: each.result() for me, each in running.items()}
+
+
+def plain(site: Callable[[], Outcome]) -> dict[str, Any]:
+    """Without tensors, which travel between processes only as long as both live."""
+    outcome = site()
     result: dict[str, Any] = dict(vars(outcome))
-    if outcome.advance is not None:
-        assert warm is not None
-        result["advance"] = outcome.advance(warm).tolist()
     for name in ("average", "sent"):
         result[name] = None if result[name] is None else result[name].numpy()
     if outcome.second_error is not None:

@@ -1,4 +1,4 @@
-"""Exchanges between real ranks: what the sites send, average and hand on."""
+"""Exchanges of sites over links: what the sites send, average and hand on."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,21 +15,18 @@ from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion, RankVote
 from dilocox.coordinator.server.exchange_votes import Exchange, Vote
 from dilocox.coordinator.server.payload_fetches import wanted
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.transport.exchange import exchange
-from dilocox.transport.exchange_worker import LinkSlot, OrderedLock
 from dilocox.transport.groups import PeerGroup
 from tests.support.exchanging import (
     GEOMETRY,
     KEY,
-    LIMIT,
     SharedBallot,
-    outcome_of,
+    in_threads,
     part_of,
-    plain,
+    taken_part,
     values_of,
     warm_of,
 )
-from tests.support.thread_sites import MemoryStore, run_each, shared_store
+from tests.support.thread_sites import MemoryStore
 
 pytestmark = pytest.mark.waits
 
@@ -101,25 +99,23 @@ def run(
     """What every site makes of an exchange, and its votes. `alters`: by site, what changes its
     messages to lyon, and how many of them are as they should be."""
 
-    def site(me: str, store: MemoryStore) -> Callable[[], Any]:
-        def go() -> Any:
-            ballot = Settled(store, me, SITES)
-            ballot.alters, ballot.since = alters.get(me, (None, 0))
-            warm = warm_of(name)
-            what = Contribution(
-                KEY, GEOMETRY.length, values_of(me), compressor(name, GEOMETRY), "gather",
-                dict.fromkeys(SITES, 1.0), warm=warm,
-            )  # fmt: skip
-            outcome = exchange(ballot, me, what, LinkSlot(OrderedLock(), 0))
-            return {"outcome": plain(outcome, warm), "votes": ballot.votes}
+    store = MemoryStore({})
 
-        return go
+    def site(me: str, done: Callable[[], object]) -> tuple[Outcome, list[list[str]]]:
+        ballot = Settled(store, me, SITES)
+        ballot.alters, ballot.since = alters.get(me, (None, 0))
+        what = Contribution(
+            KEY, GEOMETRY.length, values_of(me), compressor(name, GEOMETRY), "gather",
+            dict.fromkeys(SITES, 1.0), warm=warm_of(name),
+        )  # fmt: skip
+        return taken_part(ballot, what, done), ballot.votes
 
-    with shared_store() as store:
-        results = run_each({me: site(me, store) for me in SITES}, limit=LIMIT)
-    assert all(isinstance(result, dict) for result in results.values()), results
-    outcomes = {me: outcome_of(result["outcome"]) for me, result in results.items()}
-    return outcomes, {me: result["votes"] for me, result in results.items()}
+    results = in_threads({me: partial(site, me) for me in SITES})
+    assert all(isinstance(result, tuple) for result in results.values()), results
+    return (
+        {me: outcome for me, (outcome, _) in results.items()},
+        {me: votes for me, (_, votes) in results.items()},
+    )
 
 
 @pytest.mark.parametrize("alter", [spoiled, another])
