@@ -65,6 +65,7 @@ RUN_ELSEWHERE = {
     "make setup": "the first thing that `make quickstart` does",
     "dilocox plan": "below, with what it is asked",
     "dilocox audit": "tests/tools/audit",
+    "dilocox serve": "tests/tools/serving",
     "dilocox handover": "tests/e2e/test_handover.py",
     "dilocox export --release": "tests/tools/release",
     "dilocox status RUN_FOLDER": "tests/tools/report/test_status.py",
