@@ -6,6 +6,7 @@ import contextlib
 import re
 import shutil
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from dilocox.record.log.transparency_log import read_log
 from dilocox.record.verify.verify import Places, verify
 from dilocox.tools.storage import bundle_file
 from dilocox.tools.storage.follow import publish_once, publish_to_the_end
+from dilocox.tools.storage.uplink import Uplink
 
 pytestmark = pytest.mark.waits
 
@@ -117,6 +119,32 @@ def test_a_cut_upload_goes_on(run: Path, url: str, monkeypatch: pytest.MonkeyPat
     parts = [path for path in written if path != INDEX]
     assert len(set(parts)) == len(parts)
     assert written.count(INDEX) == 3
+    same_claims(run, url)
+
+
+def test_the_uplink_s_budget_holds(run: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock: at no moment more was sent than the rate allows, and one part."""
+    part, rate = 10_000, 200_000
+    monkeypatch.setattr(bundle_file, "PART_SIZE", part)
+    begun = time.monotonic()
+    sent: list[tuple[float, int]] = []
+
+    class Timed(Place):
+        def put(self, path: str, data: bytes) -> None:
+            if path != INDEX:
+                sent.append((time.monotonic() - begun, len(data)))
+            super().put(path, data)
+
+    found = publisher(run, Timed(url), every=10)
+    found.uplink = Uplink(rate)
+    publish_once(found)
+    total = 0
+    sent.sort()  # several threads send
+    for moment, size in sent:
+        assert total <= rate * moment
+        total += size
+    assert total == found.size > 15 * part
+    assert sent[-1][0] >= (total - part) / rate
     same_claims(run, url)
 
 

@@ -15,9 +15,9 @@ from dilocox.record.log.audit_verdicts import Prefix
 from dilocox.record.log.digests import sha256
 from dilocox.tools.storage.uplink import Uplink
 
-PART_SIZE = 4 * 2**20
-"""Bytes of a part. An upload that was cut goes on with the first part that is not there; with a
-limit of the uplink, a part is what is sent at once."""
+PART_SIZE = 2**20
+"""Bytes of a part. An upload that was cut goes on with the parts that are not there. With a limit
+of the uplink, a part is what is sent at once, so a part must be small beside a slow link."""
 BUNDLE_SIZE = 2**30
 """Bytes of files after which another bundle begins. A larger file has a bundle of its own."""
 
