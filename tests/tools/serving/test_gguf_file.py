@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from tests.support.gguf_models import MODELS, OTHERS, write_model
 
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.tools.serving.gguf_export import export_gguf
-from dilocox.tools.serving.gguf_file import write_gguf
+from dilocox.tools.serving.gguf_file import INDEX, write_gguf
 
 PROMPT = "def the value of self"
 READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3")
@@ -168,6 +170,42 @@ def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused(
     change(source, pre_tokenizer=pre)
     with pytest.raises(ConfigError, match=r"byte-level BPE tokenizers.*convert_hf_to_gguf\.py"):
         export_gguf(source, tmp_path / "out", "f16")
+
+
+def write(file: Path, content: object) -> None:
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def changed_config(folder: Path, **keys: object) -> None:
+    config = folder / "config.json"
+    write(config, json.loads(config.read_text()) | keys)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: changed_config(f, hidden_act="gelu"), "hidden_act 'gelu'"),
+        (lambda f: changed_config(f, num_hidden_layers=3), "tensor model.layers.2"),
+        (lambda f: changed_config(f, vocab_size=400), "config.json asks"),
+        (lambda f: write(f / "config.json", "{"), "config.json cannot be read"),
+        (lambda f: write(f / INDEX, "{"), f"{INDEX}: cannot be read"),
+        (lambda f: write(f / INDEX, []), f"{INDEX}: holds no JSON object"),
+        (lambda f: write(f / INDEX, {"metadata": {}}), f"{INDEX}: names no files of this"),
+        (
+            lambda f: write(f / INDEX, {"weight_map": {"lm_head.weight": "../secret.safetensors"}}),
+            f"{INDEX}: names no files of this",
+        ),
+        (lambda f: write(f / "generation_config.json", "[1]"), "holds no JSON object"),
+    ],
+)
+def test_a_folder_that_does_not_fit_its_configuration_is_refused(
+    models: Path, tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    source = shutil.copytree(models / "llama", tmp_path / "source")
+    change(source)
+    with pytest.raises((CheckpointError, ConfigError), match=re.escape(said)):
+        write_gguf(source, tmp_path / "model.gguf", "f16", "x")
+    assert not (tmp_path / "model.gguf").exists()
 
 
 def test_a_folder_that_is_not_empty_and_one_without_a_model_are_refused(

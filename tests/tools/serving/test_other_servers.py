@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dilocox.errors import CheckpointError
 from dilocox.tools.serving.other_servers import chat_template, modelfile, vllm_line
 
 
@@ -37,5 +38,17 @@ def test_a_template_is_found_where_it_may_be(tmp_path: Path) -> None:
     assert chat_template(tmp_path) == "{{ messages }}"
 
 
-def test_a_stop_is_quoted_as_ollama_reads_it() -> None:
-    assert modelfile("m.gguf", ['<|"|>']) == 'FROM ./m.gguf\nPARAMETER stop "<|\\"|>"\n'
+def test_a_stop_stands_between_quotes_as_it_is() -> None:
+    ends = ["<\uff5cend\uff5c>", 'has " in it']
+    assert modelfile("m.gguf", ends) == 'FROM ./m.gguf\nPARAMETER stop "<\uff5cend\uff5c>"\n'
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: "):
+        chat_template(tmp_path)
+    if content == b"\xff":
+        (tmp_path / "chat_template.jinja").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja: cannot be read"):
+            chat_template(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,6 +109,9 @@ def test_adapters_answer_as_generate_does_and_ctrl_c_ends(server: Server, model:
     pieces = client.completions.create(prompt="def ", stream=True, **settings)
     text = "".join(piece.choices[0].text for piece in pieces)
     assert "def " + text == generate(model, "def ", tokens=12, temperature=0.0)
+    # An answer of the whole length is under way when Ctrl-C comes.
+    long = client.completions.create(prompt="def ", stream=True, **{**settings, "max_tokens": 128})
+    next(iter(long))
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
     assert children.strip()
     assert server.end() == 0
@@ -118,7 +122,13 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model is here"):
         serve(tmp_path, Place(port=0), None, "cpu", "auto")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="give a name without a slash"):
+    with pytest.raises(ConfigError, match="give a name without / @ :"):
         serve(tmp_path, Place(port=0), "a/b", "cpu", "auto")
+    with pytest.raises(ConfigError, match="--port 99999: give a number from 0 to 65535"):
+        serve(tmp_path, Place(port=99999), None, "cpu", "auto")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = Place(port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="cannot listen there"):
+            serve(tmp_path, place, None, "cpu", "auto")
     with pytest.raises(CheckpointError, match="the model cannot be served: "):
         serve(tmp_path, Place(port=0), None, "cpu", "auto")

@@ -1,4 +1,4 @@
-"""The process that computes answers: `transformers serve`, on this machine alone.
+"""The process that computes answers: `transformers serve`, at a socket that only its user may open.
 
 This module is also the program of the process. The library's server does the work. `front` alone
 talks to the process, because the library's server answers any host, loads any model that a request
@@ -13,8 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.utils.processes import die_with
@@ -22,6 +22,9 @@ from dilocox.utils.processes import die_with
 _NEEDED = ("accelerate", "fastapi", "openai", "uvicorn")
 _ENDING = 5.0
 """Seconds that the process has for its end."""
+_SOCKET = "engine.socket"
+_TAIL = 4096
+"""Bytes of the log in which the last line is looked for."""
 
 
 def check_packages() -> None:
@@ -39,20 +42,17 @@ class Engine:
     """A running `transformers serve`."""
 
     def __init__(self, folder: Path, name: str, device: str, dtype: str, log: Path) -> None:
-        """Start the process. `folder` has the model as its sub-folder `name`.
+        """Start the process. Only its user can open `folder`, which has the sub-folder `name`.
 
         The process runs in `folder`, so it knows the model by its name, and no answer has the path.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.socket = folder / _SOCKET
         self._log = log
         with log.open("wb") as stream:
             self._process = subprocess.Popen(  # noqa: S603
                 [
                     sys.executable, "-m", "dilocox.tools.serving.engine", "serve", name,
-                    "--host", "127.0.0.1", "--port", str(self.port),
-                    "--device", device, "--dtype", dtype,
+                    "--device", device, "--dtype", dtype, "--log-level", "error",
                 ],
                 cwd=folder,
                 env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -63,26 +63,23 @@ class Engine:
                 start_new_session=True,
             )  # fmt: skip
 
-    def wait(self, heard: Callable[[], bool]) -> bool:
-        """Wait until the model is loaded. Returns False if `heard` says that the user has ended.
-
-        Raises `CheckpointError` if the process ends.
-        """
+    def wait(self) -> None:
+        """Wait until the model is loaded. Raises `CheckpointError` if the process ends."""
         while not self.answers():
-            if heard():
-                return False
             if not self.runs():
                 raise CheckpointError(f"the model cannot be served: {self.last_words()}")
             time.sleep(0.1)
-        return True
 
     def answers(self) -> bool:
         """Return whether the process answers requests."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5.0)
+        connection = http.client.HTTPConnection("engine", timeout=5.0)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(5.0)
         try:
+            connection.sock.connect(str(self.socket))
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
         finally:
             connection.close()
@@ -93,7 +90,9 @@ class Engine:
 
     def last_words(self) -> str:
         """Return the last line that the process has printed."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        with self._log.open("rb") as log:
+            log.seek(max(0, self._log.stat().st_size - _TAIL))
+            lines = log.read().decode("utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
 
     def end(self) -> None:
@@ -108,8 +107,17 @@ class Engine:
 
 def _run() -> None:
     die_with(os.getppid())
+    import uvicorn
     from transformers.cli.transformers import main
 
+    class AtSocket(uvicorn.Config):
+        """Listens at the socket in this folder, whatever address the library asks for."""
+
+        def __init__(self, app: Any, **settings: Any) -> None:
+            kept = {key: settings[key] for key in settings if key not in ("host", "port")}
+            super().__init__(app, uds=_SOCKET, **kept)
+
+    uvicorn.Config = AtSocket  # type: ignore[assignment]
     main()
 
 

@@ -1,72 +1,91 @@
 """The server that clients talk to: OpenAI's endpoints for one model, passed on to the engine.
 
-The server answers only requests whose `Host` header names it, so that no web site can use the model
-through a visitor's browser (DNS rebinding). Errors have OpenAI's form.
+Web pages cannot use the model through a visitor's browser. The `Host` header must name the server
+(DNS rebinding), `Origin` too if it is there, and a body must be declared as JSON, which a page may
+not send elsewhere unasked. Errors have OpenAI's form.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
 
-_CHAT = "/v1/chat/completions"
-_OF_CHATS = (_CHAT, "/v1/responses")
-_PATHS = (*_OF_CHATS, "/v1/completions")
+from dilocox.tools.serving.answer import Answer, pieces
+from dilocox.tools.serving.asked import PATHS, RefusedError, Served, checked, unknown_model
+
 LARGEST = 16 * 2**20
 """Largest request, in bytes."""
-_BLOCK = 2**16
+SILENT = 60.0
+"""Seconds within which a client must have sent its request."""
+_GONE = "the model's process does not answer"
 
 
 class Front:
     """The endpoints of one model."""
 
-    def __init__(self, name: str, engine: str, host: str, created: int, chats: bool) -> None:
+    def __init__(self, served: Served, engine: Path, host: str) -> None:
         """Create the endpoints.
 
         Args:
-            name: name of the model.
-            engine: address of the engine, such as `http://127.0.0.1:8123`.
+            served: the model.
+            engine: socket of the engine.
             host: name or address that this server listens at.
-            created: Unix time of the model, in seconds.
-            chats: whether the model has a chat template.
         """
-        self._name = name
+        self._served = served
         self._engine = engine
         self._host = host
-        self._model = {"id": name, "object": "model", "created": created, "owned_by": "dilocox"}
-        self._chats = chats
+        self._model = {
+            "id": served.name, "object": "model", "created": served.created, "owned_by": "dilocox",
+        }  # fmt: skip
         self._session: aiohttp.ClientSession | None = None
 
     def application(self) -> web.Application:
-        """Return the application, for a runner of aiohttp."""
+        """Return the application. Its runner must cancel handlers of clients that have left."""
         made = web.Application(client_max_size=LARGEST, middlewares=[self._guard])
         made.router.add_get("/health", self._health)
         made.router.add_get("/v1/models", self._models)
         made.router.add_get("/v1/models/{name}", self._models)
-        for path in _PATHS:
+        for path in PATHS:
             made.router.add_post(path, self._pass_on)
         made.cleanup_ctx.append(self._connected)
         return made
 
-    async def _connected(self, _: web.Application) -> Any:
+    async def _connected(self, _: web.Application) -> AsyncIterator[None]:
         # An answer may take longer than any limit that fits all models.
         patient = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        async with aiohttp.ClientSession(timeout=patient) as session:
+        way = aiohttp.UnixConnector(path=str(self._engine))
+        async with aiohttp.ClientSession(
+            "http://engine", connector=way, timeout=patient
+        ) as session:
             self._session = session
             yield
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if not known(request.headers.get("Host", ""), self._host):
-            return refusal(403, "the Host header does not name this server")
+            return refusal(
+                403,
+                "the Host header does not name this server; ask by its address, or start it with "
+                "the name as --host",
+            )
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2] != request.headers["Host"]:
+            return refusal(403, "web pages of other servers may not ask")
         try:
             return await handler(request)  # type: ignore[no-any-return]
+        except RefusedError as error:
+            return refusal(error.status, str(error))
+        except aiohttp.ClientError:
+            return refusal(503, _GONE)
         except web.HTTPRequestEntityTooLarge:
             return refusal(413, f"the request is larger than {LARGEST:,} bytes")
         except web.HTTPException as error:
@@ -74,82 +93,81 @@ class Front:
 
     async def _health(self, _: web.Request) -> web.Response:
         assert self._session is not None
-        try:
-            async with self._session.get(f"{self._engine}/health") as answer:
-                return web.json_response(await answer.json(), status=answer.status)
-        except aiohttp.ClientError:
-            return refusal(503, "the model's process does not answer")
+        async with self._session.get("/health") as answer:
+            return web.json_response(await answer.json(), status=answer.status)
 
     async def _models(self, request: web.Request) -> web.Response:
         name = request.match_info.get("name")
         if name is None:
             return web.json_response({"object": "list", "data": [self._model]})
-        if name != self._name:
-            return self._unknown(name)
+        if name != self._served.name:
+            raise unknown_model(name, self._served)
         return web.json_response(self._model)
 
-    def _unknown(self, name: object) -> web.Response:
-        return refusal(404, f"no model {name!r} here; this server has {self._name!r}")
-
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        try:
-            asked = json.loads(await request.read())
-        except (ValueError, RecursionError):
-            return refusal(400, "the request is no JSON")
-        if not isinstance(asked, dict):
-            return refusal(400, "the request is no JSON object")
-        if asked.get("model", self._name) != self._name:
-            return self._unknown(asked["model"])
-        if request.path in _OF_CHATS and not self._chats:
-            return refusal(
-                400, "the model has no chat template; ask /v1/completions to continue a text"
-            )
-        if request.path == _CHAT and (reason := wrong_messages(asked.get("messages"))):
-            return refusal(400, reason)
-        assert self._session is not None
-        try:
-            return await self._answer(self._session, request, {**asked, "model": self._name})
-        except aiohttp.ClientError:
-            return refusal(503, "the model's process does not answer")
+        if request.content_type != "application/json":
+            raise RefusedError(415, "send the request as content-type: application/json")
+        asked = await _body(request)
+        body = checked(request.path, asked, self._served)
+        async with self._asked(request.path, body) as answer:
+            if asked.get("stream"):
+                return await _streamed(request, answer)
+            made = Answer(request.path)
+            async for line in answer.content:
+                if (piece := pieces(line)) is not None:
+                    made.take(piece)
+            if made.error is not None:
+                raise RefusedError(500, made.error[:500])
+            return web.json_response(made.whole())
 
-    async def _answer(
-        self, session: aiohttp.ClientSession, request: web.Request, body: Mapping[str, Any]
-    ) -> web.StreamResponse:
-        async with session.post(f"{self._engine}{request.path}", json=body) as answer:
+    @asynccontextmanager
+    async def _asked(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask the engine for a stream. It stops to compute when the stream is closed."""
+        assert self._session is not None
+        async with self._session.post(path, json=body) as answer:
             if answer.status >= 400:
-                return refusal(answer.status, said(await answer.read()))
-            response = web.StreamResponse(status=answer.status)
-            response.content_type = answer.content_type
-            await response.prepare(request)
-            async for block in answer.content.iter_chunked(_BLOCK):
-                await response.write(block)
-            await response.write_eof()
-            return response
+                raise RefusedError(answer.status, said(await answer.read()))
+            yield answer
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        async with asyncio.timeout(SILENT):
+            return json.loads(await request.read())
+    except TimeoutError:
+        raise RefusedError(408, f"the request took longer than {SILENT:g} s to arrive") from None
+    except (ValueError, RecursionError):
+        raise RefusedError(400, "the request is no JSON") from None
+
+
+async def _streamed(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    response = web.StreamResponse()
+    response.content_type = answer.content_type
+    await response.prepare(request)
+    try:
+        async for block in answer.content.iter_any():
+            await response.write(block)
+    except aiohttp.ClientError:
+        # An error cannot be written into an answer that has begun. A stream that is cut is one.
+        if request.transport is not None:
+            request.transport.close()
+        return response
+    await response.write_eof()
+    return response
 
 
 def known(host: str, listening: str) -> bool:
     """Return whether the `Host` header `host` names a server: by its name, or by any address."""
-    name = urlsplit(f"//{host}").hostname or ""
-    if name in ("localhost", listening):
-        return True
     try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name in ("localhost", listening.lower()):
+            return True
         ipaddress.ip_address(name)
     except ValueError:
         return False
     return True
-
-
-def wrong_messages(messages: object) -> str | None:
-    """Return why a chat cannot have these messages. None: it can.
-
-    The engine itself fails without a reason for anything but a list of objects with a role.
-    """
-    if not isinstance(messages, list) or not messages:
-        return "messages: give a list of one message or more"
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"messages[{number}]: give an object with a role, such as user"
-    return None
 
 
 def said(body: bytes) -> str:

@@ -65,6 +65,11 @@ def family_of(config: PretrainedConfig) -> Family:
         raise ConfigError(
             f"model type {config.model_type}: dilocox writes GGUF for {known}; {OTHER_WAY}"
         )
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise ConfigError(
+            f"hidden_act {config.hidden_act!r}: llama.cpp computes these models with silu; "
+            f"{OTHER_WAY}"
+        )
     kind = _rope(config).get("rope_type", "default")
     if kind not in ("default", "llama3"):
         raise ConfigError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.tools.serving.gguf_families import (
@@ -20,11 +20,13 @@ from dilocox.tools.serving.gguf_families import (
     rotation_factors,
 )
 from dilocox.tools.serving.gguf_vocabulary import Vocabulary, read_vocabulary
+from dilocox.tools.serving.other_servers import read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DTYPES = ("f16", "bf16", "f32")
+_HEAD = "lm_head.weight"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -57,6 +59,7 @@ def write_gguf(source: Path, path: Path, dtype: str, name: str) -> Path:
     check_gguf()
     config = _config(source)
     family_of(config)
+    _check_complete(source, config)
     vocabulary = read_vocabulary(source, int(config.vocab_size))
     partial = path.with_name(f".{path.name}.part")
     try:
@@ -176,6 +179,7 @@ def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     for key, number in vocabulary.special.items():
         writer.add_uint32(f"tokenizer.ggml.{key}", number)
     writer.add_add_bos_token(vocabulary.begins)
+    writer.add_add_eos_token(vocabulary.ends)
     if vocabulary.chat_template is not None:
         writer.add_chat_template(vocabulary.chat_template)
 
@@ -195,7 +199,7 @@ def _layout(
     names = gguf.get_tensor_name_map(architecture, int(config.num_hidden_layers))
     with _Tensors(source) as tensors:
         for original in tensors.names:
-            if original == "lm_head.weight" and config.tie_word_embeddings:
+            if original == _HEAD and config.tie_word_embeddings:
                 continue
             target = names.get_name(original, try_suffixes=(".weight", ".bias"))
             if target is None:
@@ -204,6 +208,28 @@ def _layout(
                     "the folder changed?"
                 )
             yield original, target, tensors.shape(original)
+
+
+def _check_complete(source: Path, config: PretrainedConfig) -> None:
+    """Check that the folder has the tensors of its model, in their shapes.
+
+    Raises `CheckpointError` for the first that is missing, unknown or of another shape.
+    """
+    from dilocox.models.meta_model import build_skeleton
+
+    wanted = {name: tuple(each.shape) for name, each in build_skeleton(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        wanted.pop(_HEAD, None)
+    with _Tensors(source) as tensors:
+        found = {name: tensors.shape(name) for name in tensors.names}
+    if config.tie_word_embeddings:
+        found.pop(_HEAD, None)
+    for name in sorted({*wanted, *found}):
+        if wanted.get(name) != found.get(name):
+            raise CheckpointError(
+                f"{source}: tensor {name} has the shape {found.get(name)}, and config.json asks "
+                f"for {wanted.get(name)}; was the folder changed?"
+            )
 
 
 class _Tensors:
@@ -227,7 +253,10 @@ class _Tensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return tuple(self._open(name).get_slice(name).get_shape())
+        try:
+            return tuple(self._open(name).get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._folder}: {name} cannot be read ({error})") from None
 
     def read(self, name: str) -> Array:
         """Return a tensor as float32."""
@@ -235,17 +264,20 @@ class _Tensors:
         return found
 
     def _read_index(self) -> dict[str, str]:
-        index = self._folder / INDEX
-        if index.is_file():
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        said = read_json(self._folder / INDEX)
+        if not said:
+            return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        places = said.get("weight_map")
+        if not isinstance(places, dict) or not all(
+            isinstance(file, str) and file == Path(file).name for file in places.values()
+        ):
+            raise CheckpointError(f"{self._folder / INDEX}: names no files of this folder")
+        return places
 
     def _open(self, name: str) -> Any:
         return self._file(self._places[name])
 
     def _file(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
         if name not in self._files:
             path = self._folder / name
             try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dilocox.errors import ConfigError
+from dilocox.errors import CheckpointError, ConfigError
 from dilocox.tools.serving.gguf_families import OTHER_WAY
 from dilocox.tools.serving.tokens import end_tokens, load_tokenizer
 
@@ -34,6 +34,8 @@ class Vocabulary:
     """Tokens by GGUF's key, such as `bos_token_id`."""
     begins: bool = False
     """Whether text begins with the token `bos_token_id`."""
+    ends: bool = False
+    """Whether text ends with the token `eos_token_id`."""
     chat_template: str | None = None
 
 
@@ -76,6 +78,12 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
             f"{folder}: dilocox writes GGUF for byte-level BPE tokenizers that cut text as GPT-2, "
             f"SmolLM, Llama 3 or Qwen 2 do; {OTHER_WAY}"
         )
+    largest = max([*model["vocab"].values(), *(each["id"] for each in content["added_tokens"])])
+    if largest >= size:
+        raise CheckpointError(
+            f"{folder}: its tokenizer has token {largest}, but vocab_size of config.json is "
+            f"{size}; was the folder changed?"
+        )
     tokens = [f"[PAD{number}]" for number in range(size)]
     kinds = [UNUSED] * size
     for token, number in model["vocab"].items():
@@ -89,7 +97,7 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
         kinds,
         [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]],
         _special(tokenizer, folder),
-        _begins(tokenizer),
+        *_around(tokenizer),
         tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
     )
 
@@ -108,6 +116,9 @@ def _special(tokenizer: Any, folder: Path) -> dict[str, int]:
     return {key: int(number) for key, number in named.items() if number is not None}
 
 
-def _begins(tokenizer: Any) -> bool:
+def _around(tokenizer: Any) -> tuple[bool, bool]:
+    """Return whether the tokenizer puts a token before every text, and one after it."""
     ids = tokenizer("a")["input_ids"]
-    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begins, ends = ids[:1] == [first], len(ids) > 1 and ids[-1:] == [last]
+    return first is not None and begins, last is not None and ends

@@ -7,14 +7,21 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from dilocox.errors import CheckpointError
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, is_adapter_folder
 
 
 def chat_template(folder: Path) -> str | None:
-    """Return the chat template of the tokenizer in a Hugging Face folder. None: it has none."""
+    """Return the chat template of the tokenizer in a Hugging Face folder. None: it has none.
+
+    Raises `CheckpointError` if a file cannot be read.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot be read ({error}); was it changed?") from None
     for name in ("chat_template.json", "tokenizer_config.json"):
         if found := read_json(folder / name).get("chat_template"):
             return found if isinstance(found, str) else json.dumps(found)
@@ -43,12 +50,25 @@ def _lora_rank(rank: int) -> int:
 def modelfile(model: str, ends: list[str]) -> str:
     """Return Ollama's Modelfile for the GGUF file `model` beside it.
 
-    `ends`: texts of the tokens that end a message.
+    `ends`: texts of the tokens that end a message. Those that the form cannot hold are left out.
     """
-    lines = [f"FROM ./{model}", *(f"PARAMETER stop {json.dumps(end)}" for end in ends)]
+    # Ollama takes what is between the quotes as it stands.
+    stops = [end for end in ends if '"' not in end and "\n" not in end]
+    lines = [f"FROM ./{model}", *(f'PARAMETER stop "{end}"' for end in stops)]
     return "\n".join(lines) + "\n"
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. It is empty if there is no file."""
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    """Return the object in a JSON file. It is empty if there is no file.
+
+    Raises `CheckpointError` if the file holds anything else.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); was it changed?") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: holds no JSON object; was it changed?")
+    return found

@@ -11,6 +11,9 @@ from dilocox.tools.serving.tokens import ends_of_turn
 
 _CONFIG = "tokenizer_config.json"
 _KEY = "response_template"
+_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length")
+UNKNOWN_LENGTH = 2**15
+"""Tokens of a model whose configuration has no length."""
 _CHATML = "<|im_start|>"
 """Begins a message in the templates that transformers' parsers of answers were made for."""
 
@@ -45,3 +48,10 @@ def name_answers(folder: Path) -> None:
     text = json.dumps(said, indent=2) + "\n"
     config.unlink()  # may be a link to the model's own file
     config.write_text(text, encoding="utf-8")
+
+
+def tokens_of(folder: Path) -> int:
+    """Return the number of tokens that the model in `folder` can read and write."""
+    said = read_json(folder / "config.json")
+    known = next((said[key] for key in _LENGTHS if isinstance(said.get(key), int)), None)
+    return known or UNKNOWN_LENGTH

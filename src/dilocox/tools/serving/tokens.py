@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from dilocox.errors import CheckpointError, ConfigError
+from dilocox.tools.serving.other_servers import read_json
 
 
 def ends_of_turn(folder: Path) -> list[str]:
     """Return the texts of the tokens that end a message or a text, as generation stops there."""
     tokenizer = load_tokenizer(folder)
     numbers = {*end_tokens(folder), tokenizer.eos_token_id} - {None}
-    return [str(tokenizer.convert_ids_to_tokens(number)) for number in sorted(numbers)]
+    texts = tokenizer.convert_ids_to_tokens(sorted(numbers))
+    return [str(text) for text in texts if text is not None]
 
 
 def end_tokens(folder: Path) -> list[int]:
     """Return the tokens at which generation stops, as `generation_config.json` says."""
-    file = folder / "generation_config.json"
-    said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    said = read_json(folder / "generation_config.json")
     ends = said.get("eos_token_id")
     return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
 
