@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dilocox.coordinator.client.enrolment import Applicant, enrol
 from dilocox.coordinator.protocol.messages import StakeProof
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.record_keys import RecordKey
 from dilocox.coordinator.server import stake_gate
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.coordinator.server.stake_gate import StakeGate
-from dilocox.errors import ConfigError
+from dilocox.errors import ConfigError, RetryLaterError
 from dilocox.record.log import statements as s
-from tests.support.coordinator_driver import Clock, run_config
+from tests.support.coordinator_driver import VERSIONS, Clock, run_config
 from tests.support.record_scene import KEYS, Scene
+from tests.support.served_run import Run
 
 PLACE = {"chain": 7, "contract": "0x" + "22" * 20, "owner": "0x" + "33" * 20}
 ACCOUNTS = {name: "0x" + f"{number:02x}" * 20 for number, name in enumerate("abc", 1)}
@@ -173,6 +178,32 @@ def test_an_answer_is_asked_for_again_when_it_is_old(tmp_path: Path) -> None:
     town.scene.driver.leave("a")
     with pytest.raises(Refused, match="it says so"):
         town.enrol("a")
+
+
+def test_a_site_waits_for_the_answer_and_says_so_once(tmp_path: Path) -> None:
+    """Over TLS, as `dilocox join` does."""
+    run, said = Run(tmp_path), list[str]()
+    slow = "import time; time.sleep(1); " + SAYS % True
+    run.core.stakes = StakeGate((sys.executable, "-c", slow), said.append)
+    try:
+        applicant = Applicant("a", run.config.digest(), 1, 1, VERSIONS, stake=PROOF)
+        token = run.core.tokens.of("a")
+        times = replace(Timeouts.derive(run.config.network), retry=0.05, retry_most=0.1)
+        key = RecordKey.new()
+        _, reply = enrol(
+            run.url, str(token), applicant, timeouts=times, record_key=key, say=said.append
+        )
+        assert reply.incarnation == 1
+        assert said == ["site a: its stake is being looked up on the chain; the site asks again"]
+        run.core.stakes = StakeGate((sys.executable, "-c", DEAD), said.append)
+        other = replace(applicant, site="b")
+        with pytest.raises(RetryLaterError, match="its stake"):
+            enrol(
+                run.url, str(run.core.tokens.of("b")), other, record_key=RecordKey.new(),
+                timeouts=replace(times, rejoin=0.2),
+            )  # fmt: skip
+    finally:
+        run.close()
 
 
 def test_a_run_file_names_an_account_of_every_site_that_must_stake() -> None:

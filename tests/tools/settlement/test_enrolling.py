@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import pytest
 
 pytest.importorskip("web3")
 
+from tests.support.chains import Chain
+from tests.support.coordinator_driver import VERSIONS
 from tests.support.record_scene import KEYS, Scene
 
 from dilocox.coordinator.client.stake_file import read_stake_proof, stake_file
-from dilocox.coordinator.protocol.messages import StakeProof
+from dilocox.coordinator.protocol.messages import EnrolRequest, StakeProof
+from dilocox.coordinator.server.refusals import Refused
+from dilocox.coordinator.server.stake_gate import StakeGate, look_command
 from dilocox.errors import DilocoxError, JoinError
 from dilocox.record.verify.chain_anchors import ChainHeads
 from dilocox.record.verify.chain_stakes import judge_stakes
@@ -122,6 +127,46 @@ def test_a_site_signs_its_key_and_the_coordinator_looks_at_its_stake(
     for secret in town.secrets:
         assert secret not in town.said
         assert not [path for path in files if secret.encode() in path.read_bytes()]
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("chain", ["anvil"], indirect=True)
+def test_the_coordinator_looks_at_a_chain_in_a_process_of_its_own(
+    town: Town,  # noqa: F811
+    chain: Chain,
+) -> None:
+    harbour, told = Harbour(town), list[str]()
+    path = town.folder / "settlement" / "chain.json"
+    said = json.loads(path.read_text())
+    gate = StakeGate(look_command(town.folder), told.append)
+
+    def admitted(site: str) -> str:
+        """Ask until the chain has answered; the reason of a refusal."""
+        request = EnrolRequest(
+            site=site, token="t", run_digest="0" * 64, versions=VERSIONS, stages=1, shards=1,
+            csr="", record_key=KEYS[site].public, stake=harbour.vouch(town.scene, site),
+        )  # fmt: skip
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                gate.check(request, "")
+            except Refused as why:
+                if "being looked up" not in str(why):
+                    return str(why)
+                time.sleep(0.02)
+            else:
+                return ""
+        return "no answer"
+
+    path.write_text(json.dumps({**said, "rpc": chain.url}))
+    assert admitted("a") == ""
+    assert "has no stake in this run" in admitted("c")
+    path.write_text(json.dumps({**said, "rpc": "http://user:geheim@127.0.0.1:9/v3/0123secret"}))
+    assert "its stake cannot be looked up now" in admitted("b")
+    (line,) = told
+    assert "the chain's server failed" in line
+    assert "geheim" not in line
+    assert "0123secret" not in line
 
 
 def test_a_site_reads_the_file_that_vouches_for_its_own_key_alone(tmp_path: Path) -> None:

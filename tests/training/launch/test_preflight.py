@@ -310,6 +310,25 @@ def test_a_good_run(place: Path) -> None:
     preflight.check_run(config(place), 270, sites_here=2)
 
 
+def test_a_run_that_admits_by_stake_is_started_in_parts(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = "0x" + "11" * 20
+    terms = {
+        "price": 1, "accounts": {"paris": account, "lyon": account}, "chain": 7,
+        "contract": account, "owner": account, "admission": "stake",
+    }  # fmt: skip
+    run = config(place, settlement=terms)
+    for command in ("train", "lab"):
+        with pytest.raises(ConfigError, match="use dilocox coordinator and dilocox join"):
+            preflight.check_stakes(run, command)
+    preflight.check_stakes(run, "join")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'dilocox\[chain\]'"):
+        preflight.check_stakes(run, "coordinator")
+    preflight.check_stakes(config(place), "coordinator")
+
+
 def test_missing_and_empty_data(tmp_path: Path) -> None:
     run = config(tmp_path)
     text = refusal(prepare, run.data, run.data_folder, 0)

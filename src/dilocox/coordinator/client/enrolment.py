@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -67,6 +67,7 @@ def enrol(
     *,
     timeouts: Timeouts,
     record_key: RecordKey | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Identity, m.EnrolReply]:
     """Enrol a site, once for each of its starts.
 
@@ -79,6 +80,7 @@ def enrol(
         applicant: The site, as it describes itself.
         timeouts: Time limits of the run.
         record_key: The key with which the site joined before; None: a new key.
+        say: Gets a line if the site has to wait for the chain's answer on its stake.
 
     Returns:
         The identity for all ranks of the site, and the coordinator's reply.
@@ -116,7 +118,7 @@ def enrol(
         pause=timeouts.beat,
     )
     try:
-        reply = _sent(transport, request, timeouts)
+        reply = _sent(transport, request, timeouts, say)
     except CoordinatorUnreachableError as error:
         raise RetryLaterError(str(error)) from None
     except CoordinatorError as error:
@@ -136,17 +138,25 @@ def enrol(
     return identity, reply
 
 
-def _sent(transport: Transport, request: m.EnrolRequest, timeouts: Timeouts) -> m.EnrolReply:
+def _sent(
+    transport: Transport,
+    request: m.EnrolRequest,
+    timeouts: Timeouts,
+    say: Callable[[str], None],
+) -> m.EnrolReply:
     """Send a request, and again while the coordinator waits for the chain's answer on a stake.
 
     Raises the errors of `Transport.send`; `StakeUnknownError` after `timeouts.rejoin` seconds.
     """
     end = time.monotonic() + timeouts.rejoin
-    waits = backoff_delays(timeouts.retry, timeouts.retry_most)
+    waits, said = backoff_delays(timeouts.retry, timeouts.retry_most), ""
     while True:
         try:
             return transport.send(request)
-        except StakeUnknownError:
+        except StakeUnknownError as error:
+            if str(error) != said:
+                said = str(error)
+                say(said)
             pause = next(waits)
             if time.monotonic() + pause > end:
                 raise

@@ -96,8 +96,10 @@ def staked(
     except (ValueError, KeyError, TypeError, RecursionError):
         raise SettlementError("standard input: not a file of dilocox chain enrol") from None
     account = str(terms.get("accounts", {}).get(site, ""))
+    # Outside of the next try: a dead server is no reason to refuse a site.
+    domain = ledger.domain
     try:
-        signer = enrol_signer(ledger.domain, run.run, key, expiry, signature)
+        signer = enrol_signer(domain, run.run, key, expiry, signature)
     except SettlementError as error:
         return {"staked": False, "reason": str(error)}
     if not account or signer.lower() != account.lower():

@@ -7,6 +7,7 @@ only read after all checks that need none. No file of an earlier run is changed 
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,7 +17,7 @@ from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.metrics.privacy import check_accountant
 from dilocox.data import TokenFiles
 from dilocox.data.folder import check_place
-from dilocox.errors import JoinError
+from dilocox.errors import ConfigError, JoinError
 from dilocox.models.prefetch import fetch_weights
 from dilocox.training.builder import Hooks, ModelPlan
 from dilocox.training.launch.base_check import check_base
@@ -149,12 +150,29 @@ def check_process(config: RunConfig, role: Role) -> None:
             raise JoinError(f"site {role.site!r}: not in the run file, which names: {known}")
         host_and_port(role.url)
     check_versions()
+    check_stakes(config, role.command)
     if role.serves:
         check_accountant(config)
     if role.trains:
         check_driver(config)
         role.hooks.check(config, required=role.site is not None)
         stay_forkable(config.site.device)
+
+
+def check_stakes(config: RunConfig, command: str) -> None:
+    """Raise `ConfigError` if `command` cannot take part in a run that admits sites by stake."""
+    if config.settlement is None or config.settlement.admission is None:
+        return
+    if command in ("train", "lab"):
+        raise ConfigError(
+            "settlement.admission: sites stake after the log has begun and before they join: use "
+            "dilocox coordinator and dilocox join"
+        )
+    if command == "coordinator" and importlib.util.find_spec("web3") is None:
+        raise ConfigError(
+            "settlement.admission: the coordinator looks at stakes, and the package web3 is not "
+            "installed: pip install 'dilocox[chain]'"
+        )
 
 
 def check_run(

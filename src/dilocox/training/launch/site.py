@@ -179,6 +179,7 @@ def enrol_site(
         ),
         timeouts=Timeouts.derive(config.network),
         record_key=record_key,
+        say=print_error,
     )
     if reply.record_run:
         own = config.sites[site].data
