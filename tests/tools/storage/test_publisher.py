@@ -6,6 +6,7 @@ import contextlib
 import re
 import shutil
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -344,6 +345,34 @@ def test_a_follower_goes_through_failures_and_says_two_lines(run: Path, url: str
     assert re.match(r"dilocox: not published: .*connection reset.*; trying again", said[0])
     assert said[1] == "dilocox: publishing goes on"
     assert len(pauses) == 4
+    same_claims(run, url)
+
+
+def test_a_follower_waits_for_room_on_its_disk(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = [OSError(28, "No space left on device")] * 3
+    own = tempfile.TemporaryFile
+
+    def temporary(dir: Path) -> object:  # noqa: A002 - the name in tempfile
+        if full:
+            raise full.pop()
+        return own(dir=dir)
+
+    monkeypatch.setattr(bundle_file.tempfile, "TemporaryFile", temporary)
+    said: list[str] = []
+    publish_to_the_end(publisher(run, Place(url)), said.append, lambda seconds: None)
+    assert len(said) == 2
+    assert "No space left on device" in said[0]
+    same_claims(run, url)
+
+
+def test_a_run_file_that_is_being_written_is_read_later(run: Path, url: str) -> None:
+    found = publisher(run, Place(url))
+    text = (run / "run.toml").read_text()
+    (run / "run.toml").write_text(text[:10])
+    publish_once(found)
+    (run / "run.toml").write_text(text)
     same_claims(run, url)
 
 

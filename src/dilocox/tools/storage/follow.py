@@ -51,7 +51,7 @@ def publish_to_the_end(
         while not publisher.ended:
             try:
                 publisher.publish()
-            except RecordError as error:
+            except (RecordError, OSError) as error:
                 failed += 1
                 # A payload may reach the disk a moment after the statement that names it.
                 if failed == 2:

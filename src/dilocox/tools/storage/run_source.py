@@ -47,7 +47,7 @@ class RunSource:
 
         Raises `ConfigError` or `RecordError` if the folder is not that of a run's coordinator.
         """
-        self.look_again()
+        self.found = find(self.folder, self.sites, self.stores)
         if self.found.config is None:
             raise ConfigError(
                 f"{self.folder}: is not the folder of a run's coordinator; missing: "
@@ -58,8 +58,13 @@ class RunSource:
         self.secrets = secrets_of(self.found)
 
     def look_again(self) -> None:
-        """Find the parts of the run again; a run in progress gets new ones."""
-        self.found = find(self.folder, self.sites, self.stores)
+        """Find the parts of the run again; a run in progress gets new ones.
+
+        A run file that cannot be read now, because a coordinator writes it, leaves the known one.
+        """
+        known, self.found = self.found, find(self.folder, self.sites, self.stores)
+        if self.found.config is None and known.config is not None:
+            self.found.config = known.config
 
     def _private(self) -> Ed25519PrivateKey:
         path = self.folder / "coordinator" / KEY_FILE
