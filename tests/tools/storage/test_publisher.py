@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import http.server
 import re
 import shutil
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.support.bundled_run import CutPlace, publisher, reasons, verdicts, verified
+from tests.support.fault_proxy import FaultProxy
 from tests.support.older_record import resign, unpacked
 
 from dilocox.errors import DilocoxError, RecordError
+from dilocox.record.bundles.fetch import fetched, is_bundled
 from dilocox.record.bundles.place import Place
 from dilocox.record.bundles.publication import INDEX, Publication
 from dilocox.record.log import statements as s
@@ -346,6 +351,41 @@ def test_a_follower_goes_through_failures_and_says_two_lines(run: Path, url: str
     assert said[1] == "dilocox: publishing goes on"
     assert len(pauses) == 4
     same_claims(run, url)
+
+
+def test_a_web_server_that_dies_says_nothing_about_the_run(run: Path, url: str) -> None:
+    """A bundle that is gone is a FAIL, a server that is gone is not."""
+    publish_once(publisher(run, Place(url)))
+    serve = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(at(url)))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        proxy = FaultProxy(server.server_address[1])
+        web = f"http://127.0.0.1:{proxy.port}"
+        try:
+            assert verdicts(verified(web))["bundles"] == "PASS"
+            assert not is_bundled(f"{web}/nothing")
+            place = Place(web)
+            own = place.get
+
+            def get(path: str, *rest: int) -> bytes:
+                if path != INDEX:
+                    proxy.become("dead")
+                return own(path, *rest)
+
+            place.get = get  # type: ignore[method-assign]
+            with (
+                pytest.raises(RecordError, match=r"\.tar: cannot be read"),
+                fetched(place, None),
+            ):
+                pass
+            with pytest.raises(RecordError, match="cannot be read"):
+                is_bundled(web)
+            proxy.become("pass")
+            (at(url) / index(url).bundles[1].name).unlink()
+            assert "is not there" in reasons(verified(web))["bundles"]
+        finally:
+            proxy.close()
+            server.shutdown()
 
 
 def test_a_follower_waits_for_room_on_its_disk(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+import aiohttp
 import fsspec
 
 from dilocox.errors import RecordError
@@ -33,6 +34,7 @@ CALL_SECONDS = 60.0
 SLOWEST = 50_000
 """Bytes per second of the slowest link that is waited for."""
 WRITTEN = "written"
+_CUT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError)
 _DENIED = (401, 403)
 _FIRST, _MOST = 0.5, 10.0
 """Seconds of the first and of the longest pause before a call is repeated."""
@@ -148,6 +150,9 @@ class Place:
             except RecordError:
                 raise
             except Exception as error:  # every kind of storage has errors of its own
+                if isinstance(error.__cause__, _CUT):
+                    # fsspec says of a dead web server that its files are not found.
+                    raise _FailedError(_reason(error.__cause__)) from None
                 if isinstance(error, FileNotFoundError) and done != WRITTEN:
                     raise MissingError(f"{where}: not there") from None
                 if isinstance(error, PermissionError) or getattr(error, "status", 0) in _DENIED:
