@@ -14,6 +14,7 @@ from torch import nn
 import dilocox
 from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.inner.loop_optimizers import LoopOptimizers
+from dilocox.inner.step_result import ReportedStep
 from dilocox.loop import Site, own_loop
 from dilocox.training.batches import Batch
 from dilocox.training.loop.model import LoopModel, trained_tensors, usual_evaluation
@@ -80,7 +81,7 @@ class Played:
 
     def site(self) -> Site:
         """The context manager."""
-        return Site(self)  # type: ignore[arg-type]
+        return Site(AsOwnSite(self))  # type: ignore[arg-type]
 
     def take(self) -> torch.Tensor:
         """One optimizer step."""
@@ -89,6 +90,28 @@ class Played:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
+
+
+class AsOwnSite:
+    """What `Site` asks of a site, answered by `Played`."""
+
+    def __init__(self, played: Played) -> None:
+        self._played = played
+        self.take = played.turns.take
+        self.check_model = played.rank_model.check
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._played, name)
+
+    def done(self, loss: Any, grad_norm: Any, tokens: int | None) -> None:
+        """Report a step."""
+        self._played.turns.done(ReportedStep(loss, grad_norm, tokens))
+
+    def check_batches(self) -> None:
+        """All batches are whole."""
+
+    def explanation(self, _error: BaseException) -> None:
+        """The error says why."""
 
 
 def test_the_loop_ends_with_the_run() -> None:
@@ -250,10 +273,53 @@ def test_an_error_of_the_run_reaches_the_loop() -> None:
         loop()
 
 
-def test_a_loss_that_is_no_scalar_is_named() -> None:
+@pytest.mark.parametrize("what", ["loss", "grad_norm"])
+def test_a_figure_that_is_no_scalar_is_named(what: str) -> None:
     own = Played(1)
-    with pytest.raises(TrainingError, match=r"loss has the shape \(2,\)"), own.site() as site:
-        site.step(loss=torch.ones(2))
+    figures: dict[str, Any] = {"loss": 1.0} | {what: torch.ones(2)}
+    with pytest.raises(TrainingError, match=rf"{what} has the shape \(2,\)"), own.site() as site:
+        site.step(**figures)
+
+
+class Asks(Played):
+    """A site whose trainer asks for an evaluation after its first step."""
+
+    def _train(self) -> None:
+        self.turns.step(StepWork(0, 0.5, False))
+        try:
+            self.rank_model.evaluate(torch.ones(1, 2).long(), torch.ones(1, 2).long())
+        except LoopLeftError as error:
+            self.error, self.outcome = error, "failed"
+            self.turns.end(error)
+
+
+def test_an_error_of_an_evaluation_ends_the_sites_part_at_once() -> None:
+    def evaluation(*_: object) -> float:
+        raise ZeroDivisionError("a mistake of the evaluation")
+
+    own = Asks(1, evaluation)
+    with own.site() as site:
+        with pytest.raises(ZeroDivisionError):
+            site.step(loss=1.0)
+        said = "its loop ended by ZeroDivisionError: a mistake of the evaluation"
+        assert own.said == [(said, True)]
+        assert not site.running
+        with pytest.raises(TrainingError, match=r"no inner step is due, .* \(failed\)"):
+            site.step(loss=1.0)
+
+
+def test_a_step_within_a_step_is_named() -> None:
+    """From an evaluation, as from another thread."""
+    sites: list[Site] = []
+    own = Asks(1, lambda *_: float(sites[0].step(loss=1.0)))
+
+    def loop() -> None:
+        with own.site() as site:
+            sites.append(site)
+            site.step(loss=1.0)
+
+    with pytest.raises(TrainingError, match="while another call of it runs"):
+        loop()
 
 
 def test_batches_of_packed_documents_need_a_loader() -> None:

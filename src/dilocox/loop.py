@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -40,6 +41,8 @@ class Site:
         self._steps_taken: dict[int, int] = {}
         self._entered = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._stepping = threading.Lock()
+        """Held by the thread that is in `step`."""
 
     def __enter__(self) -> Site:
         """Join the run. Returns when the first inner step is due, or the run has ended.
@@ -51,10 +54,10 @@ class Site:
         self._entered = True
         try:
             self._own.start()
-            self._work = self._own.take()
         except BaseException as error:
             self._end(error)
             raise
+        self._take()
         for optimizer in self._own.loop.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._count_step))
         return self
@@ -155,18 +158,36 @@ class Site:
             TrainingError: the run has ended already, or the model has other tensors than before.
             DilocoxError: the run or this site has failed.
         """
-        work = self._due()
-        if isinstance(loss, Tensor) and loss.numel() != 1:
+        if not self._stepping.acquire(blocking=False):
             raise TrainingError(
-                f"site.step: loss has the shape {tuple(loss.shape)}; give the mean, a scalar"
+                f"{self._me}: site.step was called while another call of it runs; call it from one "
+                "thread, and not from an evaluation"
             )
-        if work.last:
-            self._own.check_model()
-        self._steps_taken.clear()
-        self._own.done(loss, grad_norm, tokens)
-        self._work = None
-        self._work = self._own.take()
+        try:
+            work = self._due()
+            for what, value in (("loss", loss), ("grad_norm", grad_norm)):
+                if isinstance(value, Tensor) and value.numel() != 1:
+                    raise TrainingError(
+                        f"site.step: {what} has the shape {tuple(value.shape)}; give a scalar, the "
+                        "mean of the step"
+                    )
+            if work.last:
+                self._own.check_model()
+            self._steps_taken.clear()
+            self._own.done(loss, grad_norm, tokens)
+            self._work = None
+            self._take()
+        finally:
+            self._stepping.release()
         return self._work is not None
+
+    def _take(self) -> None:
+        """Wait for the next step. After an error the loop may go on, but its part has ended."""
+        try:
+            self._work = self._own.take()
+        except BaseException as error:
+            self._end(error)
+            raise
 
     def batches(self, loader: Iterable[B] | None = None) -> Iterator[Any]:
         """Yield batches until the run ends.

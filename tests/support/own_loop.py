@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -116,13 +117,18 @@ def main() -> int:
     file, name, mode, *sets = sys.argv[1:]
     torch.set_num_threads(1)
     config = dilocox.load_run(file, sets)
+    before = set(threading.enumerate())
     try:
         outcome = busy(config, name) if mode == "busy" else plain(config, name, mode)
+        failed = False
     except (dilocox.DilocoxError, ZeroDivisionError) as error:
-        print(f"{type(error).__name__}: {error}")
-        return 1
+        outcome, failed = f"{type(error).__name__}: {error}", True
+    # No thread of the site stays in the user's process.
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread.name
     print(outcome)
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -54,3 +54,15 @@ def test_a_process_with_nothing_to_do_has_no_thread_more() -> None:
     background = BackgroundQueue()
     background.wait()
     assert threading.active_count() == before
+
+
+def test_a_closed_queue_runs_what_it_has_and_its_thread_ends() -> None:
+    background, ran = BackgroundQueue(), []
+    before = set(threading.enumerate())
+    last = background.submit(lambda: ran.append(1))
+    (thread,) = set(threading.enumerate()) - before
+    background.close()
+    thread.join(10)
+    assert last.done()
+    assert ran == [1]
+    assert not thread.is_alive()

@@ -136,6 +136,10 @@ class Batches:
             divisor = whole * weight / sum(m.weight for m in sites)
         return Batch(*loaded[:2], CountedLabels(own, divisor, loaded[2]))
 
+    def close(self) -> None:
+        """Let the thread that reads ahead end."""
+        self._reader.close()
+
     def labels(self, ranges: Ranges, count: int) -> int | None:
         """Return the labels that count in the first `count` sequences of `ranges`.
 

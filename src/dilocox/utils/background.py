@@ -19,7 +19,9 @@ class BackgroundQueue:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._last: Future[Any] | None = None
         self._thread: threading.Thread | None = None
 
@@ -40,10 +42,20 @@ class BackgroundQueue:
         if self._last is not None:
             self._last.result()
 
+    def close(self) -> None:
+        """Let the thread end after all submitted calls. Calls that are submitted later never run.
+
+        Does not wait.
+        """
+        self._queue.put(None)
+
     def _run(self) -> None:
         failure: BaseException | None = None
         while True:
-            call, future = self._queue.get()
+            item = self._queue.get()
+            if item is None:
+                return
+            call, future = item
             if failure is None:
                 try:
                     future.set_result(call())

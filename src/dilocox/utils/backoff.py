@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
+_DRAW = random.SystemRandom()
+"""Not the generator of `random`, from which a user's own loop may draw its data."""
+
 
 def backoff_delays(
-    first: float, most: float, uniform: Callable[[float, float], float] = random.uniform
+    first: float, most: float, uniform: Callable[[float, float], float] = _DRAW.uniform
 ) -> Iterator[float]:
     """Yields the delay before each retry, in seconds, without end.
 

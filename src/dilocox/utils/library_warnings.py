@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import warnings
 
-_SILENT: tuple[tuple[str, type[Warning]], ...] = (
-    # PyTorch gives it at every write of a checkpoint, although `no_dist` asks for one process.
-    ("torch.distributed is disabled, unavailable or uninitialized", UserWarning),
-    # PyTorch gives it for deprecated names, whose successors the lowest supported version lacks.
-    ("`torch.distributed", FutureWarning),
-)
-"""Beginning of the message, and class, of each silenced warning."""
-
 
 def silence() -> None:
-    """Silence the warnings of `_SILENT` in all threads of this process; other warnings stay."""
-    for message, category in _SILENT:
-        warnings.filterwarnings("ignore", message=message, category=category)
+    """Silence these warnings in all threads of a rank's process; other warnings stay."""
+    silence_saves()
+    # PyTorch gives it for deprecated names, whose successors the lowest supported version lacks.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+
+
+def silence_saves() -> None:
+    """Silence the warning that PyTorch gives at every write of a checkpoint by one process.
+
+    PyTorch gives it although `no_dist` asks for one process. A user's own process silences it
+    alone: other warnings may concern the user's code.
+    """
+    warnings.filterwarnings(
+        "ignore",
+        message="torch.distributed is disabled, unavailable or uninitialized",
+        category=UserWarning,
+    )

@@ -99,6 +99,17 @@ def test_payloads_of_outer_steps_are_kept(tmp_path: Path) -> None:
     assert warnings == []
 
 
+def test_a_closed_record_keeps_what_it_has_and_its_thread_ends(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    record, _, _ = rank_record(Store(str(tmp_path)))
+    (thread,) = set(threading.enumerate()) - before
+    exchanged(record, KEY, b"ours")
+    record.close()
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert Store(str(tmp_path)).get(sha256(b"ours")) == b"ours"
+
+
 def test_an_exchange_that_failed_leaves_nothing(tmp_path: Path) -> None:
     record, _, warnings = rank_record(Store(str(tmp_path)))
     future: Future[Outcome] = Future()

@@ -59,6 +59,8 @@ class _Waiting:
     """Start state of a window that begins before these payloads; None: no window begins."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set once the item is stored, or once the rank has stopped storing."""
+    last: bool = False
+    """Whether the thread ends here."""
 
 
 class Coordinator(Protocol):
@@ -237,6 +239,14 @@ class RankRecord:
                 self._slow()
             kept = self._kept
 
+    def close(self) -> None:
+        """Let the thread end after all queued payloads. Does not wait.
+
+        If the queue is full, its store is stuck, and so is the thread.
+        """
+        if not self._queue.full():
+            self._queue.put(_Waiting(last=True))
+
     def _done(self, future: Future[Outcome]) -> None:
         if not future.cancelled() and future.exception() is None:
             self._put(_Waiting(future.result().payloads))
@@ -260,6 +270,8 @@ class RankRecord:
     def _run(self) -> None:
         while True:
             waiting = self._queue.get()
+            if waiting.last:
+                return
             try:
                 if not self._broken and waiting.start is not None:
                     self._begin_window(waiting.start)

@@ -57,6 +57,7 @@ from dilocox.training.loop.turns import LoopLeftError, StepWork, Turns
 from dilocox.training.trainer import Left, Stopped, Trainer
 from dilocox.transport.link.endpoint import check_ports
 from dilocox.transport.link.tcp import check_congestion
+from dilocox.utils import library_warnings
 from dilocox.utils.backoff import backoff_delays
 from dilocox.utils.versions import check_versions
 
@@ -118,19 +119,20 @@ class OwnSite:
         check_loop(config, name)
         check_writable(config.folder)
         check_congestion(config.network.congestion)
+        library_warnings.silence_saves()
         self._hooks = LoopHooks()
         self._hooks.check(config, required=True)
         self.device = loop.device
         if not config.model.own:
             check_model(config)
             fetch_weights(config)
-        else:
-            # Checked before text is prepared, which may take long.
-            plan_of(config, loop, 0)
+        # A model of the user's own is checked before text is prepared, which may take long.
+        own = plan_of(config, loop, 0)[0] if config.model.own else None
+        self._own_model = own.digest if isinstance(own, OwnModelPlan) else None
         files = prepare_here(config, tell)
         check_data(config, files, [name])
-        plan, _ = plan_of(config, loop, files.vocabulary_size)
-        self._own_model = plan.digest if isinstance(plan, OwnModelPlan) else None
+        if own is None:
+            plan_of(config, loop, files.vocabulary_size)
         self._timeouts = Timeouts.derive(config.network)
         self._control: RankControl | None = None
         self.trainer: Trainer | None = None
@@ -141,6 +143,8 @@ class OwnSite:
         self._part = (0, 1)
         """(number, parts): the part of each batch of the run's data that this process reads."""
         self._thread: threading.Thread | None = None
+        self._threads: list[Callable[[], None]] = []
+        """Functions that end the other threads."""
 
     def start(self) -> None:
         """Enrol the site and start the trainer's thread. Raises `DilocoxError` if refused."""
@@ -264,8 +268,10 @@ class OwnSite:
         self.batches = found
         return found
 
-    def _ready(self, trainer: Trainer, control: RankControl) -> None:
-        self.trainer, self._control = trainer, control
+    def _ready(
+        self, trainer: Trainer, control: RankControl, threads: list[Callable[[], None]]
+    ) -> None:
+        self.trainer, self._control, self._threads = trainer, control, threads
 
     def _look(self) -> None:
         """Raise the error that ended this site's part in the run, if there is one."""
@@ -360,6 +366,8 @@ class OwnSite:
                 # The trainer waits for other sites: the coordinator ends that wait.
                 self._line.leave(reason, failed=failed)
         self._thread.join(self._timeouts.heartbeat + self._timeouts.beat)
+        for end in self._threads:
+            end()
         if self._thread.is_alive():
             self.outcome = "failed"
             log.warning(

@@ -76,8 +76,8 @@ class LoopParts:
     """Returns the parts of the rank."""
     batches: Callable[[TokenFiles], Batches]
     """Returns the batches, which the loop may read."""
-    ready: Callable[[Trainer, RankControl], None]
-    """Called before the trainer runs."""
+    ready: Callable[[Trainer, RankControl, list[Callable[[], None]]], None]
+    """Called before the trainer runs, with functions that end the rank's threads."""
     stuck: Callable[[DilocoxError], None]
     """Called if the training loop does not answer. The process goes on: it is the user's."""
 
@@ -299,7 +299,8 @@ def _take_part(
         collector=Collector() if loop is None else PythonCollects(),
     )
     if loop is not None:
-        loop.ready(trainer, control)
+        ends = [lambda: worker.close(0.0), trainer.background.close, trainer.batches.close]
+        loop.ready(trainer, control, ends if record is None else [*ends, record.close])
     control.wait_while_role("enrolled")
     with explained(config, place, lambda: trainer.rounds_ended == 0):
         joining_site = _enter(trainer, client, checkpointer)

@@ -266,6 +266,7 @@ class FollowingSite(_Processes):
 
         Returns when the coordinator knows: a launcher ends all processes after this one.
         """
+        self.batches.close()
         if self.outcome != "running":
             return
         self._fail(reason, failed=failed)
