@@ -193,7 +193,7 @@ def site(
     `model`. Within the context, the loop calls `step` once after each optimizer step. The run file
     needs `own_code = true` for the site, and `inner.optimizer = "sgd"`. The site may have several
     processes on one machine, which all call this function alike, with a model in
-    `DistributedDataParallel`.
+    `DistributedDataParallel`, or divided by `fully_shard`.
 
     Args:
         run: the run, or the path of its run file.

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import ConfigError, DataError, TrainingError
+from dilocox.inner.fsdp import drop_gathered
 from dilocox.inner.loop_optimizers import Stateful
 from dilocox.training.launch.own_site import Outcome, OwnSite
 from dilocox.training.launch.several_processes import FollowingSite, join_together
@@ -315,6 +316,8 @@ def own_loop(
     """Return the parts of a loop, as `dilocox.site` takes them."""
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     whole = model.module if isinstance(model, DistributedDataParallel) else model
+    # A gathered module of FSDP2 hides its own part of the tensors.
+    drop_gathered(whole)
     return OwnLoop(whole, given, evaluation, state or {})
 
 

@@ -1,4 +1,4 @@
-"""Sites whose loops run in several processes each, with DistributedDataParallel."""
+"""Sites whose loops run in several processes each, by DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from tests.support.forge import Forge, ForkedRun
 from tests.support.harness import Workshop, verdicts
 
 pytestmark = pytest.mark.runs
+
+
+DIVIDED = ("site.shards=2", "site.micro_batch_size=2")
 
 
 def processes(
@@ -41,28 +44,32 @@ def weights(run: ForkedRun) -> dict[str, torch.Tensor]:
     return {name: each for file in files for name, each in load_file(file).items()}
 
 
-def test_two_sites_of_two_processes(workshop: Workshop, forge: Forge) -> None:
-    """They end where one process per site ends, up to the rounding of gradients' sums.
-
-    They are stopped on the way. The optimizers of all processes go on from the checkpoint.
-    """
-    usual = forge.train(workshop, "one-process", *SETS, "outer.rounds=5", hooks="adamw")
-    assert usual.wait() == 0, usual.output()
-    words = workshop.run_file("ddp", *SETS, *OWN, "outer.rounds=5")
-    run = coordinate(forge, workshop, "ddp", *words)
-    for outcome, code, more in (("stopped", 130, ["--resume"]), ("finished", 0, [])):
-        sites = [processes(forge, workshop, "ddp", site, words) for site in ("paris", "lyon")]
+def ended(forge: Forge, workshop: Workshop, name: str, *sets: str) -> ForkedRun:
+    """A run of two sites of two processes each, which was stopped on the way and has gone on."""
+    words = workshop.run_file(name, *sets, *OWN)
+    run = coordinate(forge, workshop, name, *words)
+    for outcome, code in (("stopped", 130), ("finished", 0)):
+        sites = [processes(forge, workshop, name, site, words) for site in ("paris", "lyon")]
         if outcome == "stopped":
             run.until_round(0)
             run.interrupt()
-        ended = [[rank.wait() for rank in site] for site in sites]
-        assert ended == [[0, 0], [0, 0]], [rank.printed() for site in sites for rank in site]
+        codes = [[rank.wait() for rank in site] for site in sites]
+        said = [rank.printed() for site in sites for rank in site]
+        assert codes == [[0, 0], [0, 0]], said
         assert run.wait() == code, run.output()
         assert {rank.last_line() for site in sites for rank in site} == {outcome}
-        if more:
-            run = coordinate(forge, workshop, "ddp", *words, *more)
+        if outcome == "stopped":
+            run = coordinate(forge, workshop, name, *words, "--resume")
     assert not verdicts(run.folder)
     assert len(flush_digests(run)) == 1
+    return run
+
+
+def close(run: ForkedRun, usual: ForkedRun) -> None:
+    """Both runs trained the same model, up to the rounding of gradients' sums.
+
+    A rounding may change the 4 bits of a value, so the largest difference is not the usual one.
+    """
     found, expected = weights(run), weights(usual)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -71,28 +78,55 @@ def test_two_sites_of_two_processes(workshop: Workshop, forge: Forge) -> None:
     for key in ("tokens", "loss"):
         own, other = ([r[key] for r in each.records("round", "lyon")] for each in (run, usual))
         assert own == pytest.approx(other, rel=1e-4)
+    last = [each.summary()["val_loss_last"] for each in (run, usual)]
+    assert last[0] == pytest.approx(last[1], rel=1e-4)
 
 
-def test_a_process_that_crashes_ends_its_site(workshop: Workshop, forge: Forge) -> None:
+def test_two_sites_of_two_processes(workshop: Workshop, forge: Forge) -> None:
+    """They end where one process per site ends.
+
+    The optimizers of all processes go on from the checkpoint.
+    """
+    usual = forge.train(workshop, "one-process", *SETS, "outer.rounds=5", hooks="adamw")
+    assert usual.wait() == 0, usual.output()
+    close(ended(forge, workshop, "ddp", *SETS, "outer.rounds=5"), usual)
+
+
+def test_a_model_that_fsdp_divides(workshop: Workshop, forge: Forge) -> None:
+    """Each process exchanges its rows. They end where dilocox's own shards end."""
+    # 63 rows: the processes hold different numbers of them.
+    uneven = "model.architecture.intermediate_size=63"
+    sets = (*SETS, *DIVIDED, "outer.rounds=5", uneven)
+    usual = forge.train(workshop, "shards", *sets, hooks="adamw")
+    assert usual.wait() == 0, usual.output()
+    run = ended(forge, workshop, "fsdp", *sets)
+    close(run, usual)
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_process_that_crashes_ends_its_site(workshop: Workshop, forge: Forge, kind: str) -> None:
     """The other process says why; both join again while the partner goes on."""
-    words = workshop.run_file("ddp-crash", *SETS, *OWN, "outer.rounds=24", "outer.min_sites=1")
-    run = coordinate(forge, workshop, "ddp-crash", *words)
-    paris = processes(forge, workshop, "ddp-crash", "paris", words)
-    lyon = processes(forge, workshop, "ddp-crash", "lyon", words, "dies")
+    name, sets = f"{kind}-crash", DIVIDED if kind == "fsdp" else ()
+    more = (f"outer.rounds={24 if kind == 'ddp' else 12}", "outer.min_sites=1")
+    words = workshop.run_file(name, *SETS, *OWN, *sets, *more)
+    run = coordinate(forge, workshop, name, *words)
+    paris = processes(forge, workshop, name, "paris", words)
+    lyon = processes(forge, workshop, name, "lyon", words, "dies")
     assert [rank.wait() for rank in lyon] == [1, 1]
     why = "process 1: its loop ended by ZeroDivisionError: a mistake of the loop"
     assert lyon[0].last_line() == f"TrainingError: site lyon: {why}"
     assert lyon[1].last_line() == "ZeroDivisionError: a mistake of the loop"
     run.until(lambda: why in run.printed())
-    lyon = processes(forge, workshop, "ddp-crash", "lyon", words, "unwrapped")
-    assert [rank.wait() for rank in lyon] == [1, 1]
-    for rank in lyon:
-        assert "hold different tensors" in rank.last_line()
-        assert "wrap the model in DistributedDataParallel" in rank.last_line()
+    if kind == "ddp":
+        lyon = processes(forge, workshop, name, "lyon", words, "unwrapped")
+        assert [rank.wait() for rank in lyon] == [1, 1]
+        for rank in lyon:
+            assert "hold different tensors" in rank.last_line()
+            assert "wrap the model in DistributedDataParallel" in rank.last_line()
     before = run.records("round", "lyon")
-    lyon = processes(forge, workshop, "ddp-crash", "lyon", words, "leaves")
-    ended = [rank.wait() for rank in (*lyon, *paris)]
-    assert ended == [0] * 4, [rank.printed() for rank in (*lyon, *paris)]
+    lyon = processes(forge, workshop, name, "lyon", words, "leaves")
+    codes = [rank.wait() for rank in (*lyon, *paris)]
+    assert codes == [0] * 4, [rank.printed() for rank in (*lyon, *paris)]
     assert [rank.last_line() for rank in (*lyon, *paris)] == ["left"] * 2 + ["finished"] * 2
     assert run.wait() == 0, run.output()
     after = run.records("round", "lyon")[len(before) :]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
@@ -48,11 +49,16 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 def plain(config: dilocox.RunConfig, name: str, mode: str) -> str:
     """The shortest loop."""
     model, rank, world = model_of(config), 0, int(os.environ.get("WORLD_SIZE", "1"))
-    optimizer, asked = adamw(dict(model.named_parameters())), False
     if world > 1:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-        model = model if mode == "unwrapped" else DistributedDataParallel(model)
+        if config.site.shards > 1:
+            for layer in model.model.layers:  # type: ignore[union-attr, operator]
+                fully_shard(layer)
+            fully_shard(model)
+        elif mode != "unwrapped":
+            model = DistributedDataParallel(model)
+    optimizer, asked = adamw(dict(model.named_parameters())), False
     with dilocox.site(config, name=name, model=model, optimizer=optimizer) as site:
         for inputs, labels in site.batches():
             for group in optimizer.param_groups:

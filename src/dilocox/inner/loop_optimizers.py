@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dilocox.errors import CheckpointError, ConfigError
+from dilocox.inner.fsdp import local
 
 _GROUP = "group/"
 _NUMBER = "number/"
@@ -101,7 +103,7 @@ class LoopOptimizers:
                     )
                 for key, value in own.items():
                     if isinstance(value, Tensor):
-                        found[f"{key}/{name}"] = value
+                        found[f"{key}/{name}"] = local(value)
                     elif _is_numbers(value):
                         found[f"{_NUMBER}{key}/{name}"] = _as_tensor(value)
                     elif value is not None:
@@ -135,6 +137,12 @@ class LoopOptimizers:
             for number, optimizer in enumerate(self._optimizers)
             for place, group in enumerate(optimizer.param_groups)
         }
+        tensors = {
+            self._names[id(each)]: each
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
         by_tensor: dict[str, dict[str, Any]] = {name: {} for name in self._names.values()}
         for full, tensor in rest.items():
             if full.startswith(_GROUP):
@@ -146,7 +154,8 @@ class LoopOptimizers:
             key, _, name = full.removeprefix(_NUMBER).partition("/")
             if name not in by_tensor or full.startswith(_OBJECT):
                 raise self._other(full)
-            by_tensor[name][key] = _number(tensor) if full.startswith(_NUMBER) else tensor
+            whole = _number(tensor) if full.startswith(_NUMBER) else tensor
+            by_tensor[name][key] = _divided_like(whole, tensors[name])
         for optimizer in self._optimizers:
             document = optimizer.state_dict()
             held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -163,6 +172,25 @@ class LoopOptimizers:
             f"optimizer state: {name} is of another model, optimizer or state=; start the site "
             "with the program that wrote the checkpoint"
         )
+
+
+def _divided_like(value: Any, parameter: Tensor) -> Any:
+    """Return a tensor of this process's rows as a part of a divided tensor, if `parameter` is one.
+
+    Scalars and numbers are the same in all processes.
+    """
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.to_local().shape or not value.dim():
+        return value
+    return DTensor.from_local(
+        value.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _is_numbers(value: Any) -> bool:

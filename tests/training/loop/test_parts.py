@@ -51,7 +51,8 @@ def run_with(
     ("run", "said"),
     [
         ({"own_code": False}, r"sites\.paris\.own_code: is false"),
-        ({"sections": {"site": {"shards": 2}}}, "divides no model among processes"),
+        ({"sections": {"site": {"replicas": 2}}}, "no pipeline and no replicas"),
+        ({"sections": {"site": {"shards": 2}}}, "one process for each shard, and this one has 1"),
         ({"sections": {"site": {"code": __file__}}}, r"site\.code: has functions for"),
         ({"sections": {"outer": {"method": "allreduce"}}}, "gradients of every step"),
         ({"sections": {"admission": {"gate": True}}}, r"admission\.gate: needs dilocox's own"),
@@ -75,14 +76,14 @@ def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) 
     check_loop(run_with(), "paris")
 
 
-def test_a_divided_model_is_refused(tmp_path: Path) -> None:
+def test_a_divided_model_needs_shards(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = nn.Linear(4, 4)
         config = run_with(sections={"model": {"own": True, "architecture": None}})
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ModelError, match=r"weight is divided among processes \(FSDP2, DTensor"):
+        with pytest.raises(ModelError, match=r"weight is divided among processes \(FSDP2"):
             plan_of(config, OwnLoop(model, []), 0)
     finally:
         dist.destroy_process_group()

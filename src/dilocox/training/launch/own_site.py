@@ -140,6 +140,7 @@ class OwnSite:
         self.outcome: Outcome = "running"
         self.turns = Turns(self.device, self._look)
         self._line: SiteLine | None = None
+        self._place = RankPlace(name, 0, 0)
         self._part = (0, 1)
         """(number, parts): the part of each batch of the run's data that this process reads."""
         self._thread: threading.Thread | None = None
@@ -150,25 +151,23 @@ class OwnSite:
         """Enrol the site and start the trainer's thread. Raises `DilocoxError` if refused."""
         config, name = self.config, self.name
         address = exchange_address(config, name, self._endpoint.url)
-        check_ports(name, config.sites[name], 1, address)
-        identity = self._enrol()
-        where = self._endpoint.url.removeprefix("https://")
-        self._tell(site_log.joined(name, config.run.name, where))
-        site_log.note_joined(config, name, where)
+        if self._place.leads:
+            check_ports(name, config.sites[name], config.site.exchanging_ranks, address)
+        identity = self._joined()
         self._line = SiteLine(config, name, self._endpoint, identity)
         job = RankJob(
             config=config,
-            place=RankPlace(name, 0, 0),
+            place=self._place,
             url=self._endpoint.url,
             identity=identity,
             hooks=self._hooks,
             address=address,
             meeting=None,
-            local_rank=0,
-            ranks_here=1,
+            local_rank=self._place.shard,
+            ranks_here=config.site.shards,
             shared_folder=(config.folder / "coordinator" / ENDPOINT).exists(),
             log_file=None,
-            tell=self._tell,
+            tell=self._tell if self._place.leads else None,
         )
         # A thread that has not asked for its number of threads yet would take the trainer's.
         torch.get_num_threads()
@@ -176,6 +175,14 @@ class OwnSite:
             target=self._run, args=(job,), name="dilocox-trainer", daemon=True
         )
         self._thread.start()
+
+    def _joined(self) -> Identity:
+        """Return this process's identity in the run, with which the site has joined."""
+        identity = self._enrol()
+        where = self._endpoint.url.removeprefix("https://")
+        self._tell(site_log.joined(self.name, self.config.run.name, where))
+        site_log.note_joined(self.config, self.name, where)
+        return identity
 
     def _enrol(self) -> Identity:
         """Enrol the site; wait while an earlier process of the site still counts as present."""
@@ -193,6 +200,9 @@ class OwnSite:
     def _run(self, job: RankJob) -> None:
         """Train to the end of the run, in the trainer's thread."""
         usual = torch.get_num_threads()
+        if self.device.type == "cuda":
+            # A new thread's current GPU is the first one.
+            torch.cuda.set_device(self.device)
         if self.device.type == "cpu":
             # Two teams of threads of PyTorch would slow each other down.
             torch.set_num_threads(1)
@@ -254,11 +264,16 @@ class OwnSite:
         return build_parts(
             self.config,
             files.vocabulary_size,
-            RankPlace(self.name, 0, 0),
+            self._place,
             self.loop,
             self.turns,
             lambda: (self._hooks.steps[0], self.batches is not None and self.batches.last),
+            self._mean,
         )
+
+    def _mean(self, number: float) -> float:
+        """Return the mean of `number` over the processes that divide the model."""
+        return number
 
     def _open(self, files: TokenFiles) -> Batches:
         found = LoopBatches.open(

@@ -1,8 +1,11 @@
-"""A site around a loop of the user's own in several processes, which hold the same whole model.
+"""A site around a loop of the user's own in several processes.
 
-The first process is the site for the run. After each step it tells the others what follows: the
-next step, or the end. After each slot it sends them the model's tensors, since the run may have
-changed them.
+With DistributedDataParallel all processes hold the whole model, and the first one is the site for
+the run. After each step it tells the others what follows: the next step, or the end. After each
+slot it sends them the model's tensors, since the run may have changed them.
+
+With FSDP2 each process holds some rows of every tensor, and is a shard of the site for the run. It
+exchanges its rows by itself, and learns from the coordinator what follows.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ from torch import Tensor
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.endpoint import Endpoint
+from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.data import TokenFiles
 from dilocox.errors import ConfigError, DilocoxError, TrainingError
+from dilocox.inner.fsdp import drop_gathered
 from dilocox.inner.loop_optimizers import LoopOptimizers
+from dilocox.training.builder import RankPlace
 from dilocox.training.launch.own_site import Outcome, OwnSite
 from dilocox.training.launch.rank_job import RankJob
+from dilocox.training.launch.torchrun import Seal, agree
 from dilocox.training.loop.batches import LoopBatches
 from dilocox.training.loop.model import LoopModel, trained_tensors
 from dilocox.training.loop.parts import OwnLoop, check_loop, plan_of
@@ -41,7 +48,7 @@ def join_together(
     loop: OwnLoop,
     endpoint: Callable[[], Endpoint],
     show: Callable[[str], None],
-) -> LeadingSite | FollowingSite:
+) -> LeadingSite | FollowingSite | DividedSite:
     """Return this process's part of the site `name`, checked and not yet started. Collective.
 
     `endpoint`: returns the coordinator's address and the token. Called in the first process.
@@ -50,12 +57,15 @@ def join_together(
     Raises `DilocoxError` in all processes if one of them cannot take part.
     """
     ranks = SiteRanks(name)
-    found: LeadingSite | FollowingSite | None = None
+    found: LeadingSite | FollowingSite | DividedSite | None = None
     # The first process prepares the token files, which the others read.
     for turn in (0, 1):
         error: DilocoxError | None = None
         try:
-            if turn == 0 and ranks.rank == 0:
+            if config.site.shards > 1:
+                if turn == min(ranks.rank, 1):
+                    found = DividedSite(config, name, endpoint(), loop, show, ranks)
+            elif turn == 0 and ranks.rank == 0:
                 found = LeadingSite(config, name, endpoint(), loop, show, ranks)
             elif turn == 1 and ranks.rank > 0:
                 found = FollowingSite(config, name, loop, ranks)
@@ -92,6 +102,17 @@ class _Processes:
         if self._first or found is None or isinstance(error, DilocoxError):
             return None
         return TrainingError(f"site {self.name}: {found.reason}")
+
+    def _check_others(self) -> None:
+        """Raise `LoopLeftError` if another process of the site has failed."""
+        found = self.ranks.failure()
+        if found is not None and not self._first:
+            raise LoopLeftError(f"site {self.name}: {found.reason}", failed=found.failed)
+
+    def _first_reason(self, reason: str) -> str:
+        """Return why the first process of the site that has failed did; else `reason`."""
+        found = self.ranks.failure()
+        return reason if found is None else found.reason
 
     def _fail(self, reason: str, *, failed: bool) -> None:
         self._first = self.ranks.fail(reason, failed=failed) or self._first
@@ -173,7 +194,7 @@ class LeadingSite(_Processes, OwnSite):
         """See `OwnSite`. Also tells the other processes."""
         if self.outcome == "running":
             self._fail(reason, failed=failed)
-        super().end(reason, failed=failed)
+        super().end(self._first_reason(reason), failed=failed)
         self.ranks.acknowledge()
 
     def _trained(self, job: RankJob) -> tuple[Outcome, BaseException | None]:
@@ -184,9 +205,81 @@ class LeadingSite(_Processes, OwnSite):
     def _look(self) -> None:
         """See `OwnSite`. Also ends the site's part if another process has failed."""
         super()._look()
-        found = self.ranks.failure()
-        if found is not None:
-            raise LoopLeftError(f"site {self.name}: {found.reason}", failed=found.failed)
+        self._check_others()
+
+
+class DividedSite(_Processes, OwnSite):
+    """One of the processes among which FSDP2 divides the model: each exchanges its own rows."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        endpoint: Endpoint,
+        loop: OwnLoop,
+        tell: Callable[[str], None],
+        ranks: SiteRanks,
+    ) -> None:
+        """See `OwnSite`. `ranks`: connects the processes of the site."""
+        super().__init__(config, name, endpoint, loop, tell)
+        self.ranks = ranks
+        self._place = RankPlace(name, 0, ranks.rank)
+        self._part = (ranks.rank, ranks.world)
+
+    def take(self) -> StepWork | None:
+        """See `OwnSite`. Also tells the other processes of an error."""
+        try:
+            return super().take()
+        except BaseException as error:
+            self._fail(str(error).partition("\n")[0], failed=True)
+            raise
+
+    def done(
+        self, loss: Tensor | float, grad_norm: Tensor | float | None, tokens: int | None
+    ) -> None:
+        """See `OwnSite`: loss and tokens are those of all processes."""
+        whole = _of_all(self.ranks, loss, grad_norm, tokens)
+        # The run may change the rows of this process, and gathered tensors would be out of date.
+        drop_gathered(self.loop.model)
+        super().done(*whole)
+
+    def shared_tensors(self) -> Mapping[str, Tensor]:
+        """Raise `TrainingError`: no process has the whole shared model."""
+        raise TrainingError(
+            f"site {self.name}: no process has the whole shared model; the run folder's model has, "
+            "and so has the loop's model after the run's end"
+        )
+
+    def retire(self) -> None:
+        """See `OwnSite`. One process asks."""
+        if self._place.leads:
+            super().retire()
+
+    def end(self, reason: str, *, failed: bool) -> None:
+        """See `OwnSite`. Also tells the other processes."""
+        if self.outcome == "running":
+            self._fail(reason, failed=failed)
+        super().end(self._first_reason(reason), failed=failed)
+
+    def _joined(self) -> Identity:
+        """See `OwnSite`. The first process enrols the site, and gives the others its identity."""
+        text = agree(
+            self.ranks.store,
+            self.ranks.rank,
+            self.ranks.world,
+            lambda: None,
+            lambda: super(DividedSite, self)._joined().to_text(),
+            Seal(self._endpoint.tokens[self.name], self.name),
+        )
+        return Identity.from_text(text)
+
+    def _mean(self, number: float) -> float:
+        return float(self.ranks.combined(number, None)[0])
+
+    def _look(self) -> None:
+        """See `OwnSite`. Also ends the site's part if another process has failed."""
+        super()._look()
+        self._check_others()
 
 
 class FollowingSite(_Processes):

@@ -12,6 +12,7 @@ from dilocox.compression.second_moments import SecondMoments
 from dilocox.errors import ConfigError, TrainingError
 from dilocox.inner import mean_cross_entropy
 from dilocox.inner.counted import CountedLabels
+from dilocox.inner.fsdp import drop_gathered, local
 from dilocox.inner.loop_optimizers import LoopOptimizers
 from dilocox.inner.site_model import ExchangeGradients
 from dilocox.inner.step_result import StepResult
@@ -68,6 +69,7 @@ class LoopModel:
         turns: passes steps to the user's thread.
         evaluation: computes the held-out loss.
         due: returns the number of the step that is due, and whether it is its round's last one.
+        mean: returns the mean of a loss over the processes that divide the model.
     """
 
     whole_gradients = False
@@ -80,8 +82,9 @@ class LoopModel:
         turns: Turns,
         evaluation: Evaluation | None,
         due: Callable[[], tuple[int, bool]],
+        mean: Callable[[float], float] = float,
     ) -> None:
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._mean = model, optimizers, mean
         self._turns, self._evaluation, self._due = turns, evaluation, due
         self.trained = dict(trained)
         """The trained tensors by name."""
@@ -128,7 +131,13 @@ class LoopModel:
         self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
     ) -> float:
         """Return the mean loss over the rows, in the user's thread and without gradients."""
-        return float(self._turns.call(lambda: self._loss(input_ids, labels, counted)))
+
+        def loss() -> float:
+            found = self._mean(self._loss(input_ids, labels, counted))
+            drop_gathered(self._model)
+            return found
+
+        return float(self._turns.call(loss))
 
     def _loss(self, inputs: Tensor, labels: Tensor, counted: CountedLabels | None) -> float:
         device = next(iter(self.trained.values())).device
@@ -208,4 +217,4 @@ NO_GATE = (
 
 
 def _form_of(parameter: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:
-    return parameter.shape, parameter.dtype, parameter.device, parameter.data_ptr()
+    return parameter.shape, parameter.dtype, parameter.device, local(parameter).data_ptr()

@@ -7,18 +7,22 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
 from dilocox.config.adapter import AdapterSection
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError, ModelError
 from dilocox.inner import SiteMesh
+from dilocox.inner.fsdp import drop_gathered, finish_sharding, local
 from dilocox.inner.loop_optimizers import LoopOptimizers, Stateful
-from dilocox.models import WeightSource
+from dilocox.models import WeightSource, read_rows
+from dilocox.models.materialise import own_rows
 from dilocox.outer.layout import split_pieces
 from dilocox.training.builder import ModelPlan, RankParts, RankPlace, build_states
 from dilocox.training.loop.model import NO_GATE, Evaluation, LoopModel, trained_tensors
@@ -53,16 +57,23 @@ def check_loop(config: RunConfig, site: str) -> None:
             f"sites.{site}.own_code: is false, and a loop of your own takes the site's steps; set "
             "it to true in the run file of the coordinator and of all sites"
         )
-    if config.site.ranks * config.site.replicas != 1:
+    if config.site.stages * config.site.replicas != 1:
         raise ConfigError(
-            "site: a loop of your own divides no model among processes; set site.stages, "
-            "site.shards and site.replicas to 1, or use dilocox join"
+            "site: a loop of your own has no pipeline and no replicas; set site.stages and "
+            "site.replicas to 1, or use dilocox join"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not several_processes():
         raise ConfigError(
             "site: a launcher started several processes, which have formed no group; call "
             "torch.distributed.init_process_group and wrap the model in DistributedDataParallel "
             "before dilocox.site, or start one process"
+        )
+    world = dist.get_world_size() if several_processes() else 1
+    if config.site.shards not in (1, world):
+        raise ConfigError(
+            f"site.shards {config.site.shards}: a loop of your own has one process for each shard, "
+            f"and this one has {world}; start {config.site.shards}, with a model divided by "
+            "fully_shard, or set it to 1 at all sites"
         )
     if config.site.code is not None:
         raise ConfigError(
@@ -141,6 +152,7 @@ def plan_of(
         told = model_shapes(config, blueprint)[0]
         shapes = {name: torch.Size(shape) for name, shape in told.items()}
     _check_model(trained, shapes)
+    _check_division(loop.model, trained, config.site.shards)
     if config.adapter is not None:
         _check_scaling(loop.model, config.adapter)
     split_pieces({name: shape.numel() for name, shape in shapes.items()}, config.outer.pieces)
@@ -155,8 +167,9 @@ def build_parts(
     loop: OwnLoop,
     turns: Turns,
     due: Callable[[], tuple[int, bool]],
+    mean: Callable[[float], float] = float,
 ) -> RankParts:
-    """Return the parts of the one rank of a site, with theta_0 in the user's model.
+    """Return the parts of a rank of a site, with theta_0 in the user's model.
 
     With `model.own` theta_0 is what the model holds.
 
@@ -165,24 +178,63 @@ def build_parts(
         loop: the user's model and optimizers.
         turns: passes steps to the user's thread.
         due: returns the number of the step that is due, and whether it is its round's last one.
+        mean: returns the mean of a number over the processes that divide the model.
 
     Raises the errors of `plan_of`.
     """
     blueprint, shapes = plan_of(config, loop, vocabulary_size)
     trained = trained_tensors(loop.model)
     optimizers = LoopOptimizers(trained, loop.optimizers, loop.state)
+    # FSDP2 moves the storage of uneven parts when it makes the root.
+    drop_gathered(loop.model)
+    finish_sharding(loop.model)
+    # In the run's order, since the places in an exchange follow it.
+    live = {name: local(trained[name]) for name in shapes}
     if not config.model.own:
         source = blueprint.weights(config)
         with torch.no_grad():
-            for name in shapes:
-                trained[name].copy_(source.tensor(name))
-    model = LoopModel(loop.model, trained, optimizers, turns, loop.evaluation, due)
-    # In the run's order, since the places in an exchange follow it.
-    live: dict[str, torch.Tensor] = {name: trained[name].detach() for name in shapes}
-    mesh = SiteMesh(1, 1, 0, 0, loop.device)
+            for name, tensor in live.items():
+                rows = own_rows(trained[name])
+                if rows is None:
+                    tensor.copy_(source.tensor(name))
+                elif rows:
+                    tensor.copy_(read_rows(source, name, rows))
+    mesh = SiteMesh.create(1, config.site.shards, loop.device)
+    if config.site.shards > 1:
+        # A group of its own: the trainer's collectives are in another thread than the loop's.
+        mesh = replace(mesh, own_replica=dist.new_group())
+    model = LoopModel(loop.model, trained, optimizers, turns, loop.evaluation, due, mean)
     rank = RankParts(place, blueprint, mesh, model, live, shapes)
     rank.states = build_states(config, rank)
     return rank
+
+
+def _check_division(model: nn.Module, trained: Mapping[str, nn.Parameter], shards: int) -> None:
+    """Raise `ModelError` unless FSDP2 divides the model as the run file says.
+
+    `shards`: number of processes that each hold a part of the rows of every tensor.
+    """
+    for name, parameter in trained.items():
+        if isinstance(parameter, DTensor) and shards == 1:
+            raise ModelError(
+                f"model: {name} is divided among processes (FSDP2); set site.shards to their "
+                "number in the run file of all sites, or use DistributedDataParallel"
+            )
+        if shards == 1:
+            continue
+        divided = isinstance(parameter, DTensor) and (
+            parameter.placements == (Shard(0),) and parameter.device_mesh.size() == shards
+        )
+        if not divided:
+            raise ModelError(
+                f"model: {name} is not divided by rows among {shards} processes, as site.shards "
+                "says; call fully_shard of the layers and of the whole model, with a mesh of one "
+                "dimension"
+            )
+    if shards > 1 and not isinstance(model, FSDPModule):
+        raise ModelError(
+            "model: fully_shard was not called on the whole model; call it after the layers"
+        )
 
 
 def _check_model(trained: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size]) -> None:
@@ -196,11 +248,6 @@ def _check_model(trained: Mapping[str, nn.Parameter], shapes: Mapping[str, torch
             "further tensors); build the same architecture, and freeze nothing"
         )
     for name, parameter in trained.items():
-        if isinstance(parameter, DTensor):
-            raise ModelError(
-                f"model: {name} is divided among processes (FSDP2, DTensor); wrap the whole model "
-                "in DistributedDataParallel, or use dilocox join with site.shards"
-            )
         if parameter.shape != shapes[name]:
             raise ModelError(
                 f"model: {name} has shape {tuple(parameter.shape)}, [model] of the run file says "

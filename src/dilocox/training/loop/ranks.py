@@ -55,7 +55,7 @@ class SiteRanks:
         self._gone = False
         """Whether the store was found to be gone."""
         # Every process makes its sites in the same order.
-        self._store = dist.PrefixStore(f"dilocox/site/{next(_numbers)}", default_store())
+        self.store = dist.PrefixStore(f"dilocox/site/{next(_numbers)}", default_store())
 
     def fail(self, reason: str, *, failed: bool) -> bool:
         """Tell the other processes that this one has failed, or has ended its loop early.
@@ -65,9 +65,9 @@ class SiteRanks:
         """
         said = {"reason": f"process {self.rank}: {reason}", "failed": failed}
         try:
-            if self._store.add("failures", 1) != 1:
+            if self.store.add("failures", 1) != 1:
                 return False
-            self._store.set(_FAILED, json.dumps(said))
+            self.store.set(_FAILED, json.dumps(said))
         except RuntimeError:
             # The process that holds the store has ended, so nobody is left to be told.
             self._gone = True
@@ -76,9 +76,9 @@ class SiteRanks:
     def failure(self) -> Failure | None:
         """Return the failure that `fail` has told, if there is one."""
         try:
-            if not self._store.check([_FAILED]):
+            if not self.store.check([_FAILED]):
                 return None
-            said = json.loads(self._store.get(_FAILED))
+            said = json.loads(self.store.get(_FAILED))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             return Failure(f"the store of its processes is gone ({reason})", True)
@@ -89,7 +89,7 @@ class SiteRanks:
         # Without the store the other processes have ended, or learn of this one's end by their
         # connections.
         with contextlib.suppress(RuntimeError):
-            self._store.set(_HEARD, "1")
+            self.store.set(_HEARD, "1")
 
     def wait_until_heard(self, seconds: float) -> None:
         """Wait until the first process has told the coordinator of a failure, or for `seconds`.
@@ -99,7 +99,7 @@ class SiteRanks:
         end = time.monotonic() + seconds
         # The store may end with the first process, which then has told the coordinator.
         with contextlib.suppress(RuntimeError):
-            while not self._gone and not self._store.check([_HEARD]) and time.monotonic() < end:
+            while not self._gone and not self.store.check([_HEARD]) and time.monotonic() < end:
                 time.sleep(0.05)
 
     def agree(self, error: DilocoxError | None) -> None:
