@@ -50,8 +50,17 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     counters.clear()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        ("qwen3", True),
+        ("qwen3_moe", False),
+        ("qwen3_moe", "selective"),
+        pytest.param("qwen3", False, marks=pytest.mark.slow),
+        pytest.param("qwen3", "selective", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", True, marks=pytest.mark.slow),
+    ],
+)
 def test_equal_layers_are_one_graph_with_checkpointing_too(
     name: str, checkpointing: Checkpointing
 ) -> None:

@@ -26,11 +26,11 @@ SPLITS: list[dict[str, Any]] = [
     {"shards": 2, "micro": 2},
     {"shards": 2, "micro": 1, "whole_gradients": True},
     {"replicas": 2, "micro": 1},
-    {"stages": 2, "schedule": "gpipe"},
-    {"stages": 2, "schedule": "1f1b", "tied": True},
-    {"stages": 2, "schedule": "interleaved-1f1b"},
-    {"stages": 2, "schedule": "interleaved-zero-bubble"},
-    {"stages": 2, "schedule": "zbv"},
+    {"stages": 2, "schedule": "gpipe", "micro": 2},
+    {"stages": 2, "schedule": "1f1b", "tied": True, "micro": 2},
+    {"stages": 2, "schedule": "interleaved-1f1b", "micro": 2},
+    {"stages": 2, "schedule": "interleaved-zero-bubble", "micro": 2},
+    {"stages": 2, "schedule": "zbv", "micro": 2},
     {"stages": 2, "shards": 2, "schedule": "1f1b"},
 ]
 

@@ -24,6 +24,7 @@ from tests.support.architectures import (
     reference_model,
     token_ids,
 )
+from tests.support.grids import pairs_of
 from tests.support.worker_pool import Pool
 
 pytestmark = pytest.mark.waits
@@ -61,31 +62,32 @@ def loss_and_gradients(chunk: Any, labels: Tensor, inside: bool) -> tuple[Tensor
     return loss.detach(), {name: p.grad for name, p in chunk.named_parameters()}
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["head", "loss"])
-@pytest.mark.parametrize("name", list(TYPES))
+@pytest.mark.parametrize(
+    ("name", "whole", "tied"),
+    pairs_of(list(TYPES), [False, True], [False, True], rest=pytest.mark.slow),
+)
 def test_in_chunks_it_is_the_loss_of_the_models_own_logits(
-    name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, whole: bool, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`whole`: all logits are computed at once, and only the loss in chunks."""
     labels = token_ids(seed=8)
     labels[0, ::3] = -100
-    for tied in (False, True):
-        chunk = chunk_of(name, **({} if name == "phi" else {"tie_word_embeddings": tied}))
-        expected, wanted = loss_and_gradients(chunk, labels, inside=False)
-        # Few logits: the same operations, the same bits.
-        same, identical = loss_and_gradients(chunk, labels, inside=True)
-        assert torch.equal(same, expected)
-        for parameter, gradient in wanted.items():
-            assert torch.equal(identical[parameter], gradient), parameter
-        with monkeypatch.context() as patch:
-            in_chunks(patch, 5 * VOCABULARY, whole)
-            found, gradients = loss_and_gradients(chunk, labels, inside=True)
-            with torch.no_grad():
-                evaluated = chunk(token_ids(), labels=labels)
-        assert torch.allclose(found, expected, rtol=1e-6)
-        assert torch.equal(evaluated, found)
-        assert gradients.keys() == wanted.keys()
-        for parameter, gradient in wanted.items():
-            torch.testing.assert_close(gradients[parameter], gradient, rtol=2e-4, atol=2e-6)
+    chunk = chunk_of(name, **({} if name == "phi" else {"tie_word_embeddings": tied}))
+    expected, wanted = loss_and_gradients(chunk, labels, inside=False)
+    # Few logits: the same operations, the same bits.
+    same, identical = loss_and_gradients(chunk, labels, inside=True)
+    assert torch.equal(same, expected)
+    for parameter, gradient in wanted.items():
+        assert torch.equal(identical[parameter], gradient), parameter
+    in_chunks(monkeypatch, 5 * VOCABULARY, whole)
+    found, gradients = loss_and_gradients(chunk, labels, inside=True)
+    with torch.no_grad():
+        evaluated = chunk(token_ids(), labels=labels)
+    assert torch.allclose(found, expected, rtol=1e-6)
+    assert torch.equal(evaluated, found)
+    assert gradients.keys() == wanted.keys()
+    for parameter, gradient in wanted.items():
+        torch.testing.assert_close(gradients[parameter], gradient, rtol=2e-4, atol=2e-6)
 
 
 def test_the_types_above_do_more_than_multiply_by_the_head() -> None:

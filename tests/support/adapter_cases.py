@@ -34,7 +34,9 @@ def train(
     """Two steps of a tiny tied Qwen3 with adapters: losses, names, and whether the base moved."""
     section = ModelSection(architecture={**ARCHITECTURE, "vocab_size": 64})
     hf_config = load_model_config(section, 64)
-    site = site_section(stages, shards, schedule, replicas=replicas)
+    # Four micro-batches, of eight rows or of the half of them that a shard or a replica has.
+    micro = 2 if shards == replicas == 1 else 1
+    site = site_section(stages, shards, schedule, replicas=replicas, micro=micro)
     per_stage = site.chunks
     adapter = LORA.model_copy(update=lora)
     cut = plan_cut(hf_config, stages * per_stage, toy_model.LENGTH, adapter)

@@ -110,7 +110,7 @@ def real_model(
 
     `packed`: rows hold two documents each, of lengths that differ, and a third of the labels does
     not count. `head_chunk`: logits that head and loss compute at a time, and how many times in a
-    micro-batch (of one row) they did; without it all at once.
+    micro-batch they did; without it all at once.
     """
     if head_chunk is not None:
         before = head_loss.AT_ONCE, head_loss.CHUNK, head_loss.logits_are_less
@@ -141,7 +141,8 @@ def real_model(
 
     section = ModelSection(architecture={**ARCHITECTURE, "vocab_size": 64})
     hf_config = load_model_config(section, 64)
-    site = site_section(stages, shards, schedule)
+    # Four micro-batches, of eight rows or of the half of them that a shard has.
+    site = site_section(stages, shards, schedule, micro=2 if shards == 1 else 1)
     per_stage = site.chunks
     cut = plan_cut(hf_config, stages * per_stage, toy_model.LENGTH)
     mesh = SiteMesh.create(stages, shards, CPU)

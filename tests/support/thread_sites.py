@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -90,6 +91,7 @@ def run_each(functions: Mapping[str, Callable[[], Any]], limit: float = 60.0) ->
 def run_and_tell(function: Callable[[], Any], pipe: Connection) -> None:
     """In a forked process: send what `function` returns, or what it raised as text, and end."""
     torch.set_num_threads(1)
+    gc.freeze()  # a collection of what was inherited would copy all of its pages
     try:
         result = function()
     except BaseException as error:
