@@ -119,10 +119,10 @@ def test_a_job_whose_time_is_over_goes_back_into_the_queue(
 ) -> None:
     jobs = Jobs(slurm, workshop, "slurm-time", *LONG, "outer.rounds=5000")
     # Slurm sends the signal up to a minute early, which this test need not wait for.
-    short = jobs.submit("lyon", "--time=00:02:00", "--signal=TERM@100")
+    short = jobs.submit("lyon", "--time=00:03:00", "--signal=TERM@120")
     other = jobs.submit("paris")
     back = "the job goes back into the queue"
-    jobs.coordinator.until(lambda: back in jobs.said("lyon"), limit=200)
+    jobs.coordinator.until(lambda: back in jobs.said("lyon"), limit=400)
     # A job that went back waits two minutes; it may begin at once.
     slurm.until(short, ("PENDING", "RUNNING", "CONFIGURING"))
     slurm.ask("scontrol", "update", f"JobId={short}", "StartTime=now")
@@ -148,7 +148,7 @@ def test_a_site_that_was_asked_to_leave_does_not_come_back(
 
 def test_what_is_missing_is_said(slurm: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    job = slurm.submit("--nodes=1", "--ntasks=1", "--gpus-per-node=0", f"--output={log}",
-                       str(SCRIPT), "only-one")  # fmt: skip
+    small = ("--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0")
+    job = slurm.submit(*small, f"--output={log}", str(SCRIPT), "only-one")
     slurm.until(job, ("FAILED",))
     assert log.read_text().startswith("usage: sbatch site.sbatch HOST:PORT SITE")

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import dilocox
-from dilocox.config.code_file import LARGEST, digest_of_code
+from dilocox.config.code_file import LARGEST, digest_of_code, evaluation_task
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
 from dilocox.tools.testbed import run as testbed
 from dilocox.training.builder import Hooks
 from dilocox.training.code_file import load_hooks, with_code
 from dilocox.training.launch import preflight
+from dilocox.training.tasks.beside import options_of
+from dilocox.training.tasks.harness import TaskOptions, check_tasks, evaluate_folder
 
 GOOD = """
 import torch
@@ -180,3 +182,30 @@ def test_commands_take_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ConfigError, match="enough"):
             start()
     assert [each.replaced for each in found] == [["loss", "optimizer"]] * 3
+
+
+def test_an_evaluation_whose_file_was_changed_is_not_run(tmp_path: Path) -> None:
+    file = tmp_path / "hooks.py"
+    file.write_text("def evaluation(model, tokenizer):\n    return {'kept': 1.0}\n")
+    agreed = digest_of_code(file.read_bytes())
+    task = evaluation_task(str(file))
+    options = TaskOptions((task,), agreed={task: agreed})
+    assert check_tasks(options) == ["evaluation"]
+    # Python takes compiled bytes beside a file for it; these bytes are not looked at.
+    marker = tmp_path / "ran"
+    file.write_text(
+        f"open({str(marker)!r}, 'w')\ndef evaluation(model, tokenizer):\n    return {{}}\n"
+    )
+    with pytest.raises(ConfigError, match="the sites agreed on"):
+        check_tasks(options)
+    with pytest.raises(ConfigError, match="the sites agreed on"):
+        evaluate_folder(tmp_path, options)
+    assert not marker.exists()
+
+
+def test_the_task_of_a_run_s_file_carries_its_digest(tmp_path: Path) -> None:
+    file = tmp_path / "hooks.py"
+    file.write_text("def evaluation(model, tokenizer):\n    return {'kept': 1.0}\n")
+    config, _ = with_code(run_of(str(file)), Hooks())
+    options = options_of(config)
+    assert options.agreed == {options.tasks[-1]: config.run.code}

@@ -39,6 +39,11 @@ def read_code(path: str, asked: str = "site.code") -> bytes:
     return content
 
 
+def evaluation_task(path: str) -> str:
+    """Return the task of `evaluation.tasks` that the function `evaluation` of the file becomes."""
+    return f"{Path(path).expanduser().resolve()}:evaluation"
+
+
 def digest_of_code(content: bytes) -> str:
     """Return the SHA-256, hex, of the file's bytes: what `sha256sum` prints."""
     return hashlib.sha256(content).hexdigest()

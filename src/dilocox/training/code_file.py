@@ -7,24 +7,20 @@ agree on the SHA-256 of the file (`run.code`), and a file with another digest is
 from __future__ import annotations
 
 import inspect
-import sys
-import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dilocox.config.code_file import digest_of_code, read_code
+from dilocox.config.code_file import evaluation_task
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.inner import mean_cross_entropy
 from dilocox.training.builder import Hooks
 from dilocox.training.own_code import PARAMETERS, check_signatures
-from dilocox.training.tasks.own_function import Score, importing, reason_of
-
-MODULE = "dilocox_site_code"
-"""Name of the module that the file becomes."""
+from dilocox.training.tasks.agreed_file import MODULE, check_digest, run_agreed
+from dilocox.training.tasks.own_function import Score
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class FileHooks(Hooks):
 
     def check_agreed(self, agreed: str, *, required: bool) -> None:
         """See `Hooks`: what counts is the digest of the whole file."""
-        _check_digest(self.path, self.digest, agreed, "site.code")
+        check_digest(self.path, self.digest, agreed, "site.code")
 
     def __reduce__(self) -> tuple[Callable[..., FileHooks], tuple[str, str]]:
         """Pickle the path and the digest alone, since no other process has the module."""
@@ -59,9 +55,7 @@ def load_hooks(path: str, agreed: str, asked: str = "site.code") -> FileHooks:
         ConfigError: there is no such file, it has another digest, it fails when it is run, or its
             functions are not those that a run can use.
     """
-    content, file = read_code(path, asked), Path(path).expanduser().resolve()
-    _check_digest(path, digest_of_code(content), agreed, asked)
-    found = _functions(_run(file, content, f"{asked} {path}"), f"{asked} {path}")
+    found = _functions(run_agreed(path, agreed, asked), f"{asked} {path}")
     check_signatures(found, f"{asked} {path}: ")
     return FileHooks(
         dataset=found.get("dataset"),
@@ -70,7 +64,7 @@ def load_hooks(path: str, agreed: str, asked: str = "site.code") -> FileHooks:
         validation=found.get("validation"),
         optimizer=found.get("optimizer"),
         schedule=found.get("schedule"),
-        path=str(file),
+        path=str(Path(path).expanduser().resolve()),
         digest=agreed,
         evaluation=found.get("evaluation"),
     )
@@ -96,53 +90,10 @@ def with_code(config: RunConfig, hooks: Hooks) -> tuple[RunConfig, Hooks]:
     found = load_hooks(path, config.run.code)
     if found.evaluation is None:
         return config, found
-    task = f"{found.path}:evaluation"
+    task = evaluation_task(found.path)
     tasks = [*(each for each in config.evaluation.tasks if each != task), task]
     own = config.evaluation.model_copy(update={"tasks": tasks})
     return config.model_copy(update={"evaluation": own}), found
-
-
-def _check_digest(path: str, digest: str, agreed: str, asked: str) -> None:
-    if digest == agreed:
-        return
-    if not agreed:
-        raise ConfigError(
-            f"{asked} {path}: the run file has no run.code, so the sites agreed on no functions; "
-            "leave the file out"
-        )
-    raise ConfigError(
-        f"{asked} {path}: its SHA-256 is {digest[:12]}…, the sites agreed on {agreed[:12]}… "
-        "(run.code); copy the file from another site"
-    )
-
-
-def _run(file: Path, content: bytes, where: str) -> types.ModuleType:
-    """Run the bytes `content` of `file` as a module, and return the module."""
-    module = types.ModuleType(MODULE)
-    module.__file__ = str(file)
-    before = sys.modules.get(MODULE)
-    sys.modules[MODULE] = module
-    if str(file.parent) not in sys.path:
-        # At the end: a file beside the user's must not hide a package of the same name.
-        sys.path.append(str(file.parent))
-    try:
-        with importing():
-            # The bytes that were digested, not those that a second look at the file would find.
-            exec(compile(content, str(file), "exec"), module.__dict__)  # noqa: S102
-    except BaseException as error:  # code of the user's may raise anything, SystemExit too
-        sys.modules.pop(MODULE)
-        if before is not None:
-            sys.modules[MODULE] = before
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        lines = [
-            f", line {each.lineno}"
-            for each in traceback.extract_tb(error.__traceback__)
-            if each.filename == str(file)
-        ]
-        at = lines[-1] if lines else ""
-        raise ConfigError(f"{where}: cannot be run ({reason_of(error)}{at})") from error
-    return module
 
 
 def _functions(module: types.ModuleType, where: str) -> dict[str, Callable[..., Any]]:

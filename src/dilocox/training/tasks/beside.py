@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dilocox.config.code_file import evaluation_task
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.protocol.messages import ReportKind, RoundPlan
 from dilocox.coordinator.protocol.task_figures import moment
@@ -56,9 +57,12 @@ class Reporter(Protocol):
 def options_of(config: RunConfig) -> TaskOptions:
     """Return the tasks of a run file, and how they are evaluated."""
     own = config.evaluation
+    code = config.site.code
+    agreed = {} if code is None else {evaluation_task(code): config.run.code}
     return TaskOptions(
-        tuple(own.tasks), own.tasks_limit, own.tasks_fewshot, own.tasks_chat, own.tasks_device
-    )
+        tuple(own.tasks), own.tasks_limit, own.tasks_fewshot, own.tasks_chat, own.tasks_device,
+        agreed,
+    )  # fmt: skip
 
 
 def is_due(config: RunConfig, round_: int) -> bool:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dilocox.errors import CheckpointError, ConfigError, EvaluationError
 from dilocox.training.run_model import model_folder
+from dilocox.training.tasks.agreed_file import run_agreed
 from dilocox.training.tasks.own_function import (
+    Score,
     evaluate_functions,
     is_function,
     load_function,
@@ -49,6 +51,9 @@ class TaskOptions:
     """Whether prompts are written with the tokenizer's chat template."""
     device: str = "cpu"
     """PyTorch's name of a device."""
+    agreed: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the files of functions on which the sites agreed, by task. Other bytes are not
+    run."""
 
 
 def check_installed(asked: str = "evaluation.tasks") -> None:
@@ -68,7 +73,7 @@ def check_tasks(options: TaskOptions, asked: str = "evaluation.tasks") -> list[s
     found: dict[str, str] = {}
     functions, tasks = split_tasks(options.tasks)
     for function in functions:
-        load_function(function, asked)
+        _function(function, options, asked)
         if name_of(function) in found:
             raise ConfigError(
                 f"{asked}: {found[name_of(function)]} and {function} have the same name: rename one"
@@ -133,8 +138,18 @@ def evaluate_folder(
         results = _by_lm_eval(folder, replace(options, tasks=tuple(tasks)), asked)
     if functions:
         check_device(options.device, asked)
-        results["results"] |= evaluate_functions(functions, folder, options.device, asked)
+        loaded = {task: _function(task, options, asked) for task in functions}
+        results["results"] |= evaluate_functions(loaded, folder, options.device)
     return results
+
+
+def _function(task: str, options: TaskOptions, asked: str) -> Score:
+    """Return the function of a task. Raises `ConfigError`, also for a file that was changed."""
+    digest = options.agreed.get(task)
+    if digest is None:
+        return load_function(task, asked)
+    found: Score = vars(run_agreed(task.rpartition(":")[0], digest, asked))[task.rpartition(":")[2]]
+    return found
 
 
 def _by_lm_eval(folder: Path, options: TaskOptions, asked: str) -> dict[str, Any]:

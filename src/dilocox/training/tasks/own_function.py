@@ -12,7 +12,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,20 +90,19 @@ def load_function(task: str, asked: str = "evaluation.tasks") -> Score:
 
 
 def evaluate_functions(
-    tasks: Sequence[str], folder: Path, device: str, asked: str = "evaluation.tasks"
+    functions: Mapping[str, Score], folder: Path, device: str
 ) -> dict[str, dict[str, float]]:
     """Call the functions with the model in `folder`, and return rows like those of lm-eval.
 
     The model is in evaluation mode on `device`. On the CPU it has the data type of its files, else
-    bf16. Random numbers begin from seed 0. Raises `ConfigError` for a function that cannot be
-    imported, `CheckpointError` if the model cannot be loaded, and `EvaluationError` if a function
-    fails or returns something else than figures by name.
+    bf16. Random numbers begin from seed 0. `functions`: by task. Raises `CheckpointError` if the
+    model cannot be loaded, and `EvaluationError` if a function fails or returns something else than
+    figures by name.
     """
     import torch
 
     from dilocox.training.run_model import load_model
 
-    functions = {task: load_function(task, asked) for task in tasks}
     tokenizer, model = load_model(folder, device)
     model.to(device)
     rows = {}
