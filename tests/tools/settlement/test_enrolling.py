@@ -130,6 +130,7 @@ def test_a_site_signs_its_key_and_the_coordinator_looks_at_its_stake(
 
 
 @pytest.mark.waits
+@pytest.mark.slow  # anvil comes from the registry of npm
 @pytest.mark.parametrize("chain", ["anvil"], indirect=True)
 def test_the_coordinator_looks_at_a_chain_in_a_process_of_its_own(
     town: Town,  # noqa: F811

@@ -69,6 +69,7 @@ def test_a_replacement_keeps_to_the_limit_of_fees() -> None:
     assert again._fields[5] == b"", "it creates a contract"
 
 
+@pytest.mark.slow  # anvil comes from the registry of npm
 @pytest.mark.parametrize("chain", ["anvil"], indirect=True)
 def test_a_stuck_transaction_is_replaced_and_counts_once(
     chain: Chain, scene_of: Scenes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
