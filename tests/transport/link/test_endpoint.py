@@ -288,3 +288,29 @@ def test_an_interface_has_an_address() -> None:
     assert interface_address("a", "::1") == "::1"
     with pytest.raises(ConfigError, match=r'interface "none0" .*sites\.a\.interface'):
         interface_address("a", "none0")
+
+
+def test_a_door_is_closed_while_a_thread_of_it_begins(
+    endpoints: Callable[..., LinkEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, start = endpoints("paris"), threading.Thread.start
+    wrong: list[BaseException] = []
+    closers: list[threading.Thread] = []
+
+    def close() -> None:
+        try:
+            door.close()
+        except BaseException as error:
+            wrong.append(error)
+
+    def begun_late(thread: threading.Thread) -> None:
+        if thread.name == "links-late" and not closers:
+            closers.append(threading.Thread(target=close, name="closes"))
+            start(closers[0])
+            closers[0].join(0.5)  # the time in which the other thread may do something wrong
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begun_late)
+    door._start(lambda: None, name="links-late")
+    closers[0].join(LIMIT)
+    assert wrong == []

@@ -232,8 +232,9 @@ class LinkEndpoint:
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
+            # Together, since `close` waits for all threads, and none can be waited for unstarted.
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     def _accept(self) -> None:
         with contextlib.closing(self._listener):
