@@ -146,7 +146,7 @@ def test_rows_are_written_at_once_and_a_part_that_hangs_is_killed(tmp_path: Path
 def test_a_crash_and_a_hang_cost_one_row_and_leave_their_logs(tmp_path: Path) -> None:
     names = ("first", "second", "third", "fourth")
     breaks = Part("breaks", f"{HERE}:breaks", names, 1, 60, "crashes")
-    stuck = Part("stuck", f"{HERE}:stuck", ("endless", "later"), 1, 1.0, "hangs")
+    stuck = Part("stuck", f"{HERE}:stuck", ("endless", "later"), 1, 2.0, "hangs")
     results = Results(None, "", None)
     asked = setting(tmp_path / "work", logs=tmp_path / "rows.log")
     jobs = [(breaks, list(names)), (stuck, list(stuck.rows))]
@@ -156,8 +156,8 @@ def test_a_crash_and_a_hang_cost_one_row_and_leave_their_logs(tmp_path: Path) ->
         "endless": "FAIL", "later": "LEFT OUT",
     }  # fmt: skip
     assert results.rows["second"]["message"] == "exit code 7: it printed nothing"
-    assert results.rows["endless"]["message"] == "killed after 3 s"
-    assert results.rows["later"]["message"] == "not begun: endless was killed after 3 s"
+    assert results.rows["endless"]["message"] == "killed after 6 s"
+    assert results.rows["later"]["message"] == "not begun: endless was killed after 6 s"
     written = (tmp_path / "rows.log").read_text(encoding="utf-8")
     assert "===== breaks: log.txt" in written
     assert "illegal memory access" in written
