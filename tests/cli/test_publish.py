@@ -8,6 +8,8 @@ import pytest
 
 from dilocox.cli.main import main
 from dilocox.config.outer import rate_of
+from dilocox.record.log.merkle import leaf_hash, root_of
+from dilocox.record.log.transparency_log import read_log
 from dilocox.tools.storage import uplink
 from tests.support.older_record import unpacked
 
@@ -30,6 +32,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["--to", "file:///tmp/x"], "is not the folder of a run's coordinator"),
         (["--to", "nonsense://x"], "nonsense://x: cannot be opened"),
         (["--to", "ftp://me:geheim@x/y"], "the URL holds a password"),
+        (["--to", "sftp://host/x"], "sftp://: shows files that are half written"),
+        (["--to", "ftp://host/x"], "ftp://: shows files that are half written"),
+        (["--to", "https://host/x"], "https://: shows files that are half written"),
+        (["--to", "simplecache::smb://host/x"], "smb://: shows files that are half written"),
         (["--to", "file:///tmp/x", "--every", "0"], "give a number of rounds"),
         (["--to", "file:///tmp/x", "--limit", "0mbit"], "give a rate such as 10mbit"),
         (["--to", "file:///tmp/x", "--limit", "10MB"], "give a rate such as 10mbit"),
@@ -53,17 +59,23 @@ def test_a_run_in_bundles(
         uplink.Uplink, "__init__", lambda self, rate: (rates.append(rate), own(self, rate))[1]
     )
     run, url = unpacked(tmp_path), f"file://{tmp_path}/public"
+    leaves = [leaf_hash(each.encode()) for each in read_log(run / "record").entries]
+    newest = f"log of {len(leaves)} statements, root {root_of(leaves).hex()[:12]}…"
     options = ["--to", url, "--every", "1", "--limit", "800mbit", "--follow"]
     code, out, err = said(capsys, "publish", str(run), *options)
     assert (code, err, rates) == (0, "", [rate_of("800mbit")])
     assert out.splitlines() == [
         f"3 new bundles, 191.5 kB; uploaded to {url}",
+        f"published: 3 bundles, {newest}",
         f"how to check it: dilocox verify {url}",
     ]
     for place in (url, f"{tmp_path}/public"):
         code, out, err = said(capsys, "verify", place)
         assert code == 3  # an older record, whose run file nobody signed
-        assert out.splitlines()[1].startswith(f"PASS     bundles     3 bundles of {place}, 0.2 MB")
+        line = f"PASS     bundles     3 bundles of {place}, 0.2 MB; newest: {newest}"
+        assert out.splitlines()[1].startswith(line)
+        assert "dilocox-verify-" not in out
+        assert "other files of model" in out
     next((tmp_path / "public" / "bundles").iterdir()).write_bytes(b"")
     code, out, err = said(capsys, "verify", url, "--json")
     assert code == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,12 +61,15 @@ def run(options: argparse.Namespace) -> int:
                 "out"
             )
     # Imported here, because no other command needs these modules.
+    from dilocox.tools.release.local_paths import told_paths
     from dilocox.tools.release.publish import find, publish
     from dilocox.utils.formatting import size
 
     sources = find(options.run, options.sites, options.store)
     made = publish(sources, Path(options.to), link=options.link)
     print(f"{made.objects} payloads and states, {size(made.size)} in all; verified")
+    for line in told_paths(made.folder):
+        print(line, file=sys.stderr)
     print(f"how to check it: {made.folder / 'CHECK.md'}; its page: {made.folder / 'report.html'}")
     print(made.folder)
     return 0
@@ -81,12 +85,13 @@ def _to_storage(options: argparse.Namespace) -> int:
 
     if options.link:
         raise ConfigError("--link: is for a folder; leave it out, as bundles hold copies")
-    place = Place(options.to, PATIENCE)
+    place = Place.to_publish(options.to, PATIENCE)
     source = RunSource(options.run, tuple(options.sites), tuple(options.store))
     publisher = Publisher(source, place, options.every or EVERY, Uplink(options.limit))
     publish: Callable[[Publisher], None] = publish_to_the_end if options.follow else publish_once
     publish(publisher)
     print(f"{publisher.bundles} new bundles, {size(publisher.size)}; uploaded to {place.url}")
+    print(f"published: {publisher.newest}")
     if not publisher.ended:
         print(
             f"the run goes on: {publisher.unpublished} statements are not published yet; publish "

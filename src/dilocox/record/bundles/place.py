@@ -46,8 +46,21 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
+WHOLE = frozenset({
+    "file", "local", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "ocilake",
+    "tos", "tosfs", "lakefs", "hf",
+})  # fmt: skip
+"""Protocols of storage that shows a file only when it is whole: folders here, object storage."""
+
+
 class DeniedError(RecordError):
     """The storage refuses access; some refuse access to files that do not exist."""
+
+
+class WrongPlaceError(RecordError):
+    """A place that a run cannot be published to, however often it is tried."""
+
+    permanent = True
 
 
 class Place:
@@ -66,11 +79,7 @@ class Place:
                 holds a password.
         """
         self.url = url.rstrip("/") or url
-        if urlsplit(url).password is not None:
-            raise RecordError(
-                "the URL holds a password; leave it out, and give it to the storage's own library "
-                "by its configuration file"
-            )
+        _refuse_password(url)
         try:
             # Without a cache of listings: another process may write at the same time.
             self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
@@ -82,6 +91,23 @@ class Place:
         self._root = root.rstrip("/")
         self._local = is_local(self._files)
         self._patience, self._seconds = patience, seconds
+
+    @classmethod
+    def to_publish(cls, url: str, patience: float = 0.0) -> Place:
+        """Open a storage for writing, with the arguments of the class.
+
+        Raises `WrongPlaceError` if a reader could see a file there that is half written, and
+        `RecordError` like the class.
+        """
+        _refuse_password(url)
+        protocol = (fsspec.core.split_protocol(url)[0] or "file").rpartition("::")[2]
+        if protocol in fsspec.available_protocols() and protocol not in WHOLE:
+            raise WrongPlaceError(
+                f"{protocol}://: shows files that are half written, or cannot be written to; give "
+                "--to object storage (s3://, gs://, abfs://) or a folder (file://), which may be "
+                "mounted"
+            )
+        return cls(url, patience)
 
     def get(self, path: str, most: int, usual: int | None = None) -> bytes:
         """Return the bytes of a file of at most `most` bytes.
@@ -191,6 +217,15 @@ def in_order(
         finally:
             for each in waiting:
                 each.cancel()
+
+
+def _refuse_password(url: str) -> None:
+    """Raise `RecordError` if `url` holds a password."""
+    if urlsplit(url).password is not None:
+        raise RecordError(
+            "the URL holds a password; leave it out, and give it to the storage's own library by "
+            "its configuration file"
+        )
 
 
 class _FailedError(Exception):

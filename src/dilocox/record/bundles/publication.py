@@ -145,6 +145,17 @@ class Publication:
         return self.bundles[-1].head if self.bundles else None
 
     @property
+    def counted(self) -> str:
+        """The number of bundles, for users."""
+        return f"{len(self.bundles)} bundle{'s' * (len(self.bundles) != 1)}"
+
+    @property
+    def newest(self) -> str:
+        """Size and root of the log in the newest bundle, for users."""
+        head = self.head
+        return f"log of {head.size} statements, root {head.root[:12]}…" if head else "no log"
+
+    @property
     def text(self) -> str:
         """The index file."""
         return "".join(f"{line}\n" for line in self.lines)

@@ -180,8 +180,8 @@ BUNDLES = Claim(
     False,
     "every bundle at the URL has the bytes that the log's key has published, and its head is a "
     "prefix of this log",
-    "that no newer bundle was withheld: compare size and root of the log, or give a checkpoint "
-    "that you kept, with --seen",
+    "that no newer bundle was withheld: compare the number of bundles, and size and root of the "
+    "log; give a checkpoint that you kept, with --seen",
 )
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,

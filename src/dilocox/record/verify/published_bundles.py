@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dilocox.errors import RecordError
 from dilocox.record.bundles.fetch import Fetched
-from dilocox.record.bundles.publication import Bundle, Publication
+from dilocox.record.bundles.publication import Publication
 from dilocox.record.log.merkle import roots_at
 from dilocox.record.log.transparency_log import leaves_of, open_log
 from dilocox.record.verify import claims as c
@@ -26,11 +26,13 @@ def verify_fetched(found: Fetched, places: Places, progress: Progress) -> Report
     if found.publication.head is None or not (found.folder / "record" / "checkpoint").exists():
         return _unread(replace(found, fault="no bundle holds statements of the log"))
     report = verify(places, progress)
+    inside = f"{found.folder}/"
+    findings = [replace(each, reason=each.reason.replace(inside, "")) for each in report.findings]
     try:
         finding = c.Finding(c.BUNDLES, "PASS", judge_bundles(found, found.publication))
     except RecordError as error:
         finding = c.Finding(c.BUNDLES, "FAIL", str(error))
-    return replace(report, findings=[finding, *report.findings])
+    return replace(report, findings=[finding, *findings])
 
 
 def judge_bundles(found: Fetched, publication: Publication) -> str:
@@ -53,16 +55,17 @@ def judge_bundles(found: Fetched, publication: Publication) -> str:
             f"the bundles hold {len(content.entries)} statements, {bundles[-1].head.size} were "
             "published"
         )
-    return _told(found.where, bundles)
+    return _told(found.where, publication)
 
 
-def _told(where: str, bundles: list[Bundle]) -> str:
-    count = f"{len(bundles)} bundles" if len(bundles) > 1 else "1 bundle"
+def _told(where: str, publication: Publication) -> str:
+    bundles = publication.bundles
     size = sum(each.size for each in bundles) / 1e6
     missing = sum(each.missing for each in bundles)
     lacking = f"; {missing} objects were in no store when it was published" if missing else ""
     end = "" if bundles[-1].last else "; the run had not ended when the newest was published"
-    return f"{count} of {where}, {size:.1f} MB{lacking}{end}"
+    newest = f"; newest: {publication.newest}"
+    return f"{publication.counted} of {where}, {size:.1f} MB{newest}{lacking}{end}"
 
 
 def _unread(found: Fetched) -> Report:

@@ -91,12 +91,13 @@ class BundleFile:
     def upload(self, bundle: Bundle, place: Place, uplink: Uplink) -> int:
         """Upload the parts that `place` does not have yet; return their bytes.
 
-        Raises `RecordError`.
+        A part of the right size that is there is read, because it may have other bytes. Raises
+        `RecordError`.
         """
 
         def send(part: tuple[str, bytes]) -> int:
             path, data = part
-            if place.size(path) == len(data):
+            if place.size(path) == len(data) and place.get(path, len(data)) == data:
                 return 0
             uplink.take(len(data))
             place.put(path, data)

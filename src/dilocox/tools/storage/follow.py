@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dilocox.errors import RecordError
+from dilocox.record.bundles.place import DeniedError
 from dilocox.record.writer.one_writer import held
 from dilocox.tools.storage.publisher import Publisher
 from dilocox.utils.backoff import backoff_delays
@@ -22,6 +23,8 @@ LOOK_EVERY = 5.0
 """Seconds between two looks at a run in progress."""
 _FIRST, _MOST = 5.0, 120.0
 """Seconds of the first and of the longest pause after a failure."""
+ALONE = 12
+"""Looks in succession without a coordinator after which a line says so."""
 LOCK = "publish.lock"
 
 
@@ -40,18 +43,24 @@ def publish_to_the_end(
 
     Args:
         publisher: Publishes to one place.
-        tell: Called with one line when publishing begins to fail, and when it works again.
+        tell: Called with one line when publishing begins to fail, when it works again, and when no
+            coordinator runs any more.
         sleep: Waits for a number of seconds.
 
     Raises:
-        DilocoxError: Files of the run cannot be published, whatever the storage does.
+        DilocoxError: Files of the run cannot be published, whatever the storage does, or the place
+            refuses them for good.
     """
-    pauses, failed, told = backoff_delays(_FIRST, _MOST), 0, False
+    pauses, failed, told, alone = backoff_delays(_FIRST, _MOST), 0, False, 0
     with _only_one(publisher):
         while not publisher.ended:
             try:
                 publisher.publish()
             except (RecordError, OSError) as error:
+                # A place that has taken a bundle may refuse access for a time only.
+                denied = isinstance(error, DeniedError) and not publisher.bundles
+                if denied or getattr(error, "permanent", False):
+                    raise
                 failed += 1
                 # A payload may reach the disk a moment after the statement that names it.
                 if failed == 2:
@@ -63,6 +72,12 @@ def publish_to_the_end(
                 tell("dilocox: publishing goes on")
             pauses, failed, told = backoff_delays(_FIRST, _MOST), 0, False
             if not publisher.ended:
+                alone = 0 if publisher.source.coordinated else alone + 1
+                if alone == ALONE:
+                    tell(
+                        f"dilocox: no coordinator runs on {publisher.source.folder}, and the run "
+                        "has not ended; waiting until it is resumed (Ctrl-C ends this command)"
+                    )
                 sleep(LOOK_EVERY)
 
 

@@ -7,13 +7,14 @@ storage ends.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from dilocox.errors import RecordError
 from dilocox.record.bundles.fetch import BadBundleError, read_index
-from dilocox.record.bundles.place import Place
+from dilocox.record.bundles.place import Place, WrongPlaceError
 from dilocox.record.bundles.publication import INDEX, Bundle, Publication
 from dilocox.record.bundles.tar_members import STATEMENTS
 from dilocox.record.log import statements as s
@@ -24,6 +25,7 @@ from dilocox.record.log.merkle import Frontier, leaf_hash
 from dilocox.record.log.signed_note import LogCheckpoint, sign_note
 from dilocox.record.log.step_statements import Step
 from dilocox.record.log.transparency_log import CHECKPOINT, PUBLIC
+from dilocox.tools.release.local_paths import SAID, local_paths
 from dilocox.tools.release.publish import refuse_secret
 from dilocox.tools.storage import bundle_file
 from dilocox.tools.storage.bundle_file import BundleFile, pieces
@@ -62,6 +64,8 @@ class Publisher:
     every: int
     """Rounds of a bundle."""
     uplink: Uplink
+    tell: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True)
+    """Called with a line on absolute paths in a file, before the file is uploaded."""
     ended: bool = False
     """True once everything of a run that has ended is published."""
     bundles: int = 0
@@ -80,17 +84,25 @@ class Publisher:
     """All statements on states from which a replay may begin."""
     _resumed: int = 0
     """Number of the log's statements up to its newest resume."""
+    _told: set[str] = field(default_factory=set)
+    """Lines that `tell` was called with."""
 
     @property
     def unpublished(self) -> int:
         """Number of statements that were read and are not published yet."""
         return len(self._lines)
 
+    @property
+    def newest(self) -> str:
+        """What tells the index that is published from an older one, for users."""
+        return f"{self._published.counted}, {self._published.newest}"
+
     def publish(self) -> None:
         """Publish all rounds that are complete; of a run that has ended, everything.
 
         Raises:
-            RecordError: The storage fails, or holds another run, or payloads are missing.
+            WrongPlaceError: The place holds another run, or an index that is not authentic.
+            RecordError: The storage fails, or payloads are missing.
             DilocoxError: Files of the run are missing or hold secrets.
         """
         if self._index is None:
@@ -111,25 +123,27 @@ class Publisher:
             self.ended = True
 
     def _opened(self) -> Publication:
-        """Read the index, and compare it with the log."""
+        """Read the index, and compare it with the log. Raises like `publish`."""
         run = self.source.run()
         try:
             index = read_index(self.place, str(self.source.log))
         except MissingError:
             return Publication(self.source.log, run)
         except BadBundleError as error:
-            raise RecordError(
+            raise WrongPlaceError(
                 f"{self.place.url}: {error}; choose another place, or empty this one"
             ) from None
         if index.run != run:
-            raise RecordError(f"{self.place.url}: has bundles of another run; choose another place")
+            raise WrongPlaceError(
+                f"{self.place.url}: has bundles of another run; choose another place"
+            )
         head = index.bundles[-1].head
         self._tree, self._contents = Frontier(), Contents()
         for entry in self.source.read().entries[: head.size]:
             self._contents.skip([self._noted(entry, self._tree.size)[1]])
             self._tree.append(leaf_hash(entry.encode()))
         if Prefix(self._tree.size, self._tree.root.hex()) != head:
-            raise RecordError(
+            raise WrongPlaceError(
                 f"{self.place.url}: its head of {head.size} statements is not a prefix of this "
                 "log; choose another place"
             )
@@ -194,9 +208,19 @@ class Publisher:
             if before.get(name) == digest:
                 continue
             if not name.endswith(".safetensors") and member.size <= _SCANNED:
-                refuse_secret(name, b"".join(member.content()), self.source.secrets)
+                content = b"".join(member.content())
+                refuse_secret(name, content, self.source.secrets)
+                self._tell_of_paths(name, content)
             found.append(member)
         return found
+
+    def _tell_of_paths(self, name: str, content: bytes) -> None:
+        """Say which values of a file are absolute paths; a line is said once."""
+        paths = local_paths(name, content)
+        line = SAID.format(name, ", ".join(paths))
+        if paths and line not in self._told:
+            self._told.add(line)
+            self.tell(line)
 
     def _publish(self, end: int, ended: bool) -> None:
         """Publish the first `end` unpublished statements, in one bundle or several.

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dilocox.data.croissant import CROISSANT, render_croissant
 from dilocox.data.manifest import read_manifest
-from dilocox.errors import ConfigError, RecordError
+from dilocox.errors import ConfigError, DilocoxError, RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import run_of
 from dilocox.record.log.audit_verdicts import FOLDER as AUDITS
@@ -41,6 +41,8 @@ class RunSource:
     """The log's private key."""
     secrets: list[bytes] = field(init=False)
     """Contents that must not be published."""
+    coordinated: bool = field(init=False, default=True)
+    """False if `has_ended` found no coordinator on the folder the last time."""
 
     def __post_init__(self) -> None:
         """Find the parts of the run, and read the log's key.
@@ -103,8 +105,9 @@ class RunSource:
         the run has a summary, or all its final states are signed.
         """
         with held(self.folder / "coordinator") as free:
-            if not free:
-                return False
+            self.coordinated = not free
+        if self.coordinated:
+            return False
         summary, begun = self.folder / "summary.json", self.folder / "record" / PUBLIC
         # A coordinator writes its log's key whenever it starts.
         if summary.exists() and summary.stat().st_mtime_ns > begun.stat().st_mtime_ns:
@@ -150,13 +153,13 @@ class RunSource:
 
 
 def _plain(folder: Path) -> Iterator[Path]:
-    """Iterate over the plain files of a folder; raise `RecordError` for links out of it."""
+    """Iterate over the plain files of a folder; raise `DilocoxError` for links out of it."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith(".") or path.is_dir():
             continue
         reason = unsafe_reason(path, folder)
         if reason:
-            raise RecordError(f"{path}: {reason}; only plain files are published")
+            raise DilocoxError(f"{path}: {reason}; only plain files are published")
         yield path
 
 
