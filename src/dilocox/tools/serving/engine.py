@@ -117,7 +117,7 @@ def _run() -> None:
             kept = {key: settings[key] for key in settings if key not in ("host", "port")}
             super().__init__(app, uds=_SOCKET, **kept)
 
-    uvicorn.Config = AtSocket  # type: ignore[assignment]
+    uvicorn.Config = AtSocket  # type: ignore[assignment,misc]
     main()
 
 
