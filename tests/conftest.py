@@ -8,6 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Several tests go on at once, so the cores are taken: a second thread of each would only wait.
 # Before any import of torch. Processes that tests start inherit it.
@@ -18,6 +19,10 @@ from tests.support.selection import may_be_selected, place
 from tests.support.skips import as_in_ci
 
 TESTS = Path(__file__).parent
+
+# On a busy machine one example may take any time, which says nothing about what is tested.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # `make test &` in a script: what is started inherits it, and would not hear a test's Ctrl-C.

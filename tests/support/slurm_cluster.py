@@ -65,6 +65,12 @@ class Cluster:
         return now
 
 
+    def cancel_all(self) -> None:
+        """End all jobs, and wait until their processes have ended."""
+        self.ask("scancel", "--user=root", "--full", "--signal=KILL")
+        _until(lambda: self.ask("squeue", "--noheader") == "")
+
+
 @contextmanager
 def cluster(root: Path) -> Iterator[Cluster]:
     """Start Slurm in the folder `root`, and end it."""
@@ -99,6 +105,7 @@ def cluster(root: Path) -> Iterator[Cluster]:
             start(node, "slurmd", "-D", "-N", node, "-f", str(settings))
         _until(lambda: _idle(environment) == f"{len(NODES)} idle")
         yield made
+        made.cancel_all()
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
