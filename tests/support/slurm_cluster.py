@@ -64,7 +64,6 @@ class Cluster:
             time.sleep(0.5)
         return now
 
-
     def cancel_all(self) -> None:
         """End all jobs, and wait until their processes have ended."""
         self.ask("scancel", "--user=root", "--full", "--signal=KILL")
