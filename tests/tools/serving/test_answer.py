@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.tools.serving.answer import Answer, pieces
+from dilocox.tools.serving.answer import Answer, piece_in
 
 
 def of_chat(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def test_an_error_in_the_stream_is_kept() -> None:
 
 @pytest.mark.parametrize("line", [b"", b"\n", b": comment\n", b"data: [DONE]\n", b"data: {\n"])
 def test_other_lines_of_a_stream_have_no_piece(line: bytes) -> None:
-    assert pieces(line) is None
+    assert piece_in(line) is None
 
 
 def test_a_line_of_data_has_a_piece() -> None:
-    assert pieces(b'data: {"id": "1"}\r\n') == {"id": "1"}
+    assert piece_in(b'data: {"id": "1"}\r\n') == {"id": "1"}

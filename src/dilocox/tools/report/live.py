@@ -7,7 +7,6 @@ a browser (DNS rebinding).
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import threading
 import time
@@ -20,6 +19,7 @@ from dilocox.errors import ConfigError
 from dilocox.tools.report.folder import read_run, stamp
 from dilocox.tools.report.page import Page, build
 from dilocox.tools.report.render import render, sections, stamps
+from dilocox.utils.host_header import names_server
 
 NEWS = "news.json"
 
@@ -91,17 +91,6 @@ class Server(ThreadingHTTPServer):
         """Address of the page."""
         return f"http://{self.host}:{self.server_address[1]}/"
 
-    def known(self, host: str) -> bool:
-        """Return whether the `Host` header `host` names this server: by its name, or an address."""
-        name = urlsplit(f"//{host}").hostname or ""
-        if name in ("localhost", self.host):
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
@@ -110,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the page, the changed sections, or 404."""
         place = urlsplit(self.path)
-        if not self.server.known(self.headers.get("Host", "")):
+        if not names_server(self.headers.get("Host", ""), self.server.host):
             self._answer(403, "text/plain", "the Host header does not name this server\n")
         elif place.path == "/":
             self._made("text/html", self.server.source.html)

@@ -10,7 +10,7 @@ from dilocox.tools.serving.asked import CHAT
 _DATA = b"data:"
 
 
-def pieces(line: bytes) -> dict[str, Any] | None:
+def piece_in(line: bytes) -> dict[str, Any] | None:
     """Return the object in a line of a stream. None: the line has none."""
     text = line.strip()
     if not text.startswith(_DATA):

@@ -8,19 +8,18 @@ not send elsewhere unasked. Errors have OpenAI's form.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
 
-from dilocox.tools.serving.answer import Answer, pieces
+from dilocox.tools.serving.answer import Answer, piece_in
 from dilocox.tools.serving.asked import PATHS, RefusedError, Served, checked, unknown_model
+from dilocox.utils.host_header import names_server
 
 LARGEST = 16 * 2**20
 """Largest request, in bytes."""
@@ -71,7 +70,7 @@ class Front:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if not known(request.headers.get("Host", ""), self._host):
+        if not names_server(request.headers.get("Host", ""), self._host):
             return refusal(
                 403,
                 "the Host header does not name this server; ask by its address, or start it with "
@@ -114,7 +113,7 @@ class Front:
                 return await _streamed(request, answer)
             made = Answer(request.path)
             async for line in answer.content:
-                if (piece := pieces(line)) is not None:
+                if (piece := piece_in(line)) is not None:
                     made.take(piece)
             if made.error is not None:
                 raise RefusedError(500, made.error[:500])
@@ -156,18 +155,6 @@ async def _streamed(request: web.Request, answer: aiohttp.ClientResponse) -> web
         return response
     await response.write_eof()
     return response
-
-
-def known(host: str, listening: str) -> bool:
-    """Return whether the `Host` header `host` names a server: by its name, or by any address."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        if name in ("localhost", listening.lower()):
-            return True
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def said(body: bytes) -> str:
