@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
 import math
 import os
+import secrets
 import stat
 import threading
 import time
@@ -108,6 +110,26 @@ class Room:
             return when_there_is_room(action, what, seconds=self._seconds, sleep=pause)
         finally:
             self.awaited = False
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that others see whole or not at all, and flush it to disk.
+
+    The folder's entry is not flushed (`sync_folder`). Raises `OSError` if the file cannot be
+    written; then no partial file is left.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        # On a full disk the partial file would take the space that the next attempt needs.
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,10 +6,7 @@ connection and then says nothing must not hold a command up for ever.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -27,7 +24,7 @@ from dilocox.record.log import bounded_reads
 from dilocox.record.log.blob_store import MissingError
 from dilocox.utils.backoff import backoff_delays
 from dilocox.utils.plain_text import plain
-from dilocox.utils.storage import is_local, run_in_thread, sync_folder, unsafe_reason
+from dilocox.utils.storage import is_local, replace_file, run_in_thread, sync_folder, unsafe_reason
 
 CALL_SECONDS = 60.0
 """Seconds that a call may take, beside the time for its bytes."""
@@ -150,17 +147,7 @@ class Place:
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-        try:
-            with part.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
+        replace_file(target, data)
         sync_folder(target.parent)
 
     def _call(self, action: Callable[[], T], path: str, done: str, moved: int) -> T:

@@ -8,9 +8,7 @@ entry. If the machine dies, entries appended since the last `sync` or `cover` ma
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from dilocox.record.log.entries import FileEntries
 from dilocox.record.log.merkle import EMPTY, Frontier, leaf_hash
 from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, open_note, sign_note
 from dilocox.utils.append_file import AppendFile
-from dilocox.utils.storage import sync_folder, unsafe_reason
+from dilocox.utils.storage import replace_file, sync_folder, unsafe_reason
 
 ENTRIES, CHECKPOINT, PUBLIC = "statements.jsonl", "checkpoint", "log.pub"
 
@@ -86,7 +84,7 @@ class LogWriter:
         self._tree = _recovered(folder, self.public, take, mark)
         self._file = AppendFile(folder / ENTRIES, durable=True)
         sync_folder(folder)
-        _replace(folder / PUBLIC, f"{self.public}\n")
+        replace_file(folder / PUBLIC, f"{self.public}\n".encode())
         self._covered, self._note = -1, ""
         self._lock = threading.Lock()
         self.cover()
@@ -130,7 +128,7 @@ class LogWriter:
             # Entries must be durable before the checkpoint that covers them.
             self.sync()
             self._note = sign_note(checkpoint.text, self._origin, self._key)
-            _replace(self._folder / CHECKPOINT, self._note)
+            replace_file(self._folder / CHECKPOINT, self._note.encode())
             self._covered = checkpoint.size
         return self._note
 
@@ -295,18 +293,3 @@ def _ends_line(file: BinaryIO, length: int) -> bool:
     """Return True if a line ends after `length` bytes, and move `file` to that position."""
     file.seek(length - 1)
     return file.read(1) == b"\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:
-        # On a full disk the partial file would take the space that the next attempt needs.
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
