@@ -118,8 +118,8 @@ class _Processes:
         self._first = self.ranks.fail(reason, failed=failed) or self._first
 
 
-class LeadingSite(_Processes, OwnSite):
-    """The first process of the site, which takes part in the run."""
+class _RunningSite(_Processes, OwnSite):
+    """A process that takes part in the run itself."""
 
     def __init__(
         self,
@@ -133,9 +133,27 @@ class LeadingSite(_Processes, OwnSite):
         """See `OwnSite`. `ranks`: connects the processes of the site."""
         super().__init__(config, name, endpoint, loop, tell)
         self.ranks = ranks
-        self._part = (0, ranks.world)
-        self._known: tuple[int, int] | None = None
-        """(round, slot of the run) at the latest message to the other processes."""
+        # The leading process is the one of rank 0.
+        self._place = RankPlace(name, 0, ranks.rank)
+        self._part = (ranks.rank, ranks.world)
+
+    def end(self, reason: str, *, failed: bool) -> None:
+        """See `OwnSite`. Also tells the other processes."""
+        if self.outcome == "running":
+            self._fail(reason, failed=failed)
+        super().end(self._first_reason(reason), failed=failed)
+
+    def _look(self) -> None:
+        """See `OwnSite`. Also ends the site's part if another process has failed."""
+        super()._look()
+        self._check_others()
+
+
+class LeadingSite(_RunningSite):
+    """The first process of the site, which takes part in the run for all."""
+
+    _known: tuple[int, int] | None = None
+    """(round, slot of the run) at the latest message to the other processes."""
 
     def take(self) -> StepWork | None:
         """See `OwnSite`. Also tells the other processes what follows."""
@@ -191,10 +209,8 @@ class LeadingSite(_Processes, OwnSite):
         self.ranks.check_equal(self.model.trained.values())
 
     def end(self, reason: str, *, failed: bool) -> None:
-        """See `OwnSite`. Also tells the other processes."""
-        if self.outcome == "running":
-            self._fail(reason, failed=failed)
-        super().end(self._first_reason(reason), failed=failed)
+        """See `OwnSite`. Also tells a process that has failed that the coordinator knows."""
+        super().end(reason, failed=failed)
         self.ranks.acknowledge()
 
     def _trained(self, job: RankJob) -> tuple[Outcome, BaseException | None]:
@@ -202,29 +218,9 @@ class LeadingSite(_Processes, OwnSite):
         self.ranks.acknowledge()
         return found
 
-    def _look(self) -> None:
-        """See `OwnSite`. Also ends the site's part if another process has failed."""
-        super()._look()
-        self._check_others()
 
-
-class DividedSite(_Processes, OwnSite):
+class DividedSite(_RunningSite):
     """One of the processes among which FSDP2 divides the model: each exchanges its own rows."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        name: str,
-        endpoint: Endpoint,
-        loop: OwnLoop,
-        tell: Callable[[str], None],
-        ranks: SiteRanks,
-    ) -> None:
-        """See `OwnSite`. `ranks`: connects the processes of the site."""
-        super().__init__(config, name, endpoint, loop, tell)
-        self.ranks = ranks
-        self._place = RankPlace(name, 0, ranks.rank)
-        self._part = (ranks.rank, ranks.world)
 
     def take(self) -> StepWork | None:
         """See `OwnSite`. Also tells the other processes of an error."""
@@ -255,12 +251,6 @@ class DividedSite(_Processes, OwnSite):
         if self._place.leads:
             super().retire()
 
-    def end(self, reason: str, *, failed: bool) -> None:
-        """See `OwnSite`. Also tells the other processes."""
-        if self.outcome == "running":
-            self._fail(reason, failed=failed)
-        super().end(self._first_reason(reason), failed=failed)
-
     def _joined(self) -> Identity:
         """See `OwnSite`. The first process enrols the site, and gives the others its identity."""
         text = agree(
@@ -275,11 +265,6 @@ class DividedSite(_Processes, OwnSite):
 
     def _mean(self, number: float) -> float:
         return float(self.ranks.combined(number, None)[0])
-
-    def _look(self) -> None:
-        """See `OwnSite`. Also ends the site's part if another process has failed."""
-        super()._look()
-        self._check_others()
 
 
 class FollowingSite(_Processes):
