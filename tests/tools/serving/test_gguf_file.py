@@ -13,8 +13,9 @@ import torch
 from tests.support.gguf_models import MODELS, OTHERS, write_model
 
 from dilocox.errors import CheckpointError, ConfigError
+from dilocox.models.hf_weights import INDEX_FILE as INDEX
 from dilocox.tools.serving.gguf_export import export_gguf
-from dilocox.tools.serving.gguf_file import INDEX, write_gguf
+from dilocox.tools.serving.gguf_file import write_gguf
 
 PROMPT = "def the value of self"
 READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3")

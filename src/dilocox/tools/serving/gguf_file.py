@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dilocox.errors import CheckpointError, ConfigError
+from dilocox.models.architecture import one_line
+from dilocox.models.hf_weights import INDEX_FILE, SINGLE_FILE
 from dilocox.tools.serving.gguf_families import (
     Array,
-    Family,
     converted,
     family_of,
     header,
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("f16", "bf16", "f32")
 _HEAD = "lm_head.weight"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FREQUENCIES = "rope_freqs.weight"
+Shape = tuple[int, ...]
 
 
 def check_gguf() -> None:
@@ -59,12 +61,15 @@ def write_gguf(source: Path, path: Path, dtype: str, name: str) -> Path:
     check_gguf()
     config = _config(source)
     family_of(config)
-    _check_complete(source, config)
+    tensors = _Tensors(source)
+    shapes = _complete(tensors, config)
     vocabulary = read_vocabulary(source, int(config.vocab_size))
     partial = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(partial, source, config, vocabulary, dtype, name)
+        writer = _begun(partial, config, vocabulary, dtype, name)
+        _write_tensors(writer, tensors, shapes, config, dtype)
+        writer.close()
         os.replace(partial, path)
     except OSError as error:
         raise CheckpointError(
@@ -82,45 +87,53 @@ def _config(source: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError or KeyError, depending on the folder
-        reason = (str(error).splitlines() or [type(error).__name__])[0].strip()
-        raise CheckpointError(f"{source}: its config.json cannot be read ({reason})") from None
+        raise CheckpointError(
+            f"{source}: its config.json cannot be read ({one_line(error)})"
+        ) from None
 
 
-def _write(
-    path: Path, source: Path, config: PretrainedConfig, vocabulary: Vocabulary, dtype: str,
-    name: str,
-) -> None:  # fmt: skip
+def _begun(
+    path: Path, config: PretrainedConfig, vocabulary: Vocabulary, dtype: str, name: str
+) -> Any:
+    """Return gguf's writer of a new file, with all but the tensors."""
     import gguf
 
-    family = family_of(config)
-    writer = gguf.GGUFWriter(path, family.architecture)
+    writer = gguf.GGUFWriter(path, family_of(config).architecture)
     _write_header(writer, config, dtype, name)
     _write_vocabulary(writer, vocabulary)
-    chosen = _types(dtype)
-    layout = list(_layout(source, family, config))
+    return writer
+
+
+def _write_tensors(
+    writer: Any, tensors: _Tensors, shapes: Mapping[str, Shape], config: PretrainedConfig,
+    dtype: str,
+) -> None:  # fmt: skip
+    """Write where all tensors lie, and then the tensors, one at a time."""
+    import gguf
+
+    targets = _targets(tensors.folder, shapes, config)
     factors = rotation_factors(config)
+    every = {targets[name]: shape for name, shape in shapes.items()}
     if factors is not None:
-        layout.append(("", "rope_freqs.weight", factors.shape))
-    for _, target, shape in layout:
-        kind = chosen if len(shape) > 1 else gguf.GGMLQuantizationType.F32
-        stored = gguf.quants.quant_shape_to_byte_shape(shape, kind) if _as_bytes(kind) else shape
-        bytes_each = 4 if kind == gguf.GGMLQuantizationType.F32 else 2
-        size = int(np.prod(shape)) * bytes_each
-        writer.add_tensor_info(
-            target, stored, _numpy_type(kind), size, raw_dtype=kind if _as_bytes(kind) else None
-        )
+        every[_FREQUENCIES] = factors.shape
+    chosen, plain = _types(dtype), gguf.GGMLQuantizationType.F32
+    kinds = {target: chosen if len(shape) > 1 else plain for target, shape in every.items()}
+    for target, shape in every.items():
+        kind = kinds[target]
+        as_bytes = str(kind.name) == "BF16"  # numpy has no such type, so gguf takes the bytes
+        stored = gguf.quants.quant_shape_to_byte_shape(shape, kind) if as_bytes else shape
+        size = int(np.prod(shape)) * (4 if kind == plain else 2)
+        raw = kind if as_bytes else None
+        writer.add_tensor_info(target, stored, _numpy_type(kind), size, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    with _Tensors(source) as tensors:
-        for original, target, shape in layout:
-            kind = chosen if len(shape) > 1 else gguf.GGMLQuantizationType.F32
-            if factors is not None and not original:
-                tensor = factors
-            else:
-                tensor = converted(original, tensors.read(original), config)
-            writer.write_tensor_data(_stored(tensor, kind, target, source))
-    writer.close()
+    for name in shapes:
+        target = targets[name]
+        tensor = converted(name, tensors.read(name), config)
+        writer.write_tensor_data(_stored(tensor, kinds[target], target, tensors.folder))
+    if factors is not None:
+        writer.write_tensor_data(factors)
 
 
 def _types(dtype: str) -> Any:
@@ -128,11 +141,6 @@ def _types(dtype: str) -> Any:
 
     kinds = gguf.GGMLQuantizationType
     return {"f16": kinds.F16, "bf16": kinds.BF16, "f32": kinds.F32}[dtype]
-
-
-def _as_bytes(kind: Any) -> bool:
-    """Whether numpy has no such type, so that gguf takes the bytes of the tensor."""
-    return str(kind.name) == "BF16"
 
 
 def _numpy_type(kind: Any) -> Any:
@@ -184,67 +192,57 @@ def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         writer.add_chat_template(vocabulary.chat_template)
 
 
-def _layout(
-    source: Path, family: Family, config: PretrainedConfig
-) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield (name in the checkpoint, name in the file, shape) of every tensor.
+def _targets(source: Path, shapes: Mapping[str, Shape], config: PretrainedConfig) -> dict[str, str]:
+    """Return the name in the file of each tensor of the checkpoint.
 
     Raises `CheckpointError` for a tensor that the architecture does not know.
     """
     import gguf
 
-    architecture = next(
-        number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == family.architecture
-    )
-    names = gguf.get_tensor_name_map(architecture, int(config.num_hidden_layers))
-    with _Tensors(source) as tensors:
-        for original in tensors.names:
-            if original == _HEAD and config.tie_word_embeddings:
-                continue
-            target = names.get_name(original, try_suffixes=(".weight", ".bias"))
-            if target is None:
-                raise CheckpointError(
-                    f"{source}: {original} is no tensor of llama.cpp's {family.architecture}; was "
-                    "the folder changed?"
-                )
-            yield original, target, tensors.shape(original)
+    architecture = family_of(config).architecture
+    number = next(n for n, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
+    names = gguf.get_tensor_name_map(number, int(config.num_hidden_layers))
+    found: dict[str, str] = {}
+    for name in shapes:
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise CheckpointError(
+                f"{source}: {name} is no tensor of llama.cpp's {architecture}; was the folder "
+                "changed?"
+            )
+        found[name] = target
+    return found
 
 
-def _check_complete(source: Path, config: PretrainedConfig) -> None:
-    """Check that the folder has the tensors of its model, in their shapes.
+def _complete(tensors: _Tensors, config: PretrainedConfig) -> dict[str, Shape]:
+    """Return the shapes of the folder's tensors, without a head that is tied to the embedding.
 
-    Raises `CheckpointError` for the first that is missing, unknown or of another shape.
+    Raises `CheckpointError` for the first tensor that is missing, unknown or of another shape.
     """
     from dilocox.models.meta_model import build_skeleton
 
     wanted = {name: tuple(each.shape) for name, each in build_skeleton(config).state_dict().items()}
+    found = {name: tensors.shape(name) for name in tensors.names}
     if config.tie_word_embeddings:
         wanted.pop(_HEAD, None)
-    with _Tensors(source) as tensors:
-        found = {name: tensors.shape(name) for name in tensors.names}
-    if config.tie_word_embeddings:
         found.pop(_HEAD, None)
     for name in sorted({*wanted, *found}):
         if wanted.get(name) != found.get(name):
             raise CheckpointError(
-                f"{source}: tensor {name} has the shape {found.get(name)}, and config.json asks "
-                f"for {wanted.get(name)}; was the folder changed?"
+                f"{tensors.folder}: tensor {name} has the shape {found.get(name)}, and config.json "
+                f"asks for {wanted.get(name)}; was the folder changed?"
             )
+    return found
 
 
 class _Tensors:
     """The tensors of a Hugging Face folder, read one by one."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        """Read which file has which tensor. Raises `CheckpointError`."""
+        self.folder = folder
         self._files: dict[str, Any] = {}
         self._places = self._read_index()
-
-    def __enter__(self) -> _Tensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.clear()
 
     @property
     def names(self) -> list[str]:
@@ -256,7 +254,7 @@ class _Tensors:
         try:
             return tuple(self._open(name).get_slice(name).get_shape())
         except SafetensorError as error:
-            raise CheckpointError(f"{self._folder}: {name} cannot be read ({error})") from None
+            raise CheckpointError(f"{self.folder}: {name} cannot be read ({error})") from None
 
     def read(self, name: str) -> Array:
         """Return a tensor as float32."""
@@ -264,14 +262,14 @@ class _Tensors:
         return found
 
     def _read_index(self) -> dict[str, str]:
-        said = read_json(self._folder / INDEX)
+        said = read_json(self.folder / INDEX_FILE)
         if not said:
-            return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+            return dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
         places = said.get("weight_map")
         if not isinstance(places, dict) or not all(
             isinstance(file, str) and file == Path(file).name for file in places.values()
         ):
-            raise CheckpointError(f"{self._folder / INDEX}: names no files of this folder")
+            raise CheckpointError(f"{self.folder / INDEX_FILE}: names no files of this folder")
         return places
 
     def _open(self, name: str) -> Any:
@@ -279,7 +277,7 @@ class _Tensors:
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            path = self._folder / name
+            path = self.folder / name
             try:
                 self._files[name] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.errors import CheckpointError, ConfigError
+from dilocox.models.architecture import one_line
 from dilocox.tools.serving.other_servers import read_json
 
 
@@ -34,8 +35,9 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError or KeyError, depending on the folder
-        reason = (str(error).splitlines() or [type(error).__name__])[0].strip()
-        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({reason})") from None
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be loaded ({one_line(error)})"
+        ) from None
     if not found.is_fast:
         raise ConfigError(f"{folder}: has no fast tokenizer (tokenizer.json)")
     return found
