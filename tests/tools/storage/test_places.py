@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from tests.support.bundled_run import CutPlace, publisher, verdicts, verified
-from tests.support.older_record import resign, unpacked
+from tests.support.older_record import resign
 
 from dilocox.errors import DilocoxError
 from dilocox.record.bundles.place import DeniedError, Place, WrongPlaceError
@@ -18,17 +17,6 @@ from dilocox.tools.storage import bundle_file
 from dilocox.tools.storage.follow import ALONE, publish_once, publish_to_the_end
 
 pytestmark = pytest.mark.waits
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture
-def run(original: Path, tmp_path: Path) -> Path:
-    shutil.copytree(original, tmp_path / "old")
-    return tmp_path / "old"
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import http.server
 import re
-import shutil
 import tarfile
 import tempfile
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.support.bundled_run import CutPlace, publisher, reasons, verdicts, verified
 from tests.support.fault_proxy import FaultProxy
-from tests.support.older_record import resign, unpacked
+from tests.support.older_record import resign
 
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.record.bundles.fetch import fetched, is_bundled
@@ -31,17 +30,6 @@ from dilocox.tools.storage.follow import publish_once, publish_to_the_end
 from dilocox.tools.storage.uplink import Uplink
 
 pytestmark = pytest.mark.waits
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture
-def run(original: Path, tmp_path: Path) -> Path:
-    shutil.copytree(original, tmp_path / "old")
-    return tmp_path / "old"
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tests.support.bundled_run import publisher, reasons, verdicts, verified
 from tests.support.fault_proxy import FaultProxy
-from tests.support.older_record import unpacked
 
 from dilocox.errors import RecordError
 from dilocox.record.bundles import place
@@ -74,8 +73,9 @@ def storage(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("run"))
+def run(original: Path) -> Path:
+    """The run itself, which no test here changes."""
+    return original
 
 
 URL = f"s3://{BUCKET}/public/old"
