@@ -71,6 +71,8 @@ RUN_ELSEWHERE = {
     "dilocox status RUN_FOLDER": "tests/tools/report/test_status.py",
     "dilocox publish RUN_FOLDER --to DIR": "tests/tools/release/test_publish.py",
     "python -m benchmarks.single_site --pairs 16": "tests/benchmarks",
+    "python -m benchmarks.single_site --own-loop --pairs 30": "tests/benchmarks",
+    "python -m benchmarks.evidence": "tests/benchmarks",
     "python -m benchmarks.overlap --quick": "tests/benchmarks",
     "python -m benchmarks.wan --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
     "python -m benchmarks.wan --ratio 400 --sites 4 --json NEW.json": "tests/benchmarks",
