@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from benchmarks import common
 from benchmarks.rendezvous import MemoryStore
-from dilocox.config.run_config import NetworkSection
+from dilocox.config.network import NetworkSection
 from dilocox.coordinator.identity import Authority, Identity, new_request
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.errors import ExchangeError

@@ -28,6 +28,7 @@ from dilocox.config import (
     admission,
     data,
     data_sources,
+    network,
     outputs,
     preference,
     privacy,
@@ -193,8 +194,8 @@ def source_texts() -> dict[tuple[str, str], str]:
     """Returns the text below each key in the source, on one line, by (class name, key)."""
     texts: dict[tuple[str, str], str] = {}
     sources = (
-        run_config, config_model, adapter, admission, data, data_sources, outputs, preference,
-        privacy, config_rounds, settlement, site,
+        run_config, config_model, adapter, admission, data, data_sources, network, outputs,
+        preference, privacy, config_rounds, settlement, site,
     )  # fmt: skip
     written = [inspect.getsource(module) for module in sources]
     for node in ast.parse("\n".join(written)).body:

@@ -20,7 +20,8 @@ from pydantic import BaseModel
 
 import dilocox
 from dilocox.cli.main import _parser
-from dilocox.config.run_config import NetworkSection, RunConfig, load_run
+from dilocox.config.network import NetworkSection
+from dilocox.config.run_config import RunConfig, load_run
 from dilocox.config.site import SiteOverride
 from dilocox.coordinator.protocol.timeouts import Timeouts
 

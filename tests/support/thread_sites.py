@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from benchmarks.rendezvous import MemoryStore
 
-from dilocox.config.run_config import NetworkSection
+from dilocox.config.network import NetworkSection
 from dilocox.coordinator.identity import Authority, Identity, new_request
 from dilocox.coordinator.protocol.timeouts import Timeouts
 

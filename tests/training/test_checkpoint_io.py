@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from dilocox.config.run_config import NetworkSection
+from dilocox.config.network import NetworkSection
 from dilocox.coordinator.client import heartbeat as control_module
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.messages import BeatReply

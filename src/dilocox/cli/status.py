@@ -78,7 +78,7 @@ def of_address(address: str, token: str) -> Status:
     `token` is a site's join token. Raises `JoinError` if the coordinator does not answer within
     `PATIENCE`, or refuses the token.
     """
-    from dilocox.config.run_config import NetworkSection
+    from dilocox.config.network import NetworkSection
     from dilocox.coordinator.client.enrolment import look
     from dilocox.coordinator.protocol.timeouts import Timeouts
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from dilocox.config.run_config import NetworkSection
+from dilocox.config.network import NetworkSection
 from dilocox.errors import JoinError
 
 OPERATOR = "operator"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.config.run_config import NetworkSection
+from dilocox.config.network import NetworkSection
 from dilocox.coordinator.protocol.messages import MAX_POLL
 from dilocox.coordinator.protocol.timeouts import LOOKS, Timeouts
 

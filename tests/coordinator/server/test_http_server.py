@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dilocox.cli import main
-from dilocox.config.run_config import NetworkSection
+from dilocox.config.network import NetworkSection
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.client.enrolment import Applicant, enrol

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.config.run_config import NetworkSection
+from dilocox.config.network import NetworkSection
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.errors import ConfigError, JoinError, RetryLaterError
 from dilocox.training.launch.supervisor import FRUITLESS, Asked, Ended, keep_in_run, listening

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from dilocox.config.run_config import NetworkSection
+from dilocox.config.network import NetworkSection
 from dilocox.coordinator.protocol.messages import MAX_POLL
 
 LOOKS = 0.5

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dilocox.config.run_config import NetworkSection, RunConfig, load_written
+from dilocox.config.network import NetworkSection
+from dilocox.config.run_config import RunConfig, load_written
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.client.enrolment import hand_in
