@@ -1,0 +1,1 @@
+"""Erasure-coded pieces of payloads: any k of n pieces give the payloads back."""
