@@ -148,9 +148,7 @@ def test_bytes_in_the_padding_prove_a_wrong_encoding() -> None:
 
 def test_another_code_than_the_run_files_is_a_wrong_encoding() -> None:
     found = cut(CONTENT, 1, 4)
-    with pytest.raises(
-        WrongEncodingError, match="1 of them suffice, the run file says 2"
-    ):
+    with pytest.raises(WrongEncodingError, match="1 of them suffice, the run file says 2"):
         rebuild([found.pieces[0], found.pieces[3]], found.root, 2)
 
 
