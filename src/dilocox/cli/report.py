@@ -18,11 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dilocox report` to `parser`."""
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="file of the page (default: RUN/report.html)"
-    )
+        "--out", type=Path, metavar="FILE",
+        help="file of the page (default: RUN/report.html, or RUN/compliance.md)",
+    )  # fmt: skip
     parser.add_argument(
         "--verify", action="store_true",
         help="judge the claims of `dilocox verify`, and show the verdicts on the page",
+    )  # fmt: skip
+    parser.add_argument(
+        "--compliance", action="store_true",
+        help="write compliance.md instead: what the record can fill of the documents that rules "
+        "ask for, and what it cannot",
     )  # fmt: skip
     parser.add_argument(
         "--model", type=Path, metavar="FOLDER", help="the model's folder (default: RUN/model)"
@@ -59,8 +65,10 @@ def run(options: argparse.Namespace) -> int:
 
     Raises `ConfigError` if options contradict each other, or if the page cannot be written.
     """
-    if options.live and (options.out or options.verify):
-        raise ConfigError("--live serves the page: --out and --verify cannot be given with it")
+    if options.live and (options.out or options.verify or options.compliance):
+        raise ConfigError(
+            "--live serves the page: --out, --verify and --compliance cannot be given with it"
+        )
     if options.live and (options.model or options.data):
         raise ConfigError("--live shows the run as it goes on: omit --model and --data")
     if options.store and not options.verify:
@@ -70,14 +78,18 @@ def run(options: argparse.Namespace) -> int:
 
         serve(options.run, options.host, options.port)
         return 0
+    from dilocox.tools.report.compliance import compliance_text
     from dilocox.tools.report.folder import read_run
     from dilocox.tools.report.page import build
     from dilocox.tools.report.render import render
 
     files = read_run(options.run, options.model, options.data)
     claims = _claims(options) if options.verify else None
-    text = render(build(files, time.time(), claims))
-    target = options.out or options.run / "report.html"
+    if options.compliance:
+        text, name = compliance_text(files, time.time(), claims), "compliance.md"
+    else:
+        text, name = render(build(files, time.time(), claims)), "report.html"
+    target = options.out or options.run / name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")

@@ -7,14 +7,15 @@ unknown.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dilocox.tools.report.folder import RunFiles
+from dilocox.tools.report.markdown import plain, table
 from dilocox.tools.report.page import Page, is_hub_name, model_name
+from dilocox.tools.report.settings import setup
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,16 @@ def card(page: Page, files: RunFiles, terms: Terms) -> str:
     """Return the text of the model card, README.md."""
     parts = [
         _front(files, terms),
-        f"# {_plain(page.name)}",
-        _plain(page.lead),
+        f"# {plain(page.name)}",
+        plain(page.lead),
         "Trained with dilocox: sites train apart and exchange compressed pseudo-gradients. "
         "Everything below comes from the run's own record.",
-        "## Results\n\n" + _table(("figure", "value", ""), [
+        "## Results\n\n" + table(("figure", "value", ""), [
             (tile.label, tile.value, tile.note) for tile in page.tiles
         ]),
-        "## Training\n\n" + _table(("setting", "value"), _setup(files)),
+        "## Training\n\n" + table(("setting", "value"), setup(files)),
         _adapters(files),
-        "## Sites\n\n" + _table(("site", "share of the tokens", "tokens", "waited"), [
+        "## Sites\n\n" + table(("site", "share of the tokens", "tokens", "waited"), [
             (row.name, f"{row.share:.1%}", dict(row.cells)["tokens"], dict(row.cells)["waited"])
             for row in page.sites
         ]),
@@ -83,7 +84,7 @@ def _adapters(files: RunFiles) -> str:
     rows.append(("base model", model_name(files.config)))
     rows += [("digest that all sites signed", digest) for digest in sorted(digests)]
     text = "These weights are adapters (PEFT). They are of use with their base model alone."
-    return f"## Adapters\n\n{text}\n\n" + _table(("setting", "value"), rows)
+    return f"## Adapters\n\n{text}\n\n" + table(("setting", "value"), rows)
 
 
 def base_model(config: Mapping[str, Any]) -> str:
@@ -104,50 +105,6 @@ def base_model(config: Mapping[str, Any]) -> str:
     return path if "/" in path and is_hub_name(path) else ""
 
 
-REALISED = (
-    ("outer", "inner_steps"), ("outer", "fragments"), ("outer", "delay"),
-    ("outer", "learning_rate"), ("outer", "momentum"), ("compression", "codec"),
-)  # fmt: skip
-"""Keys for which the controller may choose other values than the run file's."""
-
-
-def realised(files: RunFiles) -> dict[tuple[str, str], str]:
-    """Return the values of `REALISED` keys that the rounds really used, first and last.
-
-    Only keys whose value in a plan differs from the run file are included.
-    """
-    found: dict[tuple[str, str], str] = {}
-    plans = [each for each in files.metrics if each.get("kind") == "plan"]
-    for section, key in REALISED:
-        values = [str(plan[key]) for plan in plans if key in plan]
-        table = files.config.get(section)
-        stated = str(table[key]) if isinstance(table, Mapping) and key in table else ""
-        if not values or set(values) == {stated}:
-            continue
-        course = values[0] if len(set(values)) == 1 else f"first {values[0]}, last {values[-1]}"
-        found[section, key] = f"{course} (chosen for the link; the run file begins with {stated})"
-    return found
-
-
-def _setup(files: RunFiles) -> list[tuple[str, str]]:
-    keys = (
-        ("outer", "method"), ("outer", "inner_steps"), ("outer", "fragments"), ("outer", "delay"),
-        ("outer", "overlap"), ("outer", "learning_rate"), ("outer", "momentum"),
-        ("compression", "codec"), ("control", "adapt"), ("inner", "optimizer"),
-        ("inner", "learning_rate"), ("inner", "schedule"), ("inner", "weight_decay"),
-        ("data", "sequence_length"),
-        ("site", "batch_size"), ("site", "stages"), ("site", "shards"), ("site", "precision"),
-        ("run", "seed"),
-    )  # fmt: skip
-    rows = []
-    done = realised(files)
-    for section, key in keys:
-        table = files.config.get(section)
-        if isinstance(table, Mapping) and key in table:
-            rows.append((f"{section}.{key}", done.get((section, key), str(table[key]))))
-    return rows
-
-
 def _data(page: Page) -> str:
     if not page.sources:
         return "The manifest of the token files was not found, so the training text is unknown."
@@ -157,9 +114,9 @@ def _data(page: Page) -> str:
     ]
     facts = [(name, value) for name, value in page.data_facts]
     return (
-        _table(("source", "licence", "revision"), rows)
+        table(("source", "licence", "revision"), rows)
         + "\n\n"
-        + _table(("token files", ""), facts)
+        + table(("token files", ""), facts)
         + "\n\nLicences are as the run's owner, or the data set's own card, has stated them. Every "
         "file's SHA-256 is in `croissant.json`."
     )
@@ -167,7 +124,7 @@ def _data(page: Page) -> str:
 
 def _licence(terms: Terms) -> str:
     if terms.licence:
-        return f"{_plain(terms.licence)}, as the owner of these weights has stated it."
+        return f"{plain(terms.licence)}, as the owner of these weights has stated it."
     return "Nobody has stated a licence for these weights."
 
 
@@ -189,7 +146,7 @@ def _verify(page: Page, terms: Terms) -> str:
         "```\ndilocox verify RUN"
         + (" --model ." if terms.dtype == "fp32" else "")
         + f" --key '{identity['log key']}'\n```",
-        _table(("", ""), [("run", identity["run"]), ("log key", identity["log key"])]),
+        table(("", ""), [("run", identity["run"]), ("log key", identity["log key"])]),
     ]
     if terms.dtype != "fp32":
         lines.append(
@@ -200,17 +157,3 @@ def _verify(page: Page, terms: Terms) -> str:
         "by this."
     )
     return "\n\n".join(lines)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    if not rows:
-        return "Nothing is known."
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    lines += [f"| {' | '.join(_plain(str(cell)) for cell in row)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def _plain(text: str) -> str:
-    """Return `text` as one line, with all Markdown and HTML escaped."""
-    line = " ".join(text.split())
-    return re.sub(r"([\\`*_{}\[\]<>|#~!&$])", r"\\\1", line)
