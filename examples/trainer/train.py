@@ -28,7 +28,8 @@ settings = TrainingArguments(
     save_strategy="no",
 )
 rows = [{"input_ids": row, "labels": row} for row in cut]
-trainer = Trainer(model, settings, train_dataset=rows)
+held_out = max(1, len(rows) // 20)
+trainer = Trainer(model, settings, train_dataset=rows[held_out:], eval_dataset=rows[:held_out])
 callback = SiteCallback(trainer, run, name=site)
 trainer.add_callback(callback)
 trainer.train()

@@ -207,7 +207,9 @@ def site(
         token_file: file with the join token, for `address`. Without it, the environment variable
             DILOCOX_TOKEN is read, as in `join`.
         evaluation: `evaluation(model, inputs, labels)` returns the mean loss of int64 [b, L] inputs
-            and labels. None: the mean cross-entropy of the model's logits.
+            and labels. None: the mean cross-entropy of the model's logits. In a run without text
+            (`data.own`), `evaluation(model)` returns the mean loss of held-out data of the loop's
+            own; None: the run has no held-out losses.
         state: further objects with `state_dict` and `load_state_dict`, by name, which checkpoints
             keep: schedulers, data loaders, gradient scalers.
         quiet: print nothing. Otherwise the lines of `dilocox join` go to standard error. A program

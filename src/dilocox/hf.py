@@ -48,7 +48,8 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
             name: name of this site in the run file.
             address: see `dilocox.site`.
             token_file: see `dilocox.site`.
-            evaluation: see `dilocox.site`.
+            evaluation: see `dilocox.site`. In a run without text (`data.own`), the default is
+                the loss of the trainer's `eval_dataset`, if the trainer has one.
             quiet: see `dilocox.site`.
         """
         self.site: Site | None = None
@@ -58,12 +59,28 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
             "name": name, "address": address, "token_file": token_file, "evaluation": evaluation,
             "quiet": quiet,
         }  # fmt: skip
+        if self._config.data.own and evaluation is None:
+            self._joins["evaluation"] = self._evaluation_of(trainer)
         self._loss: torch.Tensor | None = None
         self._tokens = 0
         self._step, self._train = trainer.training_step, trainer.train
         # The trainer tells callbacks neither the loss of a step nor an error that ends training.
         trainer.training_step = self._training_step
         trainer.train = self._training
+
+    @staticmethod
+    def _evaluation_of(trainer: Trainer) -> Evaluation | None:
+        """Return the held-out loss of the trainer's own data; None if there is not one of them."""
+        if trainer.eval_dataset is None or isinstance(trainer.eval_dataset, dict):
+            return None
+
+        def evaluation(_model: torch.nn.Module) -> float:
+            # Not `evaluate`, which tells callbacks and loggers of each call.
+            rows = trainer.get_eval_dataloader()
+            found = trainer.evaluation_loop(rows, "run", prediction_loss_only=True)
+            return float(found.metrics["eval_loss"])
+
+        return evaluation
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any

@@ -18,6 +18,7 @@ from dilocox.inner.fsdp import drop_gathered
 from dilocox.inner.loop_optimizers import Stateful
 from dilocox.training.launch.own_site import Outcome, OwnSite
 from dilocox.training.launch.several_processes import FollowingSite, join_together
+from dilocox.training.loop.batches import NO_TEXT
 from dilocox.training.loop.model import Evaluation, trained_tensors
 from dilocox.training.loop.parts import OwnLoop
 from dilocox.training.loop.progress_lines import ProgressLines
@@ -203,12 +204,15 @@ class Site:
             Labels are the next tokens; -100 does not count.
 
         Raises:
+            ConfigError: the run has no text of its own (`data.own`), and there is no loader.
             TrainingError: `step` was not called since the last batch of the run's own data.
             DataError: the loader yields nothing.
         """
         if loader is not None:
             yield from self._of_loader(loader)
             return
+        if self.config.data.own:
+            raise ConfigError(NO_TEXT)
         if self.config.data.rows.packing == "documents":
             raise ConfigError(
                 'data.packing "documents": site.batches() gives tokens and labels alone; set it '

@@ -9,30 +9,32 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_operations import coordinate, flush_digests
-from tests.e2e.test_own_loop import OWN, SETS
 from tests.support.base_model import write_base
 from tests.support.example_scripts import EXAMPLES
 from tests.support.forge import Forge, ForkedRun
-from tests.support.harness import Workshop, verdicts
+from tests.support.harness import PATIENT, Workshop, verdicts
 
 pytestmark = pytest.mark.runs
 
-WHOLE = '[model]\npath = "{base}"\n'
-ADAPTERS = WHOLE + "[adapter]\nrank = 4\n"
+SMALL = (
+    "data.sequence_length=32", "site.batch_size=4", "site.micro_batch_size=2",
+    "inner.learning_rate=3e-3", "inner.warmup_steps=4", "outer.rounds=4", "outer.inner_steps=8",
+    "outer.fragments=2", "control.adapt=off", "checkpoint.every_rounds=0", PATIENT,
+)  # fmt: skip
+"""What makes a run of the examples small."""
 
 
 def trained(
-    forge: Forge, workshop: Workshop, name: str, model: str, script: list[str], data: list[Path]
+    forge: Forge, workshop: Workshop, name: str, script: list[str], data: list[Path]
 ) -> ForkedRun:
     """A run whose two sites are `script`, each with data of its own, to its good end."""
-    words = workshop.run_file(
-        name, 'data.folder="{run}/data"', *SETS, *OWN, "outer.rounds=4", "inner.learning_rate=3e-3",
-        model=model.format(base=write_base(workshop.root / f"{name}-base")),
-    )  # fmt: skip
+    file = str(Path(script[0]).with_name("run.toml"))
+    base = write_base(workshop.root / f"{name}-base")
+    sets = [*SMALL, f"run.name={name}", f"run.folder={workshop.folder(name)}", f"model.path={base}"]
+    words = [file, *(word for item in sets for word in ("--set", item))]
     run = coordinate(forge, workshop, name, *words)
-    sets = [word for word in words[1:] if word != "--set"]
     sites = [
-        forge.command(workshop, name, "python", *script, words[0], site, str(own), *sets)
+        forge.command(workshop, name, "python", *script, file, site, str(own), *sets)
         for site, own in zip(("paris", "lyon"), data, strict=True)
     ]
     assert [site.wait() for site in sites] == [0, 0], sites[0].printed() + sites[1].printed()
@@ -40,18 +42,21 @@ def trained(
     assert {site.last_line() for site in sites} == {"finished"}
     assert "round   0  step 8  loss" in sites[0].printed()
     assert len(flush_digests(run)) == 1
-    assert not verdicts(run.folder)
+    assert verdicts(run.folder) == {"data": "NOT_RUN"}
     return run
 
 
 def test_a_trainer_of_transformers(workshop: Workshop, forge: Forge) -> None:
     texts = sorted(workshop.text.iterdir(), key=lambda file: file.stat().st_size)[-2:]
     script = [str(EXAMPLES / "trainer" / "train.py")]
-    run = trained(forge, workshop, "trainers", WHOLE, script, texts)
+    run = trained(forge, workshop, "trainers", script, texts)
     reports = run.records("round", "paris")
     assert [report["tokens"] for report in reports] == [8 * 4 * 32] * 4
     assert reports[-1]["loss"] < reports[0]["loss"] - 0.5
-    assert (run.folder / "model" / "config.json").exists()
+    summary = run.summary()
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.5
+    for file in ("config.json", "tokenizer.json"):
+        assert (run.folder / "model" / file).exists()
 
 
 @pytest.mark.slow
@@ -63,7 +68,7 @@ def test_trl_trains_adapters(workshop: Workshop, forge: Forge, tmp_path: Path, k
         make = [sys.executable, str(EXAMPLES / "trl-lora" / "make_data.py"), str(own), own.stem]
         subprocess.run(make, check=True)
     script = [str(EXAMPLES / "trl-lora" / "train.py"), kind]
-    run = trained(forge, workshop, kind, ADAPTERS, script, records)
+    run = trained(forge, workshop, kind, script, records)
     reports = run.records("round", "paris")
     assert reports[-1]["loss"] < reports[0]["loss"]
     assert (run.folder / "model" / "adapter_model.safetensors").exists()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from dilocox.config.base import Positive, Section
 from dilocox.config.data_filter import Filter
 from dilocox.config.data_sources import CONVERSATIONS, TEXT_FORMATS, SourceSection, sources_problem
+
+if TYPE_CHECKING:
+    from dilocox.config.site import SiteOverride
 
 Packing = Literal["stream", "documents", "none"]
 LongDocuments = Literal["cut", "split", "leave_out", "refuse"]
@@ -28,6 +32,11 @@ class RowRules:
 class DataSection(Section):
     """`[data]`: the text, and how it becomes token files."""
 
+    own: bool = False
+    """`true`: the run has no text. The sites are [loops of your own](own-loop.md#data) that bring
+    their batches and compute their held-out losses. Only `sequence_length` and `tokenizer` may be
+    set beside: the run counts its tokens in sequences of that length, and publishes that tokenizer
+    with the model."""
     source: str | list[str] | None = None
     """`python-stdlib`, files and folders, or the name of a hub dataset (with `format = "hub"`). In
     folders, links are followed; hidden files and files of other formats are left out. `dilocox data
@@ -121,6 +130,22 @@ class DataSection(Section):
                 raise ValueError(problem)
         return self
 
+    @model_validator(mode="after")
+    def _own_consistent(self) -> DataSection:
+        given = self.model_fields_set - {"own", *BESIDE_OWN}
+        odd = [key for key in sorted(given) if getattr(self, key) != _default_of(key)]
+        if self.own and odd:
+            raise ValueError(
+                f"own = true: the run has no text, and {odd[0]} is about the run's text: leave one "
+                "of the two out"
+            )
+        return self
+
+    @property
+    def trained_vocabulary(self) -> int | None:
+        """Tokens of the tokenizer that the run trains on its text; None if it trains none."""
+        return self.vocabulary_size if self.tokenizer == "train" and not self.own else None
+
     @property
     def held_out_filter(self) -> Filter | None:
         """The filter of `validation_source`, or None if all records are taken."""
@@ -209,6 +234,56 @@ class DataSection(Section):
                 "or tokenizer to one that has a template"
             )
         return self
+
+
+BESIDE_OWN = ("sequence_length", "tokenizer")
+"""Keys that may be set in a run without text of its own."""
+
+
+def _default_of(key: str) -> Any:
+    return DataSection.model_fields[key].get_default(call_default_factory=True)
+
+
+def own_data_problem(
+    data: DataSection,
+    sites: Mapping[str, SiteOverride],
+    unsized: bool,
+    handed: bool,
+    gate: bool,
+    tasks: bool,
+) -> str | None:
+    """Return why a run cannot be without text of its own; None if it can.
+
+    Args:
+        data: the section.
+        sites: the tables of the sites, by name.
+        unsized: whether the model takes its vocabulary's size from the tokenizer.
+        handed: whether the run continues the token ranges of another one.
+        gate: whether contributions are judged by held-out text.
+        tasks: whether anchors are evaluated on tasks, which needs a tokenizer.
+    """
+    if not data.own:
+        return None
+    for name, site in sites.items():
+        if site.data is not None:
+            return f"data.own: the run has no text, and sites.{name}.data names some: leave it out"
+        if not site.own_code:
+            return (
+                f"data.own: the data is known to the sites' own programs, and sites.{name}.own_code"
+                " is false: set it to true"
+            )
+    if unsized:
+        return "data.own: the run trains no tokenizer: set vocab_size in model.architecture"
+    if handed:
+        return "data.own: a handover continues token ranges of text, and the run has none"
+    if gate:
+        return "data.own: admission.gate judges by held-out text, and the run has none: set it off"
+    if tasks and data.tokenizer == "train":
+        return (
+            "data.own: evaluation.tasks needs a tokenizer: set data.tokenizer to the model's, or "
+            "leave the key out"
+        )
+    return None
 
 
 CONVERSATION_KEYS = {

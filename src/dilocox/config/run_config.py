@@ -23,7 +23,7 @@ from dilocox.config.admission import AdmissionSection, admission_problem
 from dilocox.config.base import Section
 from dilocox.config.code_file import agree_on_code
 from dilocox.config.codec_spec import sent_with_moments
-from dilocox.config.data import DataSection
+from dilocox.config.data import DataSection, own_data_problem
 from dilocox.config.error_messages import first_problem
 from dilocox.config.handover import handed_tokenizer
 from dilocox.config.methods import BEFORE, find_method, method_defaults
@@ -122,6 +122,14 @@ class RunConfig(Section):
                 self.site.ranks * self.site.replicas,
                 bool(self.evaluation.tasks),
                 self.checkpoint.hugging_face,
+            )
+            or own_data_problem(
+                self.data,
+                self.sites,
+                "vocab_size" not in (self.model.architecture or {"vocab_size": 0}),
+                self.handover is not None,
+                self.admission.gate,
+                bool(self.evaluation.tasks),
             )
         )
         if problem is not None:

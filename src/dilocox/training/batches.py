@@ -43,6 +43,11 @@ class Batch(NamedTuple):
     """How many labels of the site's batch count, and positions; None: all labels count."""
 
 
+_NO_ROWS = torch.empty(0, 0, dtype=torch.int64)
+NO_BATCH = Batch(_NO_ROWS, _NO_ROWS)
+"""Batch of a loop that reads its data by itself."""
+
+
 class Batches:
     """One shard's part of a site's batches.
 

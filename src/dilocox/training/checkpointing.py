@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -19,6 +21,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.protocol.messages import Checkpoint, RoundPlan, SiteStatus
 from dilocox.data import TokenFiles
+from dilocox.data.tokenizer import load_tokenizer
 from dilocox.errors import CheckpointError, DilocoxError, RunEndedError
 from dilocox.models import (
     Published,
@@ -63,7 +66,7 @@ class Checkpointer:
         self,
         config: RunConfig,
         rank: RankParts,
-        files: TokenFiles,
+        files: TokenFiles | None,
         shared: bool,
         client: CoordinatorClient,
         record: RankRecord | None,
@@ -72,7 +75,8 @@ class Checkpointer:
         """Prepare to write; nothing is written yet.
 
         Args:
-            files: the run's token files, whose tokenizer is published with the model.
+            files: the run's token files, whose tokenizer is published with the model. None: the
+                tokenizer that the run file names is published, if the run file names one.
             shared: whether all sites write to one run folder.
             record: writer of this rank's part of the record; may be None.
             touch: called while the rank waits for a disk, so that it keeps counting as alive.
@@ -248,12 +252,13 @@ class Checkpointer:
             write_stage_file(folder / name, tensors, config, self._form)
 
         def rest() -> None:
-            tokenizer, revision = self._files.tokenizer_folder, self._config.model.revision
-            if adapter is not None:
-                finish_adapter_folder(folder, config, self._config.model, adapter, tokenizer)
-                return
-            ends = self._files.ends_of_turn
-            finish_model_folder(folder, config, tokenizer, revision, ends)
+            revision, files = self._config.model.revision, self._files
+            with _tokenizer_of(self._config, files) as tokenizer:
+                if adapter is not None:
+                    finish_adapter_folder(folder, config, self._config.model, adapter, tokenizer)
+                    return
+                ends = () if files is None else files.ends_of_turn
+                finish_model_folder(folder, config, tokenizer, revision, ends)
 
         problem = self._written(rank, folder, stage if rank.place.shard == 0 else None)
         if problem:
@@ -318,6 +323,24 @@ class Checkpointer:
         restore(own, loaded)
         self._recorded = found.tick
         return True
+
+
+@contextlib.contextmanager
+def _tokenizer_of(config: RunConfig, files: TokenFiles | None) -> Iterator[Path | None]:
+    """Context with the folder of the tokenizer that is published; None if none is.
+
+    A run without text (`files` is None) publishes the tokenizer that its run file names.
+    """
+    if files is not None:
+        yield files.tokenizer_folder
+        return
+    if config.data.tokenizer == "train":
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="dilocox-") as place:
+        folder = Path(place) / "tokenizer"
+        load_tokenizer(config.data.tokenizer, folder)
+        yield folder
 
 
 def _warn(client: CoordinatorClient, round_: int, text: str) -> None:

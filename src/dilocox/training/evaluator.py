@@ -56,6 +56,11 @@ class Evaluator:
         self._validation, self.probe_batch = validation, probe_batch
         self._sources, self._measure = sources, measure
 
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there is a held-out loss. A loop with data of its own need not give one."""
+        return bool(self._validation)
+
     def held_out_loss(self, round_: int, *, by_source: bool = False) -> HeldOutLoss:
         """Return the mean held-out loss of the anchor after `round_`, in nats per counted token.
 

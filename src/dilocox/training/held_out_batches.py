@@ -66,15 +66,16 @@ def probe_batch(config: RunConfig, files: TokenFiles, shard: int) -> Batch | Non
     return of_shard(config, _repeated(sequences, count), shard)
 
 
-def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles) -> Admission:
+def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles | None) -> Admission:
     """Return how this rank judges contributions.
 
     If one rank holds the whole model, a gate evaluates contributions on a copy of the model in
     fp32. Otherwise the gate judges them by gradients of the held-out loss (see `probe_batch`).
+    `files` is None in a run without text, which has no gate.
     """
     section = config.admission
     gate = None
-    if section.gate and config.site.ranks == 1:
+    if section.gate and config.site.ranks == 1 and files is not None:
         batch = of_shard(config, held_out(files, config.data.rows, section.gate_sequences), 0)
         counted, device = batch.counted, rank.mesh.device
         if counted is not None and counted.positions is not None:

@@ -158,6 +158,11 @@ def _parts(config: RunConfig, folder: Path, tick: int | None) -> tuple[TokenFile
 
     Raises `CheckpointError` that lists all missing parts, each with the folder where it belongs.
     """
+    if config.data.own:
+        raise CheckpointError(
+            f"a handover of {folder} continues token ranges of text, and the run has none "
+            "(data.own); begin a new run from its model folder (model.path)"
+        )
     missing: list[str] = []
     files, point = None, None
     if not (folder / "coordinator" / LOG).is_file():

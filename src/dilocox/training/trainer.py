@@ -359,6 +359,8 @@ class Trainer:
         """
         if next(iter(plan.members)) == self.me:
             self.report_eval_loss(round_)
+        elif not self.evaluator.has_held_out:
+            return
         elif self.config.evaluation.patience and round_ >= 0:
             loss = self.evaluator.held_out_loss(round_).mean
             if self.rank.place.leads:
@@ -372,7 +374,9 @@ class Trainer:
             self.tasks.after_round(self.rank, round_)
 
     def report_eval_loss(self, round_: int) -> None:
-        """Evaluate the anchor after `round_`, and report the held-out loss."""
+        """Evaluate the anchor after `round_`, and report the held-out loss, if there is one."""
+        if not self.evaluator.has_held_out:
+            return
         loss, by_source, figures = self.evaluator.held_out_loss(round_, by_source=True)
         if self.rank.place.leads:
             evaluated(self.client, self.hooks.on_evaluation, round_, loss, by_source, figures)

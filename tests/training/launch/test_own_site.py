@@ -11,6 +11,7 @@ import torch
 from dilocox.errors import DilocoxError, RunStoppedError, TrainingError
 from dilocox.training.launch import own_site
 from dilocox.training.launch.own_site import OwnSite
+from dilocox.training.loop.parts import OwnLoop
 from dilocox.training.loop.turns import LoopLeftError, Turns
 
 
@@ -22,6 +23,7 @@ class Scene:
         self.left: list[tuple[str, bool]] = []
         self.noted: list[dict[str, Any]] = []
         self.site = OwnSite.__new__(OwnSite)
+        self.site.loop = OwnLoop(torch.nn.Linear(1, 1), [])
         self.site.config = None  # type: ignore[assignment]
         self.site.name, self.site.outcome = "paris", "running"
         self.site.device = torch.device("cpu")

@@ -19,6 +19,7 @@ from dilocox.loop import own_loop
 from dilocox.models import load_model_config
 from dilocox.training.builder import RankPlace, anchors
 from dilocox.training.launch.several_processes import FollowingSite
+from dilocox.training.loop.batches import batches_of_loop
 from dilocox.training.loop.parts import OwnLoop, OwnModelPlan, build_parts, check_loop, plan_of
 from dilocox.training.loop.turns import Turns
 from tests.support.base_model import write_base
@@ -66,6 +67,40 @@ def run_with(
 def test_a_run_that_needs_dilocoxs_own_loop_is_refused(run: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_loop(run_with(**run), "paris")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"data": {"source": "python-stdlib"}}, "source is about the run's text"),
+        ({"data": {"packing": "none"}}, "packing is about the run's text"),
+        ({"sites": {"paris": {"own_code": False}}}, r"sites\.paris\.own_code is false"),
+        ({"sites": {"paris": {"own_code": True, "data": "x"}}}, r"sites\.paris\.data names some"),
+        ({"model": {"path": "x", "architecture": None, "handover": True}}, "continues token"),
+        ({"admission": {"gate": True}}, r"admission\.gate judges by held-out"),
+        ({"evaluation": {"tasks": ["x"]}}, r"evaluation\.tasks needs a tokenizer"),
+        (
+            {"model": {"architecture": {"model_type": "qwen3"}}},
+            r"set vocab_size in model\.architecture",
+        ),
+    ],
+)
+def test_a_run_without_text_has_nothing_about_text(sections: dict[str, Any], said: str) -> None:
+    data = {"own": True, "source": None, "packing": None, **sections.pop("data", {})}
+    with pytest.raises(ConfigError, match=said):
+        run_with(sections={**sections, "data": data})
+
+
+def test_a_run_without_text(tmp_path: Path) -> None:
+    """Its vocabulary is the model's, and its own batches are refused."""
+    data = {"own": True, "source": None, "packing": None, "sequence_length": 16}
+    config = run_with(sections={"data": data})
+    assert config.data.trained_vocabulary is None
+    batches = batches_of_loop(config, "paris", (0, 1), None, torch.device("cpu"))
+    assert batches.labels([(0, 8)], 8) is None
+    batches.step([(0, 8)], 8, 0)
+    with pytest.raises(ConfigError, match=r"data\.own: the run has no text of its own"):
+        batches.read_now()
 
 
 def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,10 @@ def seen_by(
         DilocoxError: The run, its record or its token files cannot be read, or no range is known.
     """
     config = load_written(folder / "run.toml")
+    if config.data.own:
+        raise DataError(
+            f"{folder}: the sites' own programs brought the data (data.own), so no text is known"
+        )
     signed = (folder / "record" / ENTRIES).is_file()
     if signed:
         found = from_steps(_steps(folder), rounds=rounds, tick=tick)

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilocox.config.methods import exchanges_gradients
-from dilocox.data import TokenFiles
-from dilocox.data.folder import folder_of_run
-from dilocox.errors import ConfigError, DilocoxError, RecordError
+from dilocox.errors import DilocoxError, RecordError
 from dilocox.record.log.audit_verdicts import FOLDER
 from dilocox.record.log.blob_store import DOCUMENT_BYTES, MissingError, Store, Stores
 from dilocox.record.log.run_file_check import agreed_run
@@ -25,7 +23,7 @@ from dilocox.record.log.transparency_log import (
     open_log,
 )
 from dilocox.record.verify import claims as c
-from dilocox.record.verify.acceptance_claims import accepted, accepted_code, accepted_data
+from dilocox.record.verify.acceptance_claims import accepted, accepted_code
 from dilocox.record.verify.audit_claims import Audits
 from dilocox.record.verify.chain_anchors import ChainHeads
 from dilocox.record.verify.chain_stakes import chain_checks
@@ -452,16 +450,10 @@ class _Verification:
 
     def data(self) -> str:
         """Judge: the token files here are those that the sites named."""
+        from dilocox.record.verify.token_files import judge_data
+
         course = self._need(c.LOG, c.SIGNATURES)
-        try:
-            folder = self.places.data or folder_of_run(self.places.run)
-        except ConfigError as error:
-            raise c.NotRunError(str(error)) from None
-        if not (folder / "manifest.json").exists():
-            raise c.NotRunError(f"{folder}: has no token files; give their folder with --data")
-        files = TokenFiles.open(folder)
-        files.verify(self.progress)
-        return accepted_data(course, files.digest, str(folder))
+        return judge_data(course, self.places.data, self.places.run, self.progress)
 
     def attestations(self) -> str:
         """Judge attestations: always `c.NotRunError`, because this version judges no evidence."""

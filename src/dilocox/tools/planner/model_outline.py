@@ -252,7 +252,7 @@ def _vocabulary(config: RunConfig) -> int | None:
     """Return the tokenizer's vocabulary size, or None if the model has a size of its own."""
     name, architecture = config.data.tokenizer, config.model.architecture
     if name == "train":
-        return config.data.vocabulary_size
+        return config.data.trained_vocabulary
     if architecture is None or "vocab_size" in architecture:
         return None
     try:

@@ -10,10 +10,16 @@ from typing import Any
 from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
+from dilocox.errors import ConfigError
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.reference import add_reference, check_reference
 from dilocox.training.launch.supervisor import print_error
 from dilocox.utils import processes
+
+OWN_DATA = (
+    "data.own: the run has no text, and the sites' own programs bring their batches; take part "
+    "with dilocox.site, or give data.source"
+)
 
 
 def prepare_data(
@@ -27,7 +33,11 @@ def prepare_data(
     `begun`: the run may have started with existing token files, so these are used even if their
     sources have changed since. `overwrite`: token files in the run's own folder that do not fit the
     run are made again. `display` may be None: then only warnings are printed.
+
+    Raises `ConfigError` for a run without text (`data.own`).
     """
+    if config.data.own:
+        raise ConfigError(OWN_DATA)
 
     def progress(step: str, share: float) -> None:
         if display is not None:

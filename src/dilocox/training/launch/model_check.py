@@ -37,12 +37,13 @@ def check_model(config: RunConfig) -> None:
         if config.adapter.base == "nf4":
             check_bitsandbytes()
     _check_attention(config)
-    known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
+    known = config.data.trained_vocabulary
     blueprint = ModelPlan.of(config, known)
     check_blueprint(config, blueprint)
     if config.model.path is None or not config.model.pretrained:
         probe_weights(blueprint.hf_config)
-    if known is None and not (config.data_folder / MANIFEST).exists():
+    unknown = known is None and not (config.data_folder / MANIFEST).exists()
+    if unknown and config.data.tokenizer != "train":
         load_model_config(config.model, tokenizer_size(config.data.tokenizer))
 
 

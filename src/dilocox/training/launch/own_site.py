@@ -43,7 +43,7 @@ from dilocox.training.launch.rank import LoopParts, train_rank
 from dilocox.training.launch.rank_job import RankJob
 from dilocox.training.launch.run_folder import check_writable
 from dilocox.training.launch.site import SiteLine, enrol_site, exchange_address
-from dilocox.training.loop.batches import LoopBatches
+from dilocox.training.loop.batches import LoopBatches, batches_of_loop
 from dilocox.training.loop.hooks import LoopHooks
 from dilocox.training.loop.model import LoopModel
 from dilocox.training.loop.parts import (
@@ -127,12 +127,13 @@ class OwnSite:
             check_model(config)
             fetch_weights(config)
         # A model of the user's own is checked before text is prepared, which may take long.
-        own = plan_of(config, loop, 0)[0] if config.model.own else None
+        own = plan_of(config, loop, None)[0] if config.model.own or config.data.own else None
         self._own_model = own.digest if isinstance(own, OwnModelPlan) else None
-        files = prepare_here(config, tell)
-        check_data(config, files, [name])
-        if own is None:
-            plan_of(config, loop, files.vocabulary_size)
+        if not config.data.own:
+            files = prepare_here(config, tell)
+            check_data(config, files, [name])
+            if own is None:
+                plan_of(config, loop, files.vocabulary_size)
         self._timeouts = Timeouts.derive(config.network)
         self._control: RankControl | None = None
         self.trainer: Trainer | None = None
@@ -219,9 +220,14 @@ class OwnSite:
         outcome: Outcome = "failed"
         error: BaseException | None = None
         try:
-            train_rank(
-                job, self._failed, LoopParts(self._build, self._open, self._ready, self._stuck)
+            parts = LoopParts(
+                self._build,
+                self._open,
+                self._ready,
+                self._stuck,
+                self.loop.evaluation is not None,
             )
+            train_rank(job, self._failed, parts)
             self._take_anchor()
             outcome = "finished"
         except Left:
@@ -260,10 +266,10 @@ class OwnSite:
             return f"site {self.name}: the run was stopped; resume it at its coordinator"
         return f"site {self.name} has left the run"
 
-    def _build(self, files: TokenFiles) -> RankParts:
+    def _build(self, files: TokenFiles | None) -> RankParts:
         return build_parts(
             self.config,
-            files.vocabulary_size,
+            None if files is None else files.vocabulary_size,
             self._place,
             self.loop,
             self.turns,
@@ -275,13 +281,9 @@ class OwnSite:
         """Return the mean of `number` over the processes that divide the model."""
         return number
 
-    def _open(self, files: TokenFiles) -> Batches:
-        found = LoopBatches.open(
-            self.config, self.name, self._part[0], files, self.device, shards=self._part[1]
-        )
-        assert isinstance(found, LoopBatches)
-        self.batches = found
-        return found
+    def _open(self, files: TokenFiles | None) -> Batches:
+        self.batches = batches_of_loop(self.config, self.name, self._part, files, self.device)
+        return self.batches
 
     def _ready(
         self, trainer: Trainer, control: RankControl, threads: list[Callable[[], None]]

@@ -26,7 +26,7 @@ from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_check import check_coordinator, port_before, with_port
 from dilocox.training.launch.cuda_driver import check_driver
 from dilocox.training.launch.data_check import check_data, check_handed_data
-from dilocox.training.launch.data_preparation import prepare_data
+from dilocox.training.launch.data_preparation import OWN_DATA, prepare_data
 from dilocox.training.launch.forking import stay_forkable
 from dilocox.training.launch.headline import headline
 from dilocox.training.launch.model_check import check_blueprint, check_model
@@ -119,8 +119,8 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
         return prepared
     _check_start(config, role, fresh)
     if not role.trains:
-        known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
-        return replace(prepared, payloads=payload_sizes(config, known))
+        payloads = payload_sizes(config, config.data.trained_vocabulary)
+        return replace(prepared, payloads=payloads)
     check_model(config)
     if role.site is None and fresh:
         check_tokenizer(config)
@@ -151,6 +151,8 @@ def check_process(config: RunConfig, role: Role) -> None:
         host_and_port(role.url)
     check_versions()
     check_stakes(config, role.command)
+    if config.data.own and role.trains:
+        raise ConfigError(OWN_DATA)
     if role.serves:
         check_accountant(config)
     if role.trains:

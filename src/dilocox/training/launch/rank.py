@@ -24,6 +24,7 @@ from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.data import TokenFiles
 from dilocox.errors import (
     CheckpointError,
+    ConfigError,
     DilocoxError,
     RunEndedError,
     RunStoppedError,
@@ -33,6 +34,7 @@ from dilocox.inner.flight_recorder import record_collectives
 from dilocox.inner.garbage import Collector, PythonCollects
 from dilocox.outer.first_state import FirstState
 from dilocox.outer.loop import LoopPlace, OuterLoop
+from dilocox.training.batches import NO_BATCH
 from dilocox.training.builder import (
     Batches,
     ModelPlan,
@@ -47,6 +49,7 @@ from dilocox.training.held_out_batches import admission_of, probe_batch, validat
 from dilocox.training.held_out_sources import source_batches
 from dilocox.training.join_run import JoiningSite
 from dilocox.training.launch import site_log
+from dilocox.training.launch.data_preparation import OWN_DATA
 from dilocox.training.launch.exchange_backend import LinkBackend
 from dilocox.training.launch.rank_job import STOPPED, RankJob
 from dilocox.training.launch.rank_log import flight_records, set_up_log
@@ -72,14 +75,16 @@ Errors = Callable[[str, bool], None]
 class LoopParts:
     """What differs in a rank whose inner steps a loop of the user's own takes."""
 
-    build: Callable[[TokenFiles], RankParts]
-    """Returns the parts of the rank."""
-    batches: Callable[[TokenFiles], Batches]
+    build: Callable[[TokenFiles | None], RankParts]
+    """Returns the parts of the rank, given the run's token files; None if the run has no text."""
+    batches: Callable[[TokenFiles | None], Batches]
     """Returns the batches, which the loop may read."""
     ready: Callable[[Trainer, RankControl, list[Callable[[], None]]], None]
     """Called before the trainer runs, with functions that end the rank's threads."""
     stuck: Callable[[DilocoxError], None]
     """Called if the training loop does not answer. The process goes on: it is the user's."""
+    evaluates: bool = False
+    """Whether the loop evaluates held-out data, which it has to in a run without text."""
 
 
 def run_rank(job: RankJob, errors: Errors) -> int:
@@ -131,9 +136,9 @@ def train_rank(job: RankJob, errors: Errors, loop: LoopParts | None = None) -> N
     """
     config, place = job.config, job.place
     timeouts = Timeouts.derive(config.network)
-    files = TokenFiles.open(config.data_folder)
+    files = None if config.data.own else TokenFiles.open(config.data_folder)
     if not place.exchanges:
-        _follow(job, ModelPlan.of(config, files.vocabulary_size), timeouts)
+        _follow(job, ModelPlan.of(config, _text(files).vocabulary_size), timeouts)
         return
     number = place.rank_of(config.site)
     endpoint = open_endpoint(
@@ -169,7 +174,7 @@ def train_rank(job: RankJob, errors: Errors, loop: LoopParts | None = None) -> N
         # Building a large model takes minutes, in which the coordinator expects heartbeats.
         control.start(building=True)
         if loop is None:
-            blueprint = ModelPlan.of(config, files.vocabulary_size)
+            blueprint = ModelPlan.of(config, _text(files).vocabulary_size)
             rank = _build(job, blueprint, timeouts, control.touch)
         else:
             rank = loop.build(files)
@@ -195,6 +200,13 @@ def train_rank(job: RankJob, errors: Errors, loop: LoopParts | None = None) -> N
         endpoint.close()
         control.close()
         client.close()
+
+
+def _text(files: TokenFiles | None) -> TokenFiles:
+    """Return the token files. Raises `ConfigError` if the run has none."""
+    if files is None:
+        raise ConfigError(OWN_DATA)
+    return files
 
 
 def _build(
@@ -245,7 +257,7 @@ def _follow(job: RankJob, blueprint: ModelPlan, timeouts: Timeouts) -> None:
 def _take_part(
     job: RankJob,
     rank: RankParts,
-    files: TokenFiles,
+    files: TokenFiles | None,
     client: site_log.TellingClient,
     control: RankControl,
     timeouts: Timeouts,
@@ -279,16 +291,9 @@ def _take_part(
         batches=loop.batches(files)
         if loop is not None
         else Batches.open(
-            config, place.site, place.shard, files, rank.mesh.device, job.hooks.dataset
+            config, place.site, place.shard, _text(files), rank.mesh.device, job.hooks.dataset
         ),
-        evaluator=Evaluator(
-            rank,
-            control,
-            validation_batches(config, files, place.shard, job.hooks.validation),
-            probe_batch(config, files, place.shard),
-            source_batches(config, files, place.shard, job.hooks),
-            measure=_measure_of(config, rank),
-        ),
+        evaluator=_evaluator(job, rank, control, files, loop),
         checkpointer=checkpointer,
         hooks=job.hooks,
         form_group=network.pair,
@@ -312,6 +317,28 @@ def _take_part(
             site_log.note(config, place.site, "begins", round=trainer.at.round)
         trainer.run(joining_site)
     worker.close()
+
+
+def _evaluator(
+    job: RankJob,
+    rank: RankParts,
+    control: RankControl,
+    files: TokenFiles | None,
+    loop: LoopParts | None,
+) -> Evaluator:
+    """Return the evaluator, which reads held-out text of the run unless the loop has its own."""
+    config, shard = job.config, job.place.shard
+    if files is None:
+        own = loop is not None and loop.evaluates
+        return Evaluator(rank, control, [NO_BATCH] if own else [], None)
+    return Evaluator(
+        rank,
+        control,
+        validation_batches(config, files, shard, job.hooks.validation),
+        probe_batch(config, files, shard),
+        source_batches(config, files, shard, job.hooks),
+        measure=_measure_of(config, rank),
+    )
 
 
 def _tasks(

@@ -27,7 +27,7 @@ from dilocox.training.builder import RankPlace
 from dilocox.training.launch.own_site import Outcome, OwnSite
 from dilocox.training.launch.rank_job import RankJob
 from dilocox.training.launch.torchrun import Seal, agree
-from dilocox.training.loop.batches import LoopBatches
+from dilocox.training.loop.batches import batches_of_loop
 from dilocox.training.loop.model import LoopModel, trained_tensors
 from dilocox.training.loop.parts import OwnLoop, check_loop, plan_of
 from dilocox.training.loop.ranks import SiteRanks
@@ -274,17 +274,16 @@ class FollowingSite(_Processes):
         """Check the run file and the model. Raises `DilocoxError` for a wrong one."""
         self.config, self.name, self.loop, self.ranks = config, name, loop, ranks
         check_loop(config, name)
-        files = TokenFiles.open(config.data_folder)
-        _, self._shapes = plan_of(config, loop, files.vocabulary_size)
+        files = None if config.data.own else TokenFiles.open(config.data_folder)
+        _, self._shapes = plan_of(config, loop, None if files is None else files.vocabulary_size)
         trained = trained_tensors(loop.model)
         optimizers = LoopOptimizers(trained, loop.optimizers, loop.state)
         self.device = loop.device
         self.model = LoopModel(
             loop.model, trained, optimizers, Turns(self.device, lambda: None), None, _no_step
         )
-        batches = LoopBatches.open(config, name, ranks.rank, files, self.device, shards=ranks.world)
-        assert isinstance(batches, LoopBatches)
-        self.batches = batches
+        part = (ranks.rank, ranks.world)
+        self.batches = batches_of_loop(config, name, part, files, self.device)
         self.outcome: Outcome = "running"
         self.round = 0
         """Number of the round, from 0."""

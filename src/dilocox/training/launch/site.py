@@ -165,7 +165,7 @@ def enrol_site(
     own, which the site names instead. Raises `JoinError` if the coordinator refuses the site.
     """
     versions = installed_versions(adapter_packages(config.adapter))
-    data = TokenFiles.open(config.data_folder).digest
+    data = None if config.data.own else TokenFiles.open(config.data_folder).digest
     base, layout = own_model or digest_of_base(config), (config.site.stages, config.site.shards)
     own_key = endpoint.key_file or key_file(config.folder, site)
     record_key = RecordKey.kept(own_key)

@@ -19,8 +19,11 @@ from dilocox.inner.step_result import StepResult
 from dilocox.models.adapter import PREFIX, is_adapter, stored_name
 from dilocox.training.loop.turns import StepWork, Turns
 
-Evaluation = Callable[[nn.Module, Tensor, Tensor], "Tensor | float"]
-"""(model, inputs int64 [b, L], labels int64 [b, L]) -> mean loss over labels of 0 or above."""
+Evaluation = Callable[..., "Tensor | float"]
+"""(model, inputs int64 [b, L], labels int64 [b, L]) -> mean loss over labels of 0 or above.
+
+In a run without text (`data.own`): (model) -> mean loss over held-out data of the loop's own.
+"""
 
 
 def usual_evaluation(model: nn.Module, inputs: Tensor, labels: Tensor, **more: Tensor) -> Tensor:
@@ -70,6 +73,7 @@ class LoopModel:
         evaluation: computes the held-out loss.
         due: returns the number of the step that is due, and whether it is its round's last one.
         mean: returns the mean of a loss over the processes that divide the model.
+        own_text: whether `evaluation` reads held-out data of its own.
     """
 
     whole_gradients = False
@@ -83,7 +87,9 @@ class LoopModel:
         evaluation: Evaluation | None,
         due: Callable[[], tuple[int, bool]],
         mean: Callable[[float], float] = float,
+        own_text: bool = False,
     ) -> None:
+        self._own_text = own_text
         self._model, self._optimizers, self._mean = model, optimizers, mean
         self._turns, self._evaluation, self._due = turns, evaluation, due
         self.trained = dict(trained)
@@ -145,6 +151,9 @@ class LoopModel:
         self._model.eval()
         try:
             with torch.no_grad():
+                if self._own_text:
+                    assert self._evaluation is not None
+                    return float(self._evaluation(self._model))
                 inputs, labels = inputs.to(device), labels.to(device)
                 if self._evaluation is not None:
                     return float(self._evaluation(self._model, inputs, labels))

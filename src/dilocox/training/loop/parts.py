@@ -135,7 +135,7 @@ class OwnModelPlan(ModelPlan):
 
 
 def plan_of(
-    config: RunConfig, loop: OwnLoop, vocabulary_size: int
+    config: RunConfig, loop: OwnLoop, vocabulary_size: int | None
 ) -> tuple[ModelPlan, dict[str, torch.Size]]:
     """Return the plan of the run's model, and the shapes of its trained tensors, in order.
 
@@ -162,7 +162,7 @@ def plan_of(
 
 def build_parts(
     config: RunConfig,
-    vocabulary_size: int,
+    vocabulary_size: int | None,
     place: RankPlace,
     loop: OwnLoop,
     turns: Turns,
@@ -174,7 +174,7 @@ def build_parts(
     With `model.own` theta_0 is what the model holds.
 
     Args:
-        vocabulary_size: number of tokens of the run's tokenizer.
+        vocabulary_size: number of tokens of the run's tokenizer; None without text of the run.
         loop: the user's model and optimizers.
         turns: passes steps to the user's thread.
         due: returns the number of the step that is due, and whether it is its round's last one.
@@ -203,7 +203,8 @@ def build_parts(
     if config.site.shards > 1:
         # A group of its own: the trainer's collectives are in another thread than the loop's.
         mesh = replace(mesh, own_replica=dist.new_group())
-    model = LoopModel(loop.model, trained, optimizers, turns, loop.evaluation, due, mean)
+    own_text = config.data.own
+    model = LoopModel(loop.model, trained, optimizers, turns, loop.evaluation, due, mean, own_text)
     rank = RankParts(place, blueprint, mesh, model, live, shapes)
     rank.states = build_states(config, rank)
     return rank
