@@ -1,10 +1,12 @@
 """Four sites train by stake beside a chain in a process of its own, and are settled.
 
-One is lazy, one signs two roots of a round, and in the end the owner forks its log.
+One stakes by the terms that the owner has published. One is lazy, one signs two roots of a round,
+and in the end the owner forks its log.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -35,6 +37,8 @@ from tests.support.second_opinion import second_opinion
 
 pytestmark = [pytest.mark.runs, pytest.mark.slow]
 SITES = ("paris", "lyon", "oslo", "rome")
+BY_TERMS = "paris"
+"""The site that stakes and enrols by `dilocox join --terms --wallet`."""
 AUDITORS = ("first", "second", "third")
 PASSWORD = "horse battery 0815"
 WINDOW, ROUNDS, PRICE, POOL = 1000, 4, 10**9, 40
@@ -90,6 +94,15 @@ class Town:
             f"settlement.owner={json.dumps(self.accounts['owner'])}", *sites,
         )  # fmt: skip
 
+    def write_terms(self, words: list[str]) -> str:
+        """Write the terms of the run with these arguments; return their digest."""
+        offer = ("--gpu", "l40s", "--link", "100mbit", "--stake", "2", "--window", str(WINDOW))
+        path = self.root / "terms.toml"
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *words, *offer, "--write-terms", str(path)])
+        assert ended.value.code == 0
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
     @property
     def on_chain(self) -> RunOnChain:
         return RunOnChain.read(self.folder)
@@ -126,6 +139,7 @@ def town(
 def trained(town: Town, workshop: Workshop, forge: Forge) -> list[ForkedRun]:
     """The coordinator, the sites and an auditor run to their ends; oslo is lazy."""
     words = workshop.run_file("settled", *town.sets, sites=SITES)
+    words += ["--set", f'settlement.terms="{town.write_terms(words)}"']
     coordinator = forge.command(workshop, "settled", "coordinator", *words)
     coordinator.until(lambda: coordinator.printed().count("dilocox join") == len(SITES), LONG)
     address = re.findall(r"dilocox join (\S+) ", coordinator.printed())[0]
@@ -135,14 +149,20 @@ def trained(town: Town, workshop: Workshop, forge: Forge) -> list[ForkedRun]:
         "--pool", POOL, "--window", WINDOW, "--quorum", 2, *auditors,
     )  # fmt: skip
     for name in ("owner", *SITES):
-        town.run("stake", name, "--amount", 2)
+        if name != BY_TERMS:
+            town.run("stake", name, "--amount", 2)
     joined = [coordinator]
     for name in SITES:
-        town.run("enrol", name, "--site", name)
+        terms = []
+        if name == BY_TERMS:
+            terms = ["--terms", str(town.root / "terms.toml"), *town.keys(name)]
+            terms[2] = "--wallet"
+        else:
+            town.run("enrol", name, "--site", name)
         token = town.folder / "coordinator" / "tokens" / name
         joined.append(forge.command(
             workshop, "settled", "join", address, "--site", name, "--run-file", *words,
-            "--token-file", str(token), hooks="skipping" if name == "oslo" else "none",
+            "--token-file", str(token), *terms, hooks="skipping" if name == "oslo" else "none",
         ))  # fmt: skip
     checkpoint = town.folder / "record" / "checkpoint"
     # Its second line is the number of statements that it covers.
@@ -167,6 +187,10 @@ def test_four_sites_are_settled_and_who_cheats_loses_the_stake(
     assert len(heads) > 2, "the hook has anchored while the run trained"
     entries = read_log(folder / "record").entries
     assert heads[-1].size == len(entries)
+
+    by_terms = processes[1 + SITES.index(BY_TERMS)].output()
+    assert "staked, 2 coins" in by_terms
+    assert "vouches for the key of paris" in by_terms
 
     # Every enrolment is by stake, and the lazy site alone is found lazy.
     said = [s.opened(each)[0] for each in entries]

@@ -8,10 +8,10 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dilocox.cli.coins import coin
 from dilocox.errors import ConfigError, SettlementError
 from dilocox.tools.settlement.limits import FEE
 from dilocox.utils.plain_text import plain
@@ -161,24 +161,19 @@ def _add_password(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def coin(text: str) -> int:
-    """Parse a number of coins; return wei."""
-    try:
-        wei = Decimal(text) * 10**18
-        if wei.is_finite() and wei >= 0 and wei == int(wei):
-            return int(wei)
-    except InvalidOperation:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of coins, such as 1.5")
-
-
 def _run(options: argparse.Namespace, call: Callable[[argparse.Namespace], list[str]]) -> int:
     """Run an action and print its lines. Amounts alone need no chain, and no package for it."""
-    if call is not _account and importlib.util.find_spec("web3") is None:
-        raise SettlementError(MISSING)
+    if call is not _account:
+        check_web3()
     for line in call(options):
         print(plain(line))
     return 0
+
+
+def check_web3() -> None:
+    """Raise `SettlementError` if the package for chains is not installed."""
+    if importlib.util.find_spec("web3") is None:
+        raise SettlementError(MISSING)
 
 
 def _account_of(options: argparse.Namespace) -> LocalAccount:

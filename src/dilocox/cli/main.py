@@ -20,6 +20,7 @@ from dilocox.cli import (
     report,
     serve,
     status,
+    terms,
     verify,
 )
 from dilocox.cli import testbed as lab_command
@@ -203,6 +204,24 @@ def _add_join(commands: Any, common: argparse.ArgumentParser) -> None:
         help="file in which the site keeps its key; it is created if it does not exist. Useful if "
         "the run folder does not last (default: RUN_FOLDER/private/SITE.key)",
     )  # fmt: skip
+    join.add_argument(
+        "--terms", metavar="FILE|URL",
+        help="refuse to join unless the run file is that of these terms (docs/terms.md)",
+    )  # fmt: skip
+    join.add_argument(
+        "--wallet", type=Path, metavar="KEYFILE",
+        help="with --terms: file of the key of the site's account, which stakes and enrols first "
+        "if that is not done; made by dilocox chain key",
+    )  # fmt: skip
+    join.add_argument(
+        "--password-file", type=Path, metavar="FILE",
+        help="with --wallet: file of mode 600 whose first line is the key's password (default: a "
+        "prompt)",
+    )  # fmt: skip
+    join.add_argument(
+        "--chain", type=Path, metavar="FILE",
+        help="with --wallet: the sponsor's chain.json (default: RUN_FOLDER/settlement/chain.json)",
+    )  # fmt: skip
     _add_trace(join, "trace-SITE.json")
     join.set_defaults(call=_join)
 
@@ -342,6 +361,7 @@ def _join(options: argparse.Namespace) -> int:
     from dilocox.training.launch.join_token import read_token
 
     config, token = load_run(options.run_file, options.overrides), read_token(options.token_file)
+    terms.stake_by_terms(options, config)
     # This import takes seconds, so errors in the files are reported before it.
     from dilocox.training.launch.local import join
 

@@ -11,6 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dilocox.cli import terms
+from dilocox.cli.coins import coin
+from dilocox.cli.placements import at_sites
 from dilocox.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,7 +99,27 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--to", type=Path, metavar="FILE", help=f"file of --calibrate (default {CALIBRATION})"
     )
+    _add_terms(command)
     command.set_defaults(call=run)
+
+
+def _add_terms(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--terms", metavar="FILE|URL",
+        help="plan one site of the run whose terms these are, with --gpu and --link: memory, share "
+        "of the tokens, pay; #sha256=HEX at the end names the digest that the file must have",
+    )  # fmt: skip
+    command.add_argument(
+        "--write-terms", type=Path, metavar="FILE",
+        help="write the terms of the run, for sites with --gpu and --link; needs --stake",
+    )  # fmt: skip
+    command.add_argument(
+        "--stake", type=coin, metavar="COINS", help="with --write-terms: stake of each site"
+    )
+    command.add_argument(
+        "--window", type=int, default=86_400, metavar="SECONDS",
+        help="with --write-terms: time in which a settlement can be vetoed (default: a day)",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -113,6 +136,12 @@ def run(options: argparse.Namespace) -> int:
                 "--answer neither plans nor calibrates: give it without other options"
             )
         return _answer(options.answer)
+    if options.terms is not None:
+        if _wants_calibration(options) and CALIBRATION.exists():
+            options.table.insert(0, CALIBRATION)
+        return terms.plan_terms(options)
+    if options.write_terms is not None:
+        return terms.write_terms(options)
     if options.run is None and not options.calibrate:
         raise ConfigError("dilocox plan: give a run file, or --calibrate")
     if options.peer is not None and not options.calibrate:
@@ -216,7 +245,7 @@ def sites_of(
     Both lists have one item per site. Raises `ConfigError` for a value that cannot be used, or
     if an option is given neither once nor once per site.
     """
-    from dilocox.tools.planner.hardware_table import GIB, LOCAL, LOOPBACK, MEASURED
+    from dilocox.tools.planner.hardware_table import LOCAL, LOOPBACK, MEASURED
 
     gpus = options.gpu or ([LOCAL] if options.calibrate else [])
     if not gpus:
@@ -233,31 +262,7 @@ def sites_of(
     links = options.link or ([measured] if options.calibrate else [])
     if not links and count > 1:
         raise ConfigError("--link: say how fast the sites' links are, for example --link 1gbit")
-    for name, given in (("--gpu", gpus), ("--link", links), ("--rent", options.rent)):
-        if len(given) not in (0, 1, count):
-            raise ConfigError(
-                f"{name} is given {len(given)} times: give it once, or once for each of the "
-                f"{count} sites"
-            )
-    share = options.utilisation
-    if share is not None and not 0 < share <= 1:
-        raise ConfigError(f"--utilisation {share:g}: give a share above 0 and up to 1")
-    rents = [("--rent", usd) for usd in options.rent]
-    egress = [("--egress", options.egress), ("--compare", options.compare)]
-    for name, value in (("--rtt", options.rtt), *egress, *rents):
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} {value:g}: give a number of at least 0")
-    memory = options.host_memory
-    if memory is not None and not (memory > 0 and math.isfinite(memory)):
-        raise ConfigError(f"--host-memory {memory:g}: give a number of GiB above 0")
-    rtt = None if options.rtt is None else options.rtt / 1000
-    size = None if memory is None else int(memory * GIB)
-    places = [table.place(text, share, size) for text in gpus]
-    every = [table.link(text, rtt, options.egress) for text in links or ["1gbit"]]
-    return (
-        places * (count if len(places) == 1 else 1),
-        every * (count if len(every) == 1 else 1),
-    )
+    return at_sites(options, table, gpus, links, count)
 
 
 def _say(text: str) -> None:

@@ -40,6 +40,10 @@ class SettlementSection(Section):
     """"stake": a site joins only if its account has signed its key and has staked
     ([settlement](settlement.md#join-by-stake)). Needs `chain` and an account of every site. None:
     the coordinator does not ask the chain."""
+    terms: Key | None = None
+    """SHA-256, 64 hex digits, of the file of the run's terms ([terms](terms.md)), which
+    `dilocox plan --write-terms` prints. All sites sign it with the run file. `dilocox join --terms`
+    compares."""
 
     @model_validator(mode="after")
     def _place_is_whole(self) -> Self:

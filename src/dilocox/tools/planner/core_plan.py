@@ -108,7 +108,7 @@ class Cluster:
         if config.total_steps != guessed:
             prediction = self.predict(config, outline)
         progress("memory")
-        fullest, stages, bytes_ = _fullest(largest, outline, self.places, prediction.choice)
+        fullest, stages, bytes_ = fullest_of(largest, outline, self.places, prediction.choice)
         slowest = prediction.course.slowest
         site = at_site(config, list(config.sites)[slowest])
         return CorePlan(
@@ -147,7 +147,7 @@ def as_long_as(config: RunConfig, tokens: float, per_step: float) -> RunConfig:
     return changed(config, {"outer.rounds": None, "outer.steps": steps})
 
 
-def _fullest(
+def fullest_of(
     config: RunConfig, outline: ModelOutline, places: Sequence[GpuPlacement], rounds: Choice
 ) -> tuple[GpuPlacement, list[Footprint], int]:
     """Return the placement with the highest share of device memory in use.

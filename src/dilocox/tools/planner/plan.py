@@ -139,7 +139,7 @@ def plan_run(
         ModelError: The model cannot be built or cut into stages.
     """
     config = with_sites(config, len(places))
-    _check_gpus(config, places)
+    check_gpus(config, places)
     left = _steps_left(config) if tokens is None else 0
     cluster = Cluster(list(places), list(links), fabric, tokens)
     own = cluster.plan(config, progress=progress)
@@ -192,7 +192,7 @@ def _changes(
     return advice(there, own.outline, own.fullest, fewest, own.prediction.choice, check)
 
 
-def _check_gpus(config: RunConfig, places: Sequence[GpuPlacement]) -> None:
+def check_gpus(config: RunConfig, places: Sequence[GpuPlacement]) -> None:
     """Raise `ConfigError` for a site with fewer GPUs than ranks."""
     for place in places:
         if not place.device.shared and place.gpus < config.site.ranks:

@@ -297,11 +297,11 @@ def one_line(what: str) -> Iterator[None]:
     except (ContractLogicError, Web3RPCError) as error:
         raise RefusedError(what, _shown(error), "the chain") from None
     except (Web3Exception, RequestException, OSError, ValueError) as error:
-        raise SettlementError(f"{what}: the chain's server failed: {_shown(error)}") from None
+        raise ServerFailedError(f"{what}: the chain's server failed: {_shown(error)}") from None
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         # web3 looks into answers before it checks them.
         kind = type(error).__name__
-        raise SettlementError(
+        raise ServerFailedError(
             f"{what}: the chain's server failed: its answer cannot be used ({kind}: "
             f"{_shown(error)})"
         ) from None
@@ -312,6 +312,10 @@ def _shown(error: Exception) -> str:
     text = " ".join(str(error).split())
     text = re.sub(r"\w+://[^\s'\"<>)]+", lambda found: host_of(found[0]), text)
     return re.sub(r"( with)? url: /\S*", "", text)[:300]
+
+
+class ServerFailedError(SettlementError):
+    """The chain's server gives no answer, or one that cannot be used."""
 
 
 class RefusedError(SettlementError):

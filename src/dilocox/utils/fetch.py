@@ -1,0 +1,47 @@
+"""Reads a small public file from a path or a web address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import urllib3
+
+from dilocox.errors import ConfigError
+
+SECONDS = 20.0
+"""Seconds for a connection, and for each answer of a server."""
+
+
+def fetch(place: str, most: int) -> bytes:
+    """Return the content of a file.
+
+    Args:
+        place: Path, or URL of http or https.
+        most: Bytes of the largest file that is read.
+
+    Raises:
+        ConfigError: The file cannot be read or is larger.
+    """
+    if place.startswith(("http://", "https://")):
+        data = _download(place, most)
+    else:
+        try:
+            with Path(place).open("rb") as file:
+                data = file.read(most + 1)
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be read ({error.strerror})") from None
+    if len(data) > most:
+        raise ConfigError(f"{place}: is larger than {most:,} bytes: not the file that is asked for")
+    return data
+
+
+def _download(url: str, most: int) -> bytes:
+    try:
+        with urllib3.PoolManager(retries=urllib3.Retry(3, backoff_factor=0.2)) as pool:
+            answer = pool.request("GET", url, timeout=SECONDS, preload_content=False)
+            if answer.status != 200:
+                raise ConfigError(f"{url}: the server answers {answer.status} {answer.reason}")
+            return bytes(answer.read(most + 1))
+    except urllib3.exceptions.HTTPError as error:
+        reason = getattr(error, "reason", None) or error
+        raise ConfigError(f"{url}: cannot be read ({reason})") from None
