@@ -1,4 +1,4 @@
-"""`dilocox plan --write-terms`, `plan --terms`, and refusals of `join --terms`, as users see them."""
+"""`dilocox plan --write-terms`, `plan --terms`, and what `join --terms` refuses, in a terminal."""
 
 from __future__ import annotations
 
