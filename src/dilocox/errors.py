@@ -81,3 +81,7 @@ class RecordError(DilocoxError):
 
 class SettlementError(DilocoxError):
     """A chain, a key or a settlement that cannot be used."""
+
+
+class AttestationError(DilocoxError):
+    """Evidence of a machine, or a policy for such evidence, that cannot be used or is wrong."""

@@ -1,0 +1,1 @@
+"""Attested machines: evidence, policy and verdicts; extra `[tee]` (docs/attestation.md)."""
