@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -128,3 +129,15 @@ def test_a_trainer_that_would_end_before_the_run_is_refused(
         trainer.train()
     assert not told.given
     assert not told.ended
+
+
+def test_a_trainer_whose_processes_divide_the_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(30)
+    trainer = trainer_of(tmp_path, told, monkeypatch, max_steps=50)
+    (callback,) = (each for each in trainer.callback_handler.callbacks if hasattr(each, "site"))
+    many = SimpleNamespace(world_size=2)
+    with pytest.raises(ConfigError, match="hold the model as Constant; use DistributedDataPar"):
+        callback.on_train_begin(many, trainer.state, trainer.control, model=trainer.model)
+    assert not told.given

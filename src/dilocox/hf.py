@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dilocox.api import load_run, site
@@ -43,13 +44,14 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
         """Prepare. The site joins its run when training begins.
 
         Args:
-            trainer: a trainer of transformers or of TRL, of one process.
+            trainer: a trainer of transformers or of TRL, of one process, or of several processes
+                with `DistributedDataParallel`.
             run: the run, or the path of its run file.
             name: name of this site in the run file.
             address: see `dilocox.site`.
             token_file: see `dilocox.site`.
             evaluation: see `dilocox.site`. In a run without text (`data.own`), the default is
-                the loss of the trainer's `eval_dataset`, if the trainer has one.
+                the loss of the trainer's `eval_dataset`, if the trainer has one and one process.
             quiet: see `dilocox.site`.
         """
         self.site: Site | None = None
@@ -63,15 +65,31 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
             self._joins["evaluation"] = self._evaluation_of(trainer)
         self._loss: torch.Tensor | None = None
         self._tokens = 0
+        self._trainer = trainer
         self._step, self._train = trainer.training_step, trainer.train
         # The trainer tells callbacks neither the loss of a step nor an error that ends training.
         trainer.training_step = self._training_step
         trainer.train = self._training
 
+    def _replicated(self) -> DistributedDataParallel:
+        """Return the model of a trainer of several processes. Raises `ConfigError` if divided."""
+        wrapped = self._trainer.model_wrapped
+        if not isinstance(wrapped, DistributedDataParallel):
+            raise ConfigError(
+                "SiteCallback: the trainer's processes hold the model as "
+                f"{type(wrapped).__name__}; use DistributedDataParallel, or call dilocox.site in a "
+                "loop of your own"
+            )
+        return wrapped
+
     @staticmethod
     def _evaluation_of(trainer: Trainer) -> Evaluation | None:
-        """Return the held-out loss of the trainer's own data; None if there is not one of them."""
-        if trainer.eval_dataset is None or isinstance(trainer.eval_dataset, dict):
+        """Return the held-out loss of the trainer's own data; None if there is not one of them.
+
+        Several processes evaluate together, and a site evaluates in its first process alone.
+        """
+        no_single = trainer.eval_dataset is None or isinstance(trainer.eval_dataset, dict)
+        if no_single or trainer.args.world_size > 1:
             return None
 
         def evaluation(_model: torch.nn.Module) -> float:
@@ -86,11 +104,7 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Join the run. Raises `DilocoxError` if the site cannot take part."""
-        if args.world_size > 1:
-            raise ConfigError(
-                f"SiteCallback: the trainer has {args.world_size} processes; start one, or call "
-                "dilocox.site in a loop of your own"
-            )
+        model = parts["model"] if args.world_size == 1 else self._replicated()
         if state.max_steps < self._config.total_steps:
             raise ConfigError(
                 f"max_steps: the trainer takes {state.max_steps} steps, the run has "
@@ -100,7 +114,7 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
         optimizer = parts["optimizer"]
         joined = site(
             self._config,
-            model=parts["model"],
+            model=model,
             optimizer=getattr(optimizer, "optimizer", optimizer),
             state={"scheduler": parts["lr_scheduler"]},
             **self._joins,

@@ -22,13 +22,20 @@ DIVIDED = ("site.shards=2", "site.micro_batch_size=2")
 def processes(
     forge: Forge, workshop: Workshop, name: str, site: str, words: list[str], mode: str = "plain"
 ) -> list[ForkedRun]:
-    """Begin the two processes of a site, as torchrun does."""
+    """Begin the two processes of a site's loop."""
     sets = [word for word in words[1:] if word != "--set"]
+    return two_processes(forge, workshop, name, [SCRIPT, words[0], site, mode, *sets])
+
+
+def two_processes(
+    forge: Forge, workshop: Workshop, name: str, script: list[str]
+) -> list[ForkedRun]:
+    """Begin a script with its arguments in two processes, as torchrun does."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     return [
         forge.command(
-            workshop, name, "python", SCRIPT, words[0], site, mode, *sets,
+            workshop, name, "python", *script,
             environment={
                 "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,

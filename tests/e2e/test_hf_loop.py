@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_ddp_loop import two_processes
 from tests.e2e.test_operations import coordinate, flush_digests
 from tests.support.base_model import write_base
 from tests.support.example_scripts import EXAMPLES
@@ -57,6 +58,28 @@ def test_a_trainer_of_transformers(workshop: Workshop, forge: Forge) -> None:
     assert summary["val_loss_last"] < summary["val_loss_first"] - 0.5
     for file in ("config.json", "tokenizer.json"):
         assert (run.folder / "model" / file).exists()
+
+
+def test_a_trainer_of_two_processes(workshop: Workshop, forge: Forge) -> None:
+    """Paris has two processes, lyon has one. Both train on what they bring."""
+    texts = sorted(workshop.text.iterdir(), key=lambda file: file.stat().st_size)[-2:]
+    file, script = (str(EXAMPLES / "trainer" / name) for name in ("run.toml", "train.py"))
+    base = write_base(workshop.root / "several-base")
+    sets = [*SMALL, "run.name=several", f"run.folder={workshop.folder('several')}"]
+    sets += [f"model.path={base}", "outer.rounds=2"]
+    words = [file, *(word for item in sets for word in ("--set", item))]
+    run = coordinate(forge, workshop, "several", *words)
+    begin = [script, file, "paris", str(texts[0]), *sets]
+    paris = two_processes(forge, workshop, "several", begin)
+    lyon = forge.command(workshop, "several", "python", script, file, "lyon", str(texts[1]), *sets)
+    sites = [*paris, lyon]
+    assert [site.wait() for site in sites] == [0, 0, 0], [site.printed() for site in sites]
+    assert run.wait() == 0, run.output()
+    assert {site.last_line() for site in sites} == {"finished"}
+    assert len(flush_digests(run)) == 1
+    assert verdicts(run.folder) == {"data": "NOT_RUN"}
+    tokens = [{r["tokens"] for r in run.records("round", site)} for site in ("paris", "lyon")]
+    assert tokens == [{2 * 8 * 4 * 32}, {8 * 4 * 32}]
 
 
 @pytest.mark.slow
