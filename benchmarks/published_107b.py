@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks import common
 from dilocox.config.run_config import RunConfig, load_run
+from dilocox.inner.device_memory import high_water
 from dilocox.tools.planner.hardware_table import GpuPlacement, HardwareTable, Host
 from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.payload_costs import ring_seconds
@@ -228,7 +229,9 @@ def main() -> int:
         "limit": ",.0f", "of_limit": ".1%", "over_published_allreduce": ",.0f", "fits": flag,
     }))  # fmt: skip
     used = resource.getrusage(resource.RUSAGE_SELF)
-    common.say(f"{used.ru_utime + used.ru_stime:.0f} s, {used.ru_maxrss / 2**20:.2f} GiB")
+    # Not ru_maxrss, which also counts the process that has started this one.
+    peak = high_water(Path("/proc/self/status").read_text(encoding="ascii")) or 0
+    common.say(f"{used.ru_utime + used.ru_stime:.0f} s, {peak / 2**30:.2f} GiB")
     if options.json:
         rows = [
             {"part": part, **row}

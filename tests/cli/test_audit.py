@@ -349,6 +349,17 @@ def test_the_point_covers_states_and_payloads(folder: Path) -> None:
 # --- dilocox auditor ---------------------------------------------------------------------------
 
 
+def test_an_auditor_shows_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "key"
+    code, text = ended("auditor", "--show-key", "--key", str(key), capsys=capsys)
+    assert (code, text.strip()) == (0, s.Signer.from_hex(key.read_text().strip()).public)
+    assert key.stat().st_mode & 0o077 == 0
+    assert ended("auditor", "--show-key", "--key", str(key), capsys=capsys)[1] == text
+    for words in (["--show-key"], ["--show-key", "--key", str(key), str(tmp_path)], []):
+        with pytest.raises(ConfigError):
+            ended("auditor", *words, capsys=capsys)
+
+
 def test_an_auditor_of_a_run_that_has_ended(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

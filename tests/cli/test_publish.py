@@ -76,7 +76,18 @@ def test_a_run_in_bundles(
         assert out.splitlines()[1].startswith(line)
         assert "dilocox-verify-" not in out
         assert "other files of model" in out
+    keep = tmp_path / "kept"
+    code, out, err = said(capsys, "verify", url, "--keep", str(keep))
+    assert (code, err) == (3, f"kept in {keep}\n")
+    assert said(capsys, "verify", str(keep))[0] == 3
+    assert (keep / "model").is_dir()
+    for place, target in ((url, keep), (str(run), tmp_path / "more")):
+        code, out, err = said(capsys, "verify", place, "--keep", str(target))
+        assert (code, out) == (1, "") or code == 2
+        assert "--keep" in err
     next((tmp_path / "public" / "bundles").iterdir()).write_bytes(b"")
     code, out, err = said(capsys, "verify", url, "--json")
     assert code == 1
     assert '"FAIL"' in out
+    assert "nothing is kept" in said(capsys, "verify", url, "--keep", str(tmp_path / "more"))[2]
+    assert not (tmp_path / "more").exists()

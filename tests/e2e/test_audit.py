@@ -84,15 +84,15 @@ def test_an_auditor_beside_a_run(workshop: Workshop) -> None:
 
 def test_a_resumed_run_is_repeated(workshop: Workshop) -> None:
     """What was trained before the stop and what was trained after it."""
-    run = workshop.start("again", *KEPT, SOON, "outer.rounds=6", "outer.inner_steps=24")
+    run = workshop.start("again", *KEPT, SOON, "outer.rounds=14", "outer.inner_steps=24")
     run.until_round(2)
     run.interrupt()
     assert run.wait() == 130, run.output()
-    again = workshop.start("again", *KEPT, SOON, "outer.rounds=6", "outer.inner_steps=24",
+    again = workshop.start("again", *KEPT, SOON, "outer.rounds=14", "outer.inner_steps=24",
                            flags=("--resume",))  # fmt: skip
     assert again.wait() == 0, again.output()
     found = json.loads(audited(workshop, run.folder, "--site", "lyon", "--json"))
-    assert [each["verdict"] for each in found["verdicts"]] == ["EXACT"] * 7, found
+    assert [each["verdict"] for each in found["verdicts"]] == ["EXACT"] * 15, found
 
 
 def test_private_text_stays(workshop: Workshop) -> None:

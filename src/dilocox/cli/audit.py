@@ -47,17 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_auditor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dilocox auditor` to `parser`."""
-    _add_common(parser)
+    _add_common(parser, "?")
     parser.add_argument(
         "--sample", type=share, metavar="SHARE",
         help="audit this share of the rounds, 5%% or 0.05 (default: record.audit_rate of the run "
         "file)",
     )  # fmt: skip
+    parser.add_argument(
+        "--show-key", action="store_true",
+        help="with --key, without RUN: print the auditor's public key, which run files name in "
+        "settlement.auditors, and end",
+    )  # fmt: skip
     parser.set_defaults(call=run_auditor)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's folder")
+def _add_common(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    parser.add_argument("run", metavar="RUN", nargs=nargs, help="a run's folder")
     parser.add_argument(
         "--key", type=Path, metavar="FILE",
         help="file of the auditor's own key; it is created if it does not exist (default: a new "
@@ -156,6 +161,10 @@ def run_auditor(options: argparse.Namespace) -> int:
     from dilocox.training.launch import verdict_hand_in
     from dilocox.training.launch.forking import stay_forkable
 
+    if options.show_key:
+        return _show_key(options)
+    if options.run is None:
+        raise ConfigError("RUN: name the run's folder")
     stay_forkable()
     audited, signer = _opened(options), _signer(options.key)
     log = verdict_hand_in.opened(options, audited.folder, audited.course, signer)
@@ -183,6 +192,14 @@ def run_auditor(options: argparse.Namespace) -> int:
         time.sleep(LOOK_EVERY)
     _conclude(audited, found, signer, console, options.key, log)
     return exit_code(found, log) if found or (log is not None and log.failed) else 0
+
+
+def _show_key(options: argparse.Namespace) -> int:
+    """Print the public key of an auditor who has not begun. Raises `ConfigError` without a file."""
+    if options.key is None or options.run is not None:
+        raise ConfigError("--show-key: give the file of the key with --key, and no RUN")
+    print(_signer(options.key).public)
+    return 0
 
 
 def _selected(

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from dilocox.cli.chain import MISSING
-from dilocox.errors import ConfigError, SettlementError
+from dilocox.errors import ConfigError, RecordError, SettlementError
 from dilocox.utils.plain_text import plain
 
 if TYPE_CHECKING:
@@ -93,6 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rpc", metavar="URL",
         help="with --chain: ask this server, not the one that the file names",
     )  # fmt: skip
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER",
+        help="with the URL of a published run: a new folder for what was fetched, in the form of a "
+        "run's folder, if all of it is what was published",
+    )  # fmt: skip
     parser.set_defaults(call=run)
 
 
@@ -110,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
     from dilocox.record.verify.remote import fetched
     from dilocox.record.verify.verify import Places
 
+    _check_keep(options.keep)
     with contextlib.ExitStack() as held:
         folder, stores = Path(options.run), list(options.store)
         bundles = None
@@ -117,10 +125,12 @@ def run(options: argparse.Namespace) -> int:
             place = Place(options.run, PATIENCE)
             bundles = held.enter_context(fetched_bundles(place, options.key))
             folder = bundles.folder
+        elif options.keep is not None:
+            raise ConfigError(f"--keep: {options.run} is no run that was published in bundles")
         elif "://" in options.run:
             folder = held.enter_context(fetched(options.run))
             stores.insert(0, f"{options.run.rstrip('/')}/record/store")
-        return _judge(
+        code = _judge(
             Places(
                 folder,
                 stores,
@@ -138,6 +148,26 @@ def run(options: argparse.Namespace) -> int:
             options.json,
             bundles,
         )
+        if options.keep is not None and bundles is not None:
+            _keep(bundles, options.keep)
+        return code
+
+
+def _check_keep(target: Path | None) -> None:
+    """Raise `ConfigError` for a folder that has files, before anything is fetched."""
+    if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--keep {target}: is there already; name a new or empty folder")
+
+
+def _keep(found: Fetched, target: Path) -> None:
+    """Copy what was fetched to `target`. Raises `RecordError` if it is not what was published."""
+    if found.fault:
+        raise RecordError(f"--keep {target}: nothing is kept, since {found.fault}")
+    try:
+        shutil.copytree(found.folder, target, dirs_exist_ok=True)
+    except OSError as error:
+        raise RecordError(f"--keep {target}: cannot be written ({error})") from None
+    print(f"kept in {target}", file=sys.stderr)
 
 
 def _heads(chain: Path | None, rpc: str | None) -> ChainHeads | None:

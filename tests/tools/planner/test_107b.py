@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import json, resource, sys
+from pathlib import Path
 from dilocox.config.run_config import load_run
+from dilocox.inner.device_memory import high_water
 from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.plan import plan_run
 from dilocox.tools.planner.hardware_table import HardwareTable
@@ -24,7 +26,8 @@ used = resource.getrusage(resource.RUSAGE_SELF)
 names = [name for shapes in plan.outline.shapes for name in shapes]
 print(json.dumps({
     "seconds": used.ru_utime + used.ru_stime,
-    "bytes": used.ru_maxrss * 1024,
+    # Not ru_maxrss, which also counts the process that has started this one.
+    "bytes": high_water(Path("/proc/self/status").read_text()),
     "parameters": plan.outline.parameters,
     "stages": plan.outline.stage_parameters,
     "names": len(names),
