@@ -22,6 +22,7 @@ from dilocox.cli import (
     status,
     terms,
     verify,
+    witness,
 )
 from dilocox.cli import testbed as lab_command
 from dilocox.errors import ConfigError, DilocoxError
@@ -54,6 +55,7 @@ examples:
   dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
   dilocox auditor runs/run --key mine        (audits a run while it goes on, until it ends)
   dilocox chain account runs/run             (what the run owes to whom; needs [settlement])
+  dilocox witness serve w1                   (cosigns the logs of runs; made by witness create)
   dilocox export runs/quickstart --to my-model
   dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
 """
@@ -144,6 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_arguments(evaluating)
     settling = commands.add_parser("chain", help=chain.HELP)
     chain.add_arguments(settling, common)
+    witnessing = commands.add_parser("witness", help=witness.HELP)
+    witness.add_arguments(witnessing, common)
     lab_command.add_to(commands, common, run_file)
     return parser
 

@@ -92,6 +92,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "this log",
     )  # fmt: skip
     parser.add_argument(
+        "--witness", action="append", default=[], metavar="KEY",
+        help="key of a witness that you trust to have seen the log; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quorum", type=int, metavar="N",
+        help="with --witness: how many of them must have cosigned the whole log (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cosigned", action="append", default=[], type=Path, metavar="FILE",
+        help="with --witness: a cosigned checkpoint, as a witness keeps it; may be given several "
+        "times (beside the log: read by itself)",
+    )  # fmt: skip
+    parser.add_argument(
         "--rpc", metavar="URL",
         help="with --chain: ask this server, not the one that the file names",
     )  # fmt: skip
@@ -116,8 +129,10 @@ def run(options: argparse.Namespace) -> int:
     from dilocox.record.verify.audit_sampling import read_randomness
     from dilocox.record.verify.remote import fetched
     from dilocox.record.verify.verify import Places
+    from dilocox.record.verify.witness_claims import Witnesses
 
     _check_keep(options.keep)
+    witnesses = Witnesses.parse(options.witness, options.quorum, options.cosigned)
     with contextlib.ExitStack() as held:
         folder, stores = Path(options.run), list(options.store)
         bundles = None
@@ -144,6 +159,7 @@ def run(options: argparse.Namespace) -> int:
                 read_randomness(options.randomness) if options.randomness else {},
                 options.adapters,
                 _heads(options.chain, options.rpc),
+                witnesses,
             ),
             options.json,
             bundles,

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.errors import RecordError
-from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, open_note, sign_note
+from dilocox.record.log.signed_note import (
+    LogCheckpoint,
+    NoteKey,
+    WitnessKey,
+    cosign,
+    cosigned_at,
+    open_note,
+    sign_note,
+)
 
 # The example of the Go documentation of golang.org/x/mod/sumdb/note.
 PETER = "PeterNeumann+c74f20a3+ARpc2QcUPDhMQegwxbzhKqiBfsVkmqq/LDE4izWy10TW"
@@ -92,3 +100,56 @@ def test_checkpoints_come_back(size: int, root: bytes) -> None:
     note = sign_note(checkpoint.text, "dilocox/run", peter())
     key = NoteKey("dilocox/run", peter().public_key().public_bytes_raw())
     assert LogCheckpoint.parse(open_note(note, key)) == checkpoint
+
+
+# The public key of a witness that cosigns public logs, of a test in transparency-dev/formats.
+WITNESS = "remora.n621.de+da77ade7+BOvN63jn/bLvkieywe8R6UYAtVtNbZpXh34x7onlmtw2"
+
+
+def test_keys_of_witnesses_are_not_those_of_logs() -> None:
+    assert str(WitnessKey.parse(WITNESS)) == WITNESS
+    assert WitnessKey.parse(WITNESS).hash.hex() == "da77ade7"
+    with pytest.raises(RecordError, match="is not a log key"):
+        NoteKey.parse(WITNESS)
+    with pytest.raises(RecordError, match="is not a key of a witness"):
+        WitnessKey.parse(PETER)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 2**62), st.integers(0, 2**63 - 1), st.binary(min_size=32, max_size=32),
+    st.integers(0, 10**9),
+)  # fmt: skip
+def test_a_cosignature_is_of_its_text_its_time_and_its_key(
+    size: int, time: int, root: bytes, place: int
+) -> None:
+    key = WitnessKey("w.example/1", peter().public_key().public_bytes_raw())
+    text = LogCheckpoint("a.log", size, root).text
+    note = sign_note(text, "a.log", peter())
+    assert cosigned_at(note, key) is None
+    line = cosign(text, key.name, peter(), time)
+    assert cosigned_at(note + line, key) == time
+    # The log's own signature still counts, and the witness's is none of the log's.
+    log = NoteKey("a.log", key.public)
+    assert open_note(note + line, log) == text
+    with pytest.raises(RecordError, match="not signed by"):
+        open_note(f"{text}\n{line}", NoteKey(key.name, key.public))
+    other = LogCheckpoint("a.log", size + 1, root).text
+    with pytest.raises(RecordError, match=r"not one of witness w\.example/1"):
+        cosigned_at(f"{other}\n{line}", key)
+    # Any flipped bit of time or signature.
+    data = bytearray(base64.b64decode(line.split()[2]))
+    data[4 + place % (len(data) - 4)] ^= 1 << place % 8
+    with pytest.raises(RecordError, match="not one of witness"):
+        cosigned_at(f"{note}— {key.name} {base64.b64encode(data).decode()}\n", key)
+
+
+def test_the_latest_of_several_cosignatures_counts() -> None:
+    key = WitnessKey("w.example/1", peter().public_key().public_bytes_raw())
+    text = LogCheckpoint("a.log", 1, b"\1" * 32).text
+    lines = [cosign(text, key.name, peter(), time) for time in (5, 9, 7)]
+    assert cosigned_at(f"{text}\n{''.join(lines)}", key) == 9
+    message = f"cosignature/v1\ntime 5\n{text}".encode()
+    peter().public_key().verify(base64.b64decode(lines[0].split()[2])[12:], message)
+    with pytest.raises(RecordError, match="malformed"):
+        cosigned_at(f"{text}\n{lines[0]}no line\n", key)

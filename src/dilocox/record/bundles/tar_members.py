@@ -20,7 +20,7 @@ STATEMENTS = "record/statements-{:06d}.jsonl"
 ALLOWED = re.compile(
     r"record/(statements-[0-9]{6}\.jsonl|checkpoint|log\.pub)"
     r"|record/store/sha256/[0-9a-f]{2}/[0-9a-f]{62}(\.bf16)?"
-    rf"|(record/audits|model)/{_NAME}"
+    rf"|(record/audits|record/cosigned|model)/{_NAME}"
     r"|(run\.toml|metrics\.jsonl|summary\.json|ledger\.json|data/croissant\.json)"
 )
 """Names of files in a bundle."""

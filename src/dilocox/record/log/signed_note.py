@@ -1,8 +1,10 @@
-"""Signed notes and log checkpoints, in the formats that C2SP specifies.
+"""Signed notes, log checkpoints and cosignatures, in the formats that C2SP specifies.
 
 A note (c2sp.org/signed-note) is a text that ends in a newline, then an empty line, then signature
 lines `— NAME BASE64(key hash ‖ Ed25519 signature)`. A checkpoint (c2sp.org/tlog-checkpoint) is a
-note of three lines: the log's origin, its size in decimal, its root in base64.
+note of three lines: the log's origin, its size in decimal, its root in base64. A cosignature
+(c2sp.org/tlog-cosignature, Ed25519) is a signature line of a witness under a checkpoint: it signs
+the checkpoint and a time.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import binascii
 import hashlib
 import re
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -22,13 +25,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 from dilocox.errors import RecordError
 from dilocox.utils.plain_text import plain
 
-_ED25519 = b"\x01"
+_ED25519, _COSIGNATURE = b"\x01", b"\x04"
 
 
 @dataclass(frozen=True)
 class NoteKey:
     """A public key that signs notes under a name."""
 
+    KIND: ClassVar[bytes] = _ED25519
+    """Byte that stands for the algorithm in the key's published form."""
+    WHAT: ClassVar[str] = "log key"
     name: str
     public: bytes
     """32 bytes, Ed25519."""
@@ -36,24 +42,34 @@ class NoteKey:
     @property
     def hash(self) -> bytes:
         """The 4 bytes that identify this key in a signature line."""
-        return hashlib.sha256(self.name.encode() + b"\n" + _ED25519 + self.public).digest()[:4]
+        return hashlib.sha256(self.name.encode() + b"\n" + self.KIND + self.public).digest()[:4]
 
     def __str__(self) -> str:
         """Return the published form of the key: `NAME+HASH+BASE64`."""
-        return f"{self.name}+{self.hash.hex()}+{_base64(_ED25519 + self.public)}"
+        return f"{self.name}+{self.hash.hex()}+{_base64(self.KIND + self.public)}"
 
     @classmethod
-    def parse(cls, text: str) -> NoteKey:
+    def parse(cls, text: str) -> Self:
         """Parse the form of `str`. Raises `RecordError` if the text is not such a key."""
         match = re.fullmatch(r"([^\s+]+)\+([0-9a-f]{8})\+(\S+)", text.strip())
         if match is not None and plain(match[1]) != match[1]:
-            raise RecordError(f"log key {match[1][:80]!r}: its name has control characters")
+            raise RecordError(f"{cls.WHAT} {match[1][:80]!r}: its name has control characters")
         data = _decoded(match[3]) if match else b""
-        if match is not None and len(data) == 33 and data[:1] == _ED25519:
+        if match is not None and len(data) == 33 and data[:1] == cls.KIND:
             key = cls(match[1], data[1:])
             if key.hash.hex() == match[2]:
                 return key
-        raise RecordError(f"{text.strip()[:80]!r} is not a log key: copy it whole, NAME+HASH+KEY")
+        raise RecordError(
+            f"{text.strip()[:80]!r} is not a {cls.WHAT}: copy it whole, NAME+HASH+KEY"
+        )
+
+
+@dataclass(frozen=True)
+class WitnessKey(NoteKey):
+    """A public key of a witness, which cosigns checkpoints of logs under a name."""
+
+    KIND: ClassVar[bytes] = _COSIGNATURE
+    WHAT: ClassVar[str] = "key of a witness"
 
 
 def sign_note(text: str, name: str, key: Ed25519PrivateKey) -> str:
@@ -70,24 +86,76 @@ def open_note(note: str, key: NoteKey) -> str:
 
     Raises `RecordError` if the note is malformed or `key` has not signed it.
     """
+    text, signatures = split_note(note)
+    for name, signature in signatures:
+        if name != key.name or signature[:4] != key.hash:
+            continue
+        if not _is_signed(key, signature[4:], text.encode()):
+            raise RecordError(f"the note's signature is not one of {key.name}")
+        return text
+    raise RecordError(f"the note is not signed by {key}")
+
+
+def split_note(note: str) -> tuple[str, list[tuple[str, bytes]]]:
+    """Return the text of a note and its signatures, which are not checked.
+
+    A signature is (name, key hash ‖ signature). Raises `RecordError` if the note is malformed.
+    """
     text, separator, tail = note.rpartition("\n\n")
     lines = tail.split("\n")
     if not separator or lines.pop() != "" or not lines:
         raise RecordError("not a signed note: it has no signature lines")
-    text += "\n"
+    found = []
     for line in lines:
         match = re.fullmatch(r"— (\S+) (\S+)", line)
         signature = _decoded(match[2]) if match else b""
         if match is None or len(signature) < 5:
             raise RecordError("not a signed note: a signature line is malformed")
-        if match[1] != key.name or signature[:4] != key.hash:
+        found.append((match[1], signature))
+    return text + "\n", found
+
+
+def cosign(text: str, name: str, key: Ed25519PrivateKey, time: int) -> str:
+    """Return the signature line of a witness under the checkpoint `text`, with its newline.
+
+    `time`: Unix time in whole seconds. Raises `ValueError` for a text without a final newline.
+    """
+    if not text.endswith("\n"):
+        raise ValueError("the text of a note ends in a newline")
+    public = WitnessKey(name, key.public_key().public_bytes_raw())
+    signature = key.sign(_cosigned(text, time))
+    return f"— {name} {_base64(public.hash + time.to_bytes(8, 'big') + signature)}\n"
+
+
+def cosigned_at(note: str, key: WitnessKey) -> int | None:
+    """Return the latest Unix time at which a witness has cosigned a note; None if it never has.
+
+    Raises `RecordError` if the note is malformed, or if a line in the name of this key is not its
+    cosignature.
+    """
+    text, signatures = split_note(note)
+    latest: int | None = None
+    for name, signature in signatures:
+        if name != key.name or signature[:4] != key.hash:
             continue
-        try:
-            Ed25519PublicKey.from_public_bytes(key.public).verify(signature[4:], text.encode())
-        except InvalidSignature:
-            raise RecordError(f"the note's signature is not one of {key.name}") from None
-        return text
-    raise RecordError(f"the note is not signed by {key}")
+        time = int.from_bytes(signature[4:12], "big")
+        whole = len(signature) == 4 + 8 + 64 and time < 1 << 63
+        if not whole or not _is_signed(key, signature[12:], _cosigned(text, time)):
+            raise RecordError(f"a cosignature is not one of witness {key.name}")
+        latest = time if latest is None else max(latest, time)
+    return latest
+
+
+def _cosigned(text: str, time: int) -> bytes:
+    return f"cosignature/v1\ntime {time}\n{text}".encode()
+
+
+def _is_signed(key: NoteKey, signature: bytes, message: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(key.public).verify(signature, message)
+    except InvalidSignature:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,14 @@ STAKES = Claim(
     "that the stake was there when the site joined, or is now; who owns the account; that two "
     "accounts have two owners",
 )
+WITNESSES = Claim(
+    "witnesses",
+    False,
+    "as many of the named witnesses as asked have cosigned all of this log: each has seen these "
+    "statements as the continuation of all that it had cosigned before",
+    "that the witnesses have different operators, or have kept their memory; that nobody has shown "
+    "another log to people who ask no witness; the order of statements between two checkpoints",
+)
 BUNDLES = Claim(
     "bundles",
     False,
@@ -185,12 +193,14 @@ BUNDLES = Claim(
 )
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
-    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS, ANCHORS, STAKES, BUNDLES,
+    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS, ANCHORS, STAKES,
+    WITNESSES, BUNDLES,
 )  # fmt: skip
 """All claims. Some are judged only for certain runs: `history` if `record.keep` removes old
 payloads; `base` if adapters are trained; `audits` and `beacon` if the run stores states for audits;
 `release` if the model is signed; `attestations` if a site has signed one; `anchors` if a chain is
-asked; `stakes` if, besides, the run admits by stake; `bundles` if the run is read from bundles."""
+asked; `stakes` if, besides, the run admits by stake; `witnesses` if some are named;
+`bundles` if the run is read from bundles."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from dilocox.record.log import bounded_reads
 from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import FOLDER
 from dilocox.record.log.blob_store import DOCUMENT_BYTES, Store, Stores
+from dilocox.record.log.cosigned import COSIGNED, MOST
 from dilocox.record.log.signed_note import LogCheckpoint
 from dilocox.record.log.state_statements import State
 from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, PUBLIC, open_log, read_text
@@ -27,7 +28,7 @@ from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, PUBLIC, ope
 LOG_FILES = tuple(f"record/{name}" for name in (CHECKPOINT, PUBLIC, ENTRIES))
 """Files without which nothing can be verified."""
 METRICS = "metrics.jsonl"
-AUDITS = f"record/{FOLDER}"
+AUDITS, WITNESSED = f"record/{FOLDER}", f"record/{COSIGNED}"
 NOTE_BYTES = 1 << 16
 """Limit in bytes of the checkpoint, and of the public key."""
 STATEMENT_BYTES = 1 << 16
@@ -95,6 +96,8 @@ def _fetch(remote: _Remote, url: str) -> None:
             remote.copy(name, most)
     for name, _ in remote.names(AUDITS, VERDICTS):
         remote.copy(f"{AUDITS}/{name}", SMALL_BYTES)
+    for name, _ in remote.names(WITNESSED, MOST):
+        remote.copy(f"{WITNESSED}/{name}", NOTE_BYTES)
     names = remote.names("model", MODEL_FILES)
     left = _weights(remote.folder, url) + BESIDE_WEIGHTS if names else 0
     for name, is_folder in names:

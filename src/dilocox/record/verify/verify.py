@@ -26,13 +26,14 @@ from dilocox.record.verify import claims as c
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code
 from dilocox.record.verify.audit_claims import Audits
 from dilocox.record.verify.chain_anchors import ChainHeads
-from dilocox.record.verify.chain_stakes import chain_checks
 from dilocox.record.verify.completeness import broken_commitments, gaps, unknown_extension
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
 from dilocox.record.verify.further_claims import further
 from dilocox.record.verify.model_files import check_other_files, check_plain_files, published_files
+from dilocox.record.verify.outside_claims import outside
 from dilocox.record.verify.release_signature import check_release, is_released
 from dilocox.record.verify.run_history import RunHistory, read_history
+from dilocox.record.verify.witness_claims import Witnesses
 from dilocox.record.writer.notary import code_digest
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Places:
     """Folder that the reader knows to be `adapter.handover`; None: what this machine has."""
     chain: ChainHeads | None = None
     """What a chain says about the run; None: no chain was asked."""
+    witnesses: Witnesses | None = None
+    """Witnesses of the log that the reader trusts; None: none was named."""
 
 
 @dataclass
@@ -147,11 +150,9 @@ class _Verification:
             findings.append(self._judge(c.BEACON, audits.beacon))
         if course is not None and course.attestations:
             findings.append(self._judge(c.ATTESTATIONS, self.attestations))
-        if self.places.chain is not None:
-            for claim, check in chain_checks(
-                self.places.chain, course, agreed, self.content.entries
-            ):
-                findings.append(self._judge(claim, check))
+        asked = self.places.chain, self.places.witnesses, self.places.run
+        for claim, check in outside(*asked, self.content, course, agreed):
+            findings.append(self._judge(claim, check))
         rounds = {step.key.round for step in course.steps.values()} if course else set()
         return Report(
             run=course.run if course else "",

@@ -15,6 +15,7 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import run_of
 from dilocox.record.log.audit_verdicts import FOLDER as AUDITS
 from dilocox.record.log.blob_store import Stores
+from dilocox.record.log.cosigned import COSIGNED
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.state_statements import State
 from dilocox.record.log.transparency_log import PUBLIC, LogContent, read_covered, read_text
@@ -139,8 +140,9 @@ class RunSource:
             text = render_croissant(read_manifest(self.found.data)["content"])
             named[f"data/{CROISSANT}"] = text.encode()
         named |= {name: self.folder / name for name in COURSE if (self.folder / name).is_file()}
-        audits = self.folder / "record" / AUDITS
-        named |= {f"record/{AUDITS}/{path.name}": path for path in _plain(audits)}
+        for name in (AUDITS, COSIGNED):
+            folder = self.folder / "record" / name
+            named |= {f"record/{name}/{path.name}": path for path in _plain(folder)}
         if complete:
             if self.found.model is None:
                 raise ConfigError(

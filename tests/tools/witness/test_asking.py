@@ -1,0 +1,233 @@
+"""A run's log asks witnesses: real processes, dead and hanging ones, and servers that lie."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.support.witnessed import LOG, entries, proof, signed, witness_folder, write_log
+
+from dilocox.cli.main import main
+from dilocox.errors import RecordError
+from dilocox.record.log import cosigned
+from dilocox.record.log.signed_note import LogCheckpoint, WitnessKey, cosign, cosigned_at, open_note
+from dilocox.record.verify.witness_claims import Witnesses, judge_witnesses
+from dilocox.tools.witness.asking import Answer, WitnessAddress, ask
+from dilocox.tools.witness.folder import WitnessFolder
+from dilocox.tools.witness.requests import parse_request
+
+pytestmark = pytest.mark.waits
+
+
+@contextlib.contextmanager
+def serving(path: Path) -> Iterator[tuple[subprocess.Popen[str], WitnessAddress]]:
+    """`dilocox witness serve`, and where it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dilocox", "witness", "serve", str(path), "--port", "0"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        assert words[::2] == ["witness", "at"], words
+        yield process, WitnessAddress(WitnessKey.parse(words[1]), words[3])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def size_of(run: Path, witness: WitnessKey) -> int:
+    """Statements that the witness has cosigned, by the file beside the log."""
+    note = cosigned.path_of(run / "record", witness).read_text()
+    assert cosigned_at(note, witness) is not None
+    return LogCheckpoint.parse(open_note(note, LOG)).size
+
+
+def test_a_log_is_cosigned_while_it_grows_and_a_fork_is_not(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    witness_folder(tmp_path / "w")
+    with serving(tmp_path / "w") as (_, witness):
+        for size in (3, 3, 8):
+            write_log(run, entries(size))
+            assert ask(run, [witness]) == [Answer(witness, size)]
+            assert size_of(run, witness.key) == size
+        # A file that is lost or damaged is made again.
+        cosigned.path_of(run / "record", witness.key).write_text("damaged")
+        assert ask(run, [witness]) == [Answer(witness, 8)]
+        # The log's owner shows another history. A witness of the true one does not cosign it.
+        for texts, reason in (
+            (entries(9, fork=6), "it refuses (422: the proof does not show"),
+            (entries(8, fork=6), "another log of 8 statements, signed by the same key"),
+            (entries(5), "has cosigned 8 statements, and this log has 5: was the log cut back?"),
+        ):
+            write_log(other, texts)
+            (answer,) = ask(other, [witness])
+            assert reason in answer.trouble
+            assert not cosigned.path_of(other / "record", witness.key).exists()
+            for path in sorted((other / "record").iterdir()):
+                path.unlink()
+    asked = Witnesses.parse([str(witness.key)], None, [])
+    assert asked is not None
+    judge_witnesses(asked, run / "record", LOG, entries(8))
+    with pytest.raises(RecordError, match="has signed two different logs"):
+        judge_witnesses(asked, run / "record", LOG, entries(8, fork=6))
+
+
+def test_a_witness_that_is_killed_keeps_to_one_history(tmp_path: Path) -> None:
+    """Killed in the middle of answers, it still knows all that has left it."""
+    run = tmp_path / "run"
+    witness_folder(tmp_path / "w")
+    left: list[int] = []
+    with serving(tmp_path / "w") as (process, witness):
+        killer = threading.Thread(target=lambda: (until(lambda: len(left) > 3), process.kill()))
+        killer.start()
+        size = 0
+        while True:
+            size += 1
+            write_log(run, entries(size))
+            (answer,) = ask(run, [witness], 5.0)
+            if answer.trouble:
+                break
+            left.append(size)
+        killer.join()
+    with WitnessFolder.opened(tmp_path / "w") as folder:
+        newest = folder.newest(LOG)
+    assert newest is not None
+    assert newest[0].size in (left[-1], left[-1] + 1)
+    with serving(tmp_path / "w") as (_, again):
+        assert again.key == witness.key
+        assert ask(run, [again]) == [Answer(again, size)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def lying(answer: Callable[[bytes], tuple[int, bytes]]) -> Iterator[str]:
+    """URL of a server that answers what it likes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            status, body = answer(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            if status == 307:
+                self.send_header("Location", "/elsewhere")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+OWN = Ed25519PrivateKey.from_private_bytes(b"\x05" * 32)
+KEY = WitnessKey("liar", OWN.public_key().public_bytes_raw())
+
+
+def cosignature(body: bytes, key: Ed25519PrivateKey = OWN, text: str = "") -> bytes:
+    note = parse_request(body)[2]
+    return cosign(text or open_note(note, LOG), "liar", key, 5).encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda body: (200, cosignature(body, Ed25519PrivateKey.generate())), "is not cosigned by"),
+        (lambda body: (200, cosignature(body, text="other\n")), "not one of witness liar"),
+        (lambda body: (200, b"nonsense"), "no cosignature"),
+        (lambda body: (200, b"\xe2\x80\x94 " * 10**6), "no cosignature"),
+        (lambda body: (200, b""), "no cosignature"),
+        (lambda body: (409, b"2\n"), "has cosigned 2 statements, and refuses"),
+        (lambda body: (409, b"99\n"), "was the log cut back"),
+        (lambda body: (409, b"9" * 10**6), "was the log cut back"),
+        (lambda body: (409, b"\x1b[2J"), "it refuses"),
+        (lambda body: (404, b""), "dilocox witness trust FOLDER dilocox/test/log"),
+        (lambda body: (307, b""), "it refuses .307"),
+        (lambda body: (500, b""), "it refuses .500"),
+    ],
+)  # fmt: skip
+def test_a_witness_that_lies(
+    tmp_path: Path, answer: Callable[[bytes], tuple[int, bytes]], reason: str
+) -> None:
+    write_log(tmp_path, entries(4))
+    with lying(answer) as url:
+        (found,) = ask(tmp_path, [WitnessAddress(KEY, url)])
+    with pytest.raises(RecordError, match=reason):
+        raise RecordError(found.trouble)
+    assert found.trouble.isprintable()
+    assert not cosigned.path_of(tmp_path / "record", KEY).exists()
+
+
+def test_dead_and_hanging_witnesses_hold_nobody_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path, entries(4))
+    with (
+        socket.socket() as hanging, socket.socket() as dead,
+        lying(lambda body: (200, cosignature(body))) as good,
+    ):  # fmt: skip
+        for each in (hanging, dead):
+            each.bind(("127.0.0.1", 0))
+        hanging.listen(9)
+        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (hanging, dead)]
+        began = time.monotonic()
+        answers = ask(tmp_path, [WitnessAddress(KEY, url) for url in (*urls, good)], 0.5)
+        assert time.monotonic() - began < 10
+        assert [bool(each.trouble) for each in answers] == [True, True, False]
+        assert answers[0].trouble == "no answer within 0.5 s"
+        with pytest.raises(SystemExit) as end:
+            main(["witness", "ask", str(tmp_path), "--witness", str(KEY), urls[1]])
+        assert end.value.code == 1
+        with pytest.raises(SystemExit) as end:
+            main(["witness", "ask", str(tmp_path), "--witness", str(KEY), good])
+        assert end.value.code == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("dilocox: liar: not cosigned: ")
+    assert said.err.count("\n") == 1
+    assert said.out == "liar: has cosigned 4 statements\n"
+
+
+def test_ask_every_ends_with_the_run_and_tells_a_trouble_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path, entries(4))
+    seen: list[int] = []
+
+    def answer(body: bytes) -> tuple[int, bytes]:
+        seen.append(len(body))
+        if len(seen) < 4:
+            return 500, b"later"
+        (tmp_path / "summary.json").write_text("{}")
+        return 200, cosignature(body)
+
+    with lying(answer) as url, pytest.raises(SystemExit) as end:
+        main(["witness", "ask", str(tmp_path), "--witness", str(KEY), url, "--every", "0.01"])
+    assert end.value.code == 0
+    said = capsys.readouterr()
+    assert said.err.count("not cosigned: it refuses (500: later)") == 1
+    assert said.out.splitlines()[:2] == ["liar: cosigns again", "liar: has cosigned 4 statements"]
+    with pytest.raises(SystemExit) as end:
+        main(["witness", "ask", str(tmp_path), "--witness", str(KEY), "ftp://a"])
+    assert end.value.code == 1
+    assert "begins with http://" in capsys.readouterr().err
+    assert proof(entries(3), 3) == []
+    assert signed(entries(1)) != signed(entries(2))
