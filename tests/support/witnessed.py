@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dilocox.record.log.merkle import consistency_proof, leaf_hash, root_of
-from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, sign_note
+from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, WitnessKey, sign_note
 from dilocox.record.log.transparency_log import LogWriter
+from dilocox.tools.witness.asking import WitnessAddress
 from dilocox.tools.witness.folder import WitnessFolder, create
 
 ORIGIN = "dilocox/test/log"
@@ -51,3 +55,20 @@ def witness_folder(path: Path, name: str = "witness.example/w1") -> WitnessFolde
     folder = create(path, name)
     folder.trust(LOG)
     return folder
+
+
+@contextlib.contextmanager
+def serving(path: Path) -> Iterator[tuple[subprocess.Popen[str], WitnessAddress]]:
+    """`dilocox witness serve`, and where it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dilocox", "witness", "serve", str(path), "--port", "0"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        assert words[::2] == ["witness", "at"], words
+        yield process, WitnessAddress(WitnessKey.parse(words[1]), words[3])
+    finally:
+        process.kill()
+        process.wait()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +12,15 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.support.witnessed import LOG, entries, proof, signed, witness_folder, write_log
+from tests.support.witnessed import (
+    LOG,
+    entries,
+    proof,
+    serving,
+    signed,
+    witness_folder,
+    write_log,
+)
 
 from dilocox.cli.main import main
 from dilocox.errors import RecordError
@@ -26,23 +32,6 @@ from dilocox.tools.witness.folder import WitnessFolder
 from dilocox.tools.witness.requests import parse_request
 
 pytestmark = pytest.mark.waits
-
-
-@contextlib.contextmanager
-def serving(path: Path) -> Iterator[tuple[subprocess.Popen[str], WitnessAddress]]:
-    """`dilocox witness serve`, and where it listens."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dilocox", "witness", "serve", str(path), "--port", "0"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        words = process.stdout.readline().split()
-        assert words[::2] == ["witness", "at"], words
-        yield process, WitnessAddress(WitnessKey.parse(words[1]), words[3])
-    finally:
-        process.kill()
-        process.wait()
 
 
 def size_of(run: Path, witness: WitnessKey) -> int:
