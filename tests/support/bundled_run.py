@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.bundles.fetch import fetched
+from dilocox.record.bundles.fetch import fetched, open_bundles
 from dilocox.record.bundles.place import Place
 from dilocox.record.verify.published_bundles import verify_fetched
 from dilocox.record.verify.verify import Places, Report
+from dilocox.tools.storage.destination import FilesDestination
 from dilocox.tools.storage.publisher import Publisher
 from dilocox.tools.storage.run_source import RunSource
 from dilocox.tools.storage.uplink import Uplink
@@ -35,12 +36,12 @@ class CutPlace(Place):
 
 def publisher(run: Path, place: Place, every: int = 1) -> Publisher:
     """A fresh publisher, as a new process has it."""
-    return Publisher(RunSource(run), place, every, Uplink(None))
+    return Publisher(RunSource(run), FilesDestination(place), every, Uplink(None))
 
 
 def verified(url: str, key: str | None = None, seconds: float = 60.0) -> Report:
     """Verify what is published at `url`, from the bundles alone."""
-    with fetched(Place(url, seconds=seconds), key) as found:
+    with fetched(open_bundles(url, seconds=seconds), key) as found:
         return verify_fetched(found, Places(found.folder, key=key), lambda what, share: None)
 
 

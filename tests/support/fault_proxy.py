@@ -55,6 +55,8 @@ class FaultProxy:
                 continue
             server = socket.create_connection(("127.0.0.1", self._server))
             self._open.append(server)
+            for each in (client, server):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for ends in ((client, server), (server, client)):
                 threading.Thread(target=self._pass, args=(*ends, server), daemon=True).start()
 

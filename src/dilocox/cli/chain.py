@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
         return found
 
     making = action("key", _key, "make an account, and write its key to a file", "FILE")
-    _add_password(making)
+    add_password(making)
     deploying = action("deploy", _deploy, "deploy the contract; print its address")
     _add_key(deploying, rpc=True)
     deploying.add_argument(
@@ -145,7 +145,7 @@ def _add_key(parser: argparse.ArgumentParser, rpc: bool = False) -> None:
     parser.add_argument(
         "--key", type=Path, required=True, metavar="FILE", help="file of the account's key"
     )
-    _add_password(parser)
+    add_password(parser)
     parser.add_argument(
         "--most-fee", type=coin, default=FEE, metavar="COINS",
         help="most that the fee of one transaction may reach (default: 0.1)",
@@ -154,7 +154,8 @@ def _add_key(parser: argparse.ArgumentParser, rpc: bool = False) -> None:
         parser.add_argument("--rpc", required=True, metavar="URL", help="server of the chain")
 
 
-def _add_password(parser: argparse.ArgumentParser) -> None:
+def add_password(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names the file of a key's password."""
     parser.add_argument(
         "--password-file", type=Path, metavar="FILE",
         help="file of mode 600 whose first line is the key's password (default: a prompt)",

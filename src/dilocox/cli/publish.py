@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from dilocox.cli.chain import add_password, coin
 from dilocox.config.outer import RATE, rate_of
-from dilocox.errors import ConfigError
+from dilocox.errors import ConfigError, RecordError
+from dilocox.tools.settlement.limits import FEE
+
+if TYPE_CHECKING:
+    from dilocox.tools.storage.destination import Destination
 
 HELP = "collect page, record and model in one folder, or put them into storage, without keys"
 EVERY = 10
@@ -21,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the coordinator's run folder")
     parser.add_argument(
         "--to", required=True, metavar="PLACE",
-        help="a new or empty folder, or a URL as in fsspec (s3://…, file:///…): there the run is "
-        "put in bundles",
+        help="a new or empty folder, or a URL as in fsspec (s3://…, file:///…), or a node of 0G "
+        "Storage (zerog://HOST:PORT): at a URL the run is put in bundles",
     )  # fmt: skip
     parser.add_argument(
         "--from", dest="sites", action="append", default=[], type=Path, metavar="SITE_FOLDER",
@@ -47,6 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=_rate, metavar="RATE",
         help="with a URL: upload at most this much, such as 10mbit (default: no limit)",
     )  # fmt: skip
+    parser.add_argument(
+        "--rpc", metavar="URL", help="with zerog://: server of the chain that sells the storage"
+    )
+    parser.add_argument(
+        "--contract", metavar="ADDRESS", help="with zerog://: the Flow contract of the storage"
+    )
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE", help="with zerog://: file of the key that pays"
+    )
+    add_password(parser)
+    parser.add_argument(
+        "--most-fee", type=coin, metavar="COINS",
+        help="with zerog://: most that one transaction may cost, with the storage that it pays for "
+        "(default: 0.1)",
+    )  # fmt: skip
     parser.set_defaults(call=run)
 
 
@@ -54,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
     """Publish the run and print what was written. Returns the exit code 0."""
     if "://" in options.to:
         return _to_storage(options)
+    _refuse_zerog(options)
     for name in ("every", "follow", "limit"):
         if getattr(options, name):
             raise ConfigError(
@@ -76,8 +99,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _to_storage(options: argparse.Namespace) -> int:
-    from dilocox.record.bundles.place import Place
-    from dilocox.tools.storage.follow import PATIENCE, publish_once, publish_to_the_end
+    from dilocox.record.bundles.zerog_node import is_zerog
+    from dilocox.tools.storage.follow import publish_once, publish_to_the_end
     from dilocox.tools.storage.publisher import Publisher
     from dilocox.tools.storage.run_source import RunSource
     from dilocox.tools.storage.uplink import Uplink
@@ -85,7 +108,7 @@ def _to_storage(options: argparse.Namespace) -> int:
 
     if options.link:
         raise ConfigError("--link: is for a folder; leave it out, as bundles hold copies")
-    place = Place.to_publish(options.to, PATIENCE)
+    place = _zerog(options) if is_zerog(options.to) else _files(options)
     source = RunSource(options.run, tuple(options.sites), tuple(options.store))
     publisher = Publisher(source, place, options.every or EVERY, Uplink(options.limit))
     publish: Callable[[Publisher], None] = publish_to_the_end if options.follow else publish_once
@@ -97,8 +120,52 @@ def _to_storage(options: argparse.Namespace) -> int:
             f"the run goes on: {publisher.unpublished} statements are not published yet; publish "
             "again later, or with --follow"
         )
-    print(f"how to check it: dilocox verify {place.url}")
+    print(f"how to check it: dilocox verify {place.published}")
     return 0
+
+
+def _files(options: argparse.Namespace) -> Destination:
+    from dilocox.record.bundles.place import Place
+    from dilocox.tools.storage.destination import FilesDestination
+    from dilocox.tools.storage.follow import PATIENCE
+
+    _refuse_zerog(options)
+    return FilesDestination(Place.to_publish(options.to, PATIENCE))
+
+
+def _refuse_zerog(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` if an option is given that only 0G Storage has."""
+    for name in ("rpc", "contract", "key", "password_file", "most_fee"):
+        if getattr(options, name) is not None:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option}: is for --to zerog://HOST:PORT; leave it out")
+
+
+def _zerog(options: argparse.Namespace) -> Destination:
+    """Open 0G Storage. Nothing is asked of its node, nor of the chain."""
+    missing = [each for each in ("sha3", "web3") if importlib.util.find_spec(each) is None]
+    if missing:
+        raise RecordError("packages for 0G Storage are missing: pip install 'dilocox[zerog]'")
+    from dilocox.record.bundles.zerog_node import ZerogUrl
+    from dilocox.tools.settlement.keystore import load_key, read_password
+    from dilocox.tools.storage.follow import PATIENCE
+    from dilocox.tools.storage.zerog_destination import ZerogAccess, ZerogDestination
+
+    url = ZerogUrl.parse(options.to)
+    if url.root:
+        raise ConfigError(f"--to: leave the root out: {url.text}")
+    for name in ("rpc", "contract", "key"):
+        if getattr(options, name) is None:
+            raise ConfigError(
+                f"--{name}: is missing; 0G Storage is paid for on a chain, so give --rpc, "
+                "--contract and --key"
+            )
+    account = load_key(options.key, read_password(options.password_file, options.key))
+    fee = FEE if options.most_fee is None else options.most_fee
+    access = ZerogAccess(url, options.rpc, options.contract, account, fee)
+    return ZerogDestination(
+        access, options.run / "coordinator", PATIENCE, tell=lambda line: print(line, flush=True)
+    )
 
 
 def _rounds(text: str) -> int:

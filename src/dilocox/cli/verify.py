@@ -124,8 +124,7 @@ def run(options: argparse.Namespace) -> int:
     """
     # Imported here, because no other command needs these modules.
     from dilocox.record.bundles.fetch import fetched as fetched_bundles
-    from dilocox.record.bundles.fetch import is_bundled
-    from dilocox.record.bundles.place import Place
+    from dilocox.record.bundles.fetch import is_bundled, open_bundles
     from dilocox.record.verify.audit_sampling import read_randomness
     from dilocox.record.verify.remote import fetched
     from dilocox.record.verify.verify import Places
@@ -137,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
         folder, stores = Path(options.run), list(options.store)
         bundles = None
         if not (folder / "record").is_dir() and is_bundled(options.run):
-            place = Place(options.run, PATIENCE)
+            place = open_bundles(options.run, PATIENCE)
             bundles = held.enter_context(fetched_bundles(place, options.key))
             folder = bundles.folder
         elif options.keep is not None:

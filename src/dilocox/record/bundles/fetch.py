@@ -14,11 +14,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from dilocox.errors import RecordError
-from dilocox.record.bundles.place import DeniedError, Place, in_order
-from dilocox.record.bundles.publication import INDEX, INDEX_BYTES, INDEX_USUAL, Bundle, Publication
+from dilocox.record.bundles.place import CALL_SECONDS, DeniedError, Place, in_order
+from dilocox.record.bundles.publication import INDEX, Bundle, Publication
 from dilocox.record.bundles.tar_members import STATEMENTS, MalformedError, members
+from dilocox.record.bundles.zerog_node import is_zerog
+from dilocox.record.bundles.zerog_reader import ZerogReader
+from dilocox.record.bundles.zerog_root import RootBuilder
 from dilocox.record.log.blob_store import MissingError
 from dilocox.record.log.bounded_reads import TooLargeError
 from dilocox.record.log.digests import sha256
@@ -29,6 +33,32 @@ Progress = Callable[[str, float], None]
 
 class BadBundleError(RecordError):
     """Bytes that are not what the index's signer has published, or a malformed bundle."""
+
+
+class BundleStorage(Protocol):
+    """A storage from which bundles are read."""
+
+    url: str
+
+    def get_index(self) -> bytes:
+        """Return the index. Raises `MissingError`, and `RecordError` if the storage fails."""
+
+    def get_part(self, bundle: Bundle, number: int) -> bytes:
+        """Return a part of a bundle. Raises `TooLargeError` and like `get_index`."""
+
+
+def open_bundles(url: str, patience: float = 0.0, seconds: float = CALL_SECONDS) -> BundleStorage:
+    """Open the storage of a published run; nothing is read yet.
+
+    Args:
+        url: Folder, URL that fsspec knows, or `zerog://ROOT@HOST:PORT`.
+        patience: Seconds for which a failing call is repeated.
+        seconds: Time limit of one call, beside the time for its bytes.
+
+    Raises:
+        RecordError: There is no storage of this form, or its package is missing.
+    """
+    return (ZerogReader if is_zerog(url) else Place)(url, patience, seconds)
 
 
 @dataclass
@@ -51,23 +81,25 @@ class Fetched:
 def is_bundled(url: str) -> bool:
     """Return True if there is a run in bundles at `url`, a folder or URL.
 
-    Raises `RecordError` if the storage cannot be asked.
+    0G Storage has nothing but bundles. Raises `RecordError` if the storage cannot be asked.
     """
+    if is_zerog(url):
+        return True
     try:
-        Place(url).get(INDEX, INDEX_BYTES, INDEX_USUAL)
+        Place(url).get_index()
     except (MissingError, DeniedError):
         return False
     return True
 
 
-def read_index(place: Place, key: str | None = None) -> Publication:
+def read_index(place: BundleStorage, key: str | None = None) -> Publication:
     """Read the index of a published run.
 
     `key`: the log's key, from another source; None: the key that the index names. Raises
     `MissingError` if there is no index, `BadBundleError` if it is not authentic, and `RecordError`
     if the storage fails.
     """
-    data = place.get(INDEX, INDEX_BYTES, INDEX_USUAL)
+    data = place.get_index()
     try:
         return Publication.parse(data.decode("utf-8"), key)
     except (RecordError, UnicodeDecodeError) as error:
@@ -76,7 +108,7 @@ def read_index(place: Place, key: str | None = None) -> Publication:
 
 @contextlib.contextmanager
 def fetched(
-    place: Place, key: str | None, progress: Progress = lambda what, share: None
+    place: BundleStorage, key: str | None, progress: Progress = lambda what, share: None
 ) -> Iterator[Fetched]:
     """Yield a published run in a temporary folder, which is removed afterwards.
 
@@ -94,7 +126,7 @@ def fetched(
         yield found
 
 
-def fetch_into(found: Fetched, place: Place, progress: Progress) -> None:
+def fetch_into(found: Fetched, place: BundleStorage, progress: Progress) -> None:
     """Fetch all bundles of `found.publication` into `found.folder`.
 
     Raises `BadBundleError`, and `RecordError` like `fetched`.
@@ -122,16 +154,28 @@ def fetch_into(found: Fetched, place: Place, progress: Progress) -> None:
 class _Parts:
     """The bytes of a bundle. Every part is checked before any of its bytes is given out."""
 
-    def __init__(self, bundle: Bundle, place: Place) -> None:
-        def get(part: tuple[str, str]) -> tuple[str, str, bytes]:
-            try:
-                return *part, place.get(part[0], bundle.part_size)
-            except TooLargeError:
-                return *part, b""
+    def __init__(self, bundle: Bundle, place: BundleStorage) -> None:
+        paths = bundle.paths()
 
-        self._left = in_order(get, zip(bundle.paths(), bundle.parts, strict=True))
+        def get(number: int) -> tuple[str, str, bytes]:
+            try:
+                data = place.get_part(bundle, number)
+            except TooLargeError:
+                data = b""
+            return paths[number], bundle.parts[number], data
+
+        self._left = in_order(get, range(len(paths)))
         self._data, self._at = b"", 0
-        self.whole = hashlib.sha256()
+        self._bundle, self._whole = bundle, hashlib.sha256()
+        self._tree = RootBuilder() if bundle.zerog else None
+
+    def check_end(self) -> None:
+        """Raise `MalformedError` unless all bytes are those that the index names."""
+        bundle = self._bundle
+        if self._whole.hexdigest() != bundle.digest:
+            raise MalformedError("has other bytes than were published")
+        if self._tree and bundle.zerog and self._tree.finish().root.hex() != bundle.zerog.root:
+            raise MalformedError("has another root in 0G Storage than was published")
 
     def read(self, size: int) -> bytes:
         """Return `size` bytes, or fewer at the end of the bundle."""
@@ -154,7 +198,9 @@ class _Parts:
             return False
         if sha256(data) != digest:
             raise MalformedError(f"{path} has other bytes than were published")
-        self.whole.update(data)
+        self._whole.update(data)
+        if self._tree:
+            self._tree.update(data)
         self._data, self._at = data, 0
         return True
 
@@ -168,8 +214,7 @@ def _unpack(bundle: Bundle, parts: _Parts, folder: Path) -> None:
             _write(folder / "record" / ENTRIES, content, "ab")
         elif "/store/" not in name or not (folder / name).exists():
             _write(folder / name, content, "wb")
-    if parts.whole.hexdigest() != bundle.digest:
-        raise MalformedError("has other bytes than were published")
+    parts.check_end()
 
 
 def _write(path: Path, content: Iterator[bytes], mode: str) -> None:

@@ -20,6 +20,7 @@ import aiohttp
 import fsspec
 
 from dilocox.errors import RecordError
+from dilocox.record.bundles.publication import INDEX, INDEX_BYTES, INDEX_USUAL, Bundle
 from dilocox.record.log import bounded_reads
 from dilocox.record.log.blob_store import MissingError
 from dilocox.utils.backoff import backoff_delays
@@ -76,7 +77,7 @@ class Place:
                 holds a password.
         """
         self.url = url.rstrip("/") or url
-        _refuse_password(url)
+        refuse_password(url)
         try:
             # Without a cache of listings: another process may write at the same time.
             self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
@@ -96,7 +97,7 @@ class Place:
         Raises `WrongPlaceError` if a reader could see a file there that is half written, and
         `RecordError` like the class.
         """
-        _refuse_password(url)
+        refuse_password(url)
         protocol = (fsspec.core.split_protocol(url)[0] or "file").rpartition("::")[2]
         if protocol in fsspec.available_protocols() and protocol not in WHOLE:
             raise WrongPlaceError(
@@ -150,38 +151,63 @@ class Place:
         replace_file(target, data)
         sync_folder(target.parent)
 
+    def get_index(self) -> bytes:
+        """Return the index of a published run. Raises like `get`."""
+        return self.get(INDEX, INDEX_BYTES, INDEX_USUAL)
+
+    def get_part(self, bundle: Bundle, number: int) -> bytes:
+        """Return a part of a bundle. Raises like `get`, and `TooLargeError` for a larger one."""
+        return self.get(bundle.paths()[number], bundle.part_size)
+
     def _call(self, action: Callable[[], T], path: str, done: str, moved: int) -> T:
         """Call `action` with a time limit; repeat it for the time of `patience`."""
         limit = self._seconds + moved / SLOWEST
-        where = f"{self.url}/{path}"
+        return patiently(action, f"{self.url}/{path}", done, limit, self._patience)
 
-        def once() -> T:
-            try:
-                return run_in_thread(action).result(limit)
-            except LateError:
-                raise _FailedError(f"no answer for {limit:.0f} s") from None
-            except RecordError:
-                raise
-            except Exception as error:  # every kind of storage has errors of its own
-                if isinstance(error.__cause__, _CUT):
-                    # fsspec says of a dead web server that its files are not found.
-                    raise _FailedError(_reason(error.__cause__)) from None
-                if isinstance(error, FileNotFoundError) and done != WRITTEN:
-                    raise MissingError(f"{where}: not there") from None
-                if isinstance(error, PermissionError) or getattr(error, "status", 0) in _DENIED:
-                    reason = _reason(error)
-                    raise DeniedError(f"{where}: cannot be {done} ({reason})") from None
-                raise _FailedError(_reason(error)) from None
 
-        end = time.monotonic() + self._patience
-        for pause in backoff_delays(_FIRST, _MOST):
-            try:
-                return once()
-            except _FailedError as error:
-                if time.monotonic() + pause > end:
-                    raise RecordError(f"{where}: cannot be {done} ({error})") from None
-            time.sleep(pause)
-        raise AssertionError("pauses never end")
+def patiently(action: Callable[[], T], where: str, done: str, limit: float, patience: float) -> T:
+    """Call `action` with a time limit and return its result; repeat it while it fails.
+
+    Args:
+        action: Calls a storage. Its `RecordError` is not repeated.
+        where: The file, or the server, for messages.
+        done: What the call does to it, such as "read".
+        limit: Seconds for one call.
+        patience: Seconds for which a failing call is repeated.
+
+    Raises:
+        MissingError: The file does not exist.
+        DeniedError: Access is refused.
+        RecordError: The storage fails.
+    """
+
+    def once() -> T:
+        try:
+            return run_in_thread(action).result(limit)
+        except LateError:
+            raise _FailedError(f"no answer for {limit:.0f} s") from None
+        except RecordError:
+            raise
+        except Exception as error:  # every kind of storage has errors of its own
+            if isinstance(error.__cause__, _CUT):
+                # fsspec says of a dead web server that its files are not found.
+                raise _FailedError(_reason(error.__cause__)) from None
+            if isinstance(error, FileNotFoundError) and done != WRITTEN:
+                raise MissingError(f"{where}: not there") from None
+            if isinstance(error, PermissionError) or getattr(error, "status", 0) in _DENIED:
+                reason = _reason(error)
+                raise DeniedError(f"{where}: cannot be {done} ({reason})") from None
+            raise _FailedError(_reason(error)) from None
+
+    end = time.monotonic() + patience
+    for pause in backoff_delays(_FIRST, _MOST):
+        try:
+            return once()
+        except _FailedError as error:
+            if time.monotonic() + pause > end:
+                raise RecordError(f"{where}: cannot be {done} ({error})") from None
+        time.sleep(pause)
+    raise AssertionError("pauses never end")
 
 
 def in_order(
@@ -206,7 +232,7 @@ def in_order(
                 each.cancel()
 
 
-def _refuse_password(url: str) -> None:
+def refuse_password(url: str) -> None:
     """Raise `RecordError` if `url` holds a password."""
     if urlsplit(url).password is not None:
         raise RecordError(

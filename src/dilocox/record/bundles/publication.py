@@ -33,6 +33,16 @@ _MEMBER = re.compile(r"[A-Za-z0-9._/-]{0,200}")
 
 
 @dataclass(frozen=True)
+class ZerogFile:
+    """A file in 0G Storage."""
+
+    root: str
+    """Root of its tree (`zerog_root`), hex."""
+    transaction: str
+    """Hash of the transaction that has submitted the root to the contract, hex."""
+
+
+@dataclass(frozen=True)
 class Bundle:
     """One bundle: a tar file, kept in parts of equal size; the last part may be smaller."""
 
@@ -59,6 +69,8 @@ class Bundle:
     """True if the run had ended, and nothing was left to publish."""
     files: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of the bundle's files that are neither statements nor objects of the store."""
+    zerog: ZerogFile | None = None
+    """Where the bundle lies in 0G Storage; None in other storage."""
 
     @property
     def name(self) -> str:
@@ -101,6 +113,7 @@ class Bundle:
                 "missing": self.missing,
                 "last": self.last,
                 "files": dict(self.files),
+                **({} if self.zerog is None else {"zerog": vars(self.zerog)}),
             },
         )
 
@@ -121,6 +134,7 @@ class Bundle:
                 missing=_count(said["missing"]),
                 last=said["last"] is True,
                 files={str(name): digest_text(each) for name, each in said["files"].items()},
+                zerog=_zerog_file(said["zerog"]) if "zerog" in said else None,
             )
             if not 0 < found.part_size <= MOST_PART or not _MEMBER.fullmatch(found.until):
                 raise ValueError(found.part_size)
@@ -206,6 +220,10 @@ class Publication:
             raise RecordError(f"its line {len(self.lines) + 1} does not follow the line before")
         self.lines.append(line)
         self.bundles.append(bundle)
+
+
+def _zerog_file(said: Mapping[str, str]) -> ZerogFile:
+    return ZerogFile(digest_text(said["root"]), digest_text(said["transaction"]))
 
 
 def _count(value: object) -> int:

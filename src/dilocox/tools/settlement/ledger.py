@@ -171,7 +171,7 @@ class Ledger:
         with one_line(name):
             function = self._contract.functions[name](*arguments)
             base = {"value": value, "chainId": chain}
-            return _sent(self.web3, self._signing(), function, base, keep, self.fee)
+            return transact(self.web3, self._signing(), function, base, keep, self.fee)
 
     def events(self, name: str, run: bytes, first: int = 0) -> list[dict[str, Any]]:
         """Return the arguments of all events of a run, from block `first`, in order.
@@ -222,7 +222,7 @@ def deploy(web3: Web3, account: LocalAccount, keep: Keep | None = None, fee: int
     artifact = load_artifact()
     with one_line("deploy"):
         contract = web3.eth.contract(abi=artifact.abi, bytecode=artifact.bytecode)
-        return _sent(web3, account, contract.constructor(), {"value": 0}, keep, fee)
+        return transact(web3, account, contract.constructor(), {"value": 0}, keep, fee)
 
 
 def coins(wei: int) -> str:
@@ -236,9 +236,23 @@ def run_id(owner: str, log: str) -> bytes:
     return bytes(keccak(padded + bytes.fromhex(log)))
 
 
-def _sent(
+def transact(
     web3: Web3, account: LocalAccount, call: Any, base: dict[str, Any], keep: Keep | None, fee: int
 ) -> Sent:
+    """Sign and send a call of any contract; wait until it is in a block.
+
+    Args:
+        web3: Connection to an RPC server.
+        account: Who signs.
+        call: A bound function or constructor of web3.
+        base: Fields of the transaction, `value` among them.
+        keep: Keeps the signed transaction before it is sent.
+        fee: Wei that the fee may reach.
+
+    Raises:
+        SettlementError: The fee is too high, or the transaction has no effect. Errors of web3 are
+            raised as they are (`one_line`).
+    """
     base = {
         **base,
         "from": account.address,

@@ -1,4 +1,4 @@
-"""Builds the tar file of one bundle in a temporary file, and uploads it part by part."""
+"""Builds the tar file of one bundle in a temporary file."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.bundles.place import Place, in_order
 from dilocox.record.bundles.publication import Bundle
 from dilocox.record.bundles.tar_members import CHUNK, END, header, padding
 from dilocox.record.log.audit_verdicts import Prefix
 from dilocox.record.log.digests import sha256
-from dilocox.tools.storage.uplink import Uplink
 
 PART_SIZE = 2**20
 """Bytes of a part. An upload that was cut goes on with the parts that are not there. With a limit
@@ -73,7 +71,7 @@ class BundleFile:
         """End the tar file, and return the bundle. See `Bundle` for the arguments."""
         self._file.write(END)
         whole, parts, size = hashlib.sha256(), [], 0
-        for part in self._parts():
+        for part in self.parts():
             whole.update(part)
             parts.append(sha256(part))
             size += len(part)
@@ -88,26 +86,8 @@ class BundleFile:
         self._file.truncate()
         self.size, self.files = 0, {}
 
-    def upload(self, bundle: Bundle, place: Place, uplink: Uplink) -> int:
-        """Upload the parts that `place` does not have yet; return their bytes.
-
-        A part of the right size that is there is read, because it may have other bytes. Raises
-        `RecordError`.
-        """
-
-        def send(part: tuple[str, bytes]) -> int:
-            path, data = part
-            if place.size(path) == len(data) and place.get(path, len(data)) == data:
-                return 0
-            uplink.take(len(data))
-            place.put(path, data)
-            if place.size(path) != len(data):
-                raise RecordError(f"{place.url}/{path}: was written, but is not there whole")
-            return len(data)
-
-        return sum(in_order(send, zip(bundle.paths(), self._parts(), strict=True)))
-
-    def _parts(self) -> Iterator[bytes]:
+    def parts(self) -> Iterator[bytes]:
+        """Iterate over the parts of the tar file, each of `PART_SIZE` bytes but the last."""
         self._file.seek(0)
         while part := self._file.read(PART_SIZE):
             yield part

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dilocox.errors import RecordError
-from dilocox.record.bundles.fetch import BadBundleError, read_index
-from dilocox.record.bundles.place import Place, WrongPlaceError
-from dilocox.record.bundles.publication import INDEX, Bundle, Publication
+from dilocox.record.bundles.fetch import BadBundleError
+from dilocox.record.bundles.place import WrongPlaceError
+from dilocox.record.bundles.publication import Bundle, Publication
 from dilocox.record.bundles.tar_members import STATEMENTS
 from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import Prefix
@@ -30,6 +30,7 @@ from dilocox.tools.release.publish import refuse_secret
 from dilocox.tools.storage import bundle_file
 from dilocox.tools.storage.bundle_file import BundleFile, pieces
 from dilocox.tools.storage.contents import Contents
+from dilocox.tools.storage.destination import Destination
 from dilocox.tools.storage.run_source import RunSource, state_of
 from dilocox.tools.storage.uplink import Uplink
 from dilocox.utils.storage import sha256_of
@@ -60,7 +61,7 @@ class Publisher:
     """Publishes one run to one place."""
 
     source: RunSource
-    place: Place
+    place: Destination
     every: int
     """Rounds of a bundle."""
     uplink: Uplink
@@ -117,16 +118,17 @@ class Publisher:
             self._publish(last.toward - self._tree.size, ended)
         while (end := self._complete()) is not None:
             self._publish(end, False)
-        if ended:
-            if self._lines or self._changed(True):
-                self._publish(len(self._lines), True)
-            self.ended = True
+        if ended and (self._lines or self._changed(True)):
+            self._publish(len(self._lines), True)
+        if self._published.bundles:
+            self.place.finish()
+        self.ended = ended
 
     def _opened(self) -> Publication:
         """Read the index, and compare it with the log. Raises like `publish`."""
         run = self.source.run()
         try:
-            index = read_index(self.place, str(self.source.log))
+            index = self.place.read_index(str(self.source.log))
         except MissingError:
             return Publication(self.source.log, run)
         except BadBundleError as error:
@@ -303,13 +305,14 @@ class Publisher:
 
     def _send(self, file: BundleFile, bundle: Bundle) -> None:
         """Upload a bundle, then the index that names it."""
-        self.size += file.upload(bundle, self.place, self.uplink)
+        bundle, size = self.place.send(file, bundle, self.uplink)
+        self.size += size
         signer = s.Signer(self.source.private)
         grown = Publication(
             self._published.log, self._published.run,
             [*self._published.bundles], [*self._published.lines],
         )  # fmt: skip
         grown.add(bundle, signer)
-        self.place.put(INDEX, grown.text.encode())
+        self.place.send_index(grown.text)
         self._index = grown
         self.bundles += 1

@@ -1,0 +1,91 @@
+"""Where a run is published to: folders and object storage, file by file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from dilocox.errors import RecordError
+from dilocox.record.bundles.fetch import read_index
+from dilocox.record.bundles.place import Place, in_order
+from dilocox.record.bundles.publication import INDEX, Bundle, Publication
+from dilocox.tools.storage.bundle_file import BundleFile
+from dilocox.tools.storage.uplink import Uplink
+
+
+class Destination(Protocol):
+    """A storage that a run is published to."""
+
+    @property
+    def url(self) -> str:
+        """The storage, for messages."""
+
+    @property
+    def published(self) -> str:
+        """URL for `dilocox verify`."""
+
+    def read_index(self, key: str) -> Publication:
+        """Return the index of what was published. `key`: the log's key.
+
+        Raises `MissingError` if there is none, `BadBundleError` if it is not authentic, and
+        `RecordError` if the storage fails.
+        """
+
+    def send(self, file: BundleFile, bundle: Bundle, uplink: Uplink) -> tuple[Bundle, int]:
+        """Upload what the storage does not have yet of a bundle.
+
+        Returns the bundle as the index shall name it, and the number of bytes that were uploaded.
+        Raises `RecordError`.
+        """
+
+    def send_index(self, text: str) -> None:
+        """Replace the index. All of its bundles were sent. Raises `RecordError`."""
+
+    def finish(self) -> None:
+        """Do what is left so that readers see the newest index. Raises `RecordError`."""
+
+
+@dataclass
+class FilesDestination:
+    """A folder or object storage, where each part of a bundle is a file."""
+
+    place: Place
+
+    @property
+    def url(self) -> str:
+        """The storage's URL."""
+        return self.place.url
+
+    @property
+    def published(self) -> str:
+        """The storage's URL."""
+        return self.place.url
+
+    def read_index(self, key: str) -> Publication:
+        """Read the index. Raises like `Destination.read_index`."""
+        return read_index(self.place, key)
+
+    def send(self, file: BundleFile, bundle: Bundle, uplink: Uplink) -> tuple[Bundle, int]:
+        """Upload the parts that the storage does not have yet. Raises `RecordError`.
+
+        A part of the right size that is there is read, because it may have other bytes.
+        """
+
+        def send(part: tuple[str, bytes]) -> int:
+            path, data = part
+            if self.place.size(path) == len(data) and self.place.get(path, len(data)) == data:
+                return 0
+            uplink.take(len(data))
+            self.place.put(path, data)
+            if self.place.size(path) != len(data):
+                raise RecordError(f"{self.url}/{path}: was written, but is not there whole")
+            return len(data)
+
+        return bundle, sum(in_order(send, zip(bundle.paths(), file.parts(), strict=True)))
+
+    def send_index(self, text: str) -> None:
+        """Write the index. Raises `RecordError`."""
+        self.place.put(INDEX, text.encode())
+
+    def finish(self) -> None:
+        """Do nothing: a file is seen once it is written."""

@@ -1,0 +1,202 @@
+"""The Flow contract of 0G Storage: files are submitted to it by their roots, and paid for.
+
+A submission has a name of its own, by which the chain's events are searched before anything is
+paid. Whoever submits a root, storage nodes take the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from eth_account.signers.local import LocalAccount
+from eth_utils.abi import function_signature_to_4byte_selector
+from hexbytes import HexBytes
+from web3 import Web3
+from web3.logs import DISCARD
+
+from dilocox.errors import RecordError, SettlementError
+from dilocox.record.bundles.zerog_root import FileTree, identity
+from dilocox.tools.settlement.ledger import (
+    LEAST_BLOCKS,
+    Keep,
+    RefusedError,
+    coins,
+    one_line,
+    transact,
+)
+
+MOST_SEARCHES = 500
+"""Requests for events of one file, after which a search ends without an answer."""
+_NODES = {"name": "nodes", "type": "tuple[]", "components": [
+    {"name": "root", "type": "bytes32"}, {"name": "height", "type": "uint256"}]}  # fmt: skip
+_DATA = [{"name": "length", "type": "uint256"}, {"name": "tags", "type": "bytes"}, _NODES]
+_SUBMISSION = {"name": "submission", "type": "tuple", "components": [
+    {"name": "data", "type": "tuple", "components": _DATA},
+    {"name": "submitter", "type": "address"}]}  # fmt: skip
+
+
+def _function(name: str, output: str, inputs: list[Any] | None = None) -> dict[str, Any]:
+    kind = "view" if inputs is None else "payable"
+    outputs = [{"name": "", "type": each} for each in output.split()]
+    return {"type": "function", "name": name, "inputs": inputs or [], "outputs": outputs,
+            "stateMutability": kind}  # fmt: skip
+
+
+ABI: list[dict[str, Any]] = [
+    _function("submit", "uint256 bytes32 uint256 uint256", [_SUBMISSION]),
+    _function("market", "address"),
+    _function("firstBlock", "uint256"),
+    {"type": "event", "name": "Submit", "anonymous": False, "inputs": [
+        {"name": "sender", "type": "address", "indexed": True},
+        {"name": "identity", "type": "bytes32", "indexed": True},
+        {"name": "submissionIndex", "type": "uint256", "indexed": False},
+        {"name": "startPos", "type": "uint256", "indexed": False},
+        {"name": "length", "type": "uint256", "indexed": False},
+        {"name": "submission", "type": "tuple", "indexed": False, "components": _DATA},
+    ]},
+]  # fmt: skip
+"""The part of the contract's interface that is used."""
+_ERRORS = {
+    "0x" + function_signature_to_4byte_selector(each).hex(): each.partition("(")[0]
+    for each in ("NotEnoughFee(uint256,uint256,uint256)", "InvalidSubmission()", "EnforcedPause()")
+}
+
+
+class UnknownError(RecordError):
+    """The chain's server gives too few events at once to search the chain."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A file that was submitted."""
+
+    transaction: str
+    """Hash of the transaction, hex without 0x."""
+    sequence: int
+    """Number of the submission at the contract."""
+    paid: int = 0
+    """Wei that were paid for the storage now; 0 if it was submitted before."""
+
+
+class Flow:
+    """The contract, seen by one account."""
+
+    def __init__(self, web3: Web3, address: str, account: LocalAccount, fee: int) -> None:
+        """Look at a contract. It is not called.
+
+        Args:
+            web3: Connection to an RPC server.
+            address: The contract's.
+            account: Who signs and pays.
+            fee: Wei that one transaction may cost, its payment for the storage included.
+
+        Raises:
+            RecordError: `address` is none.
+        """
+        if not Web3.is_address(address):
+            raise RecordError(f"{address}: not a contract's address, 40 hex digits after 0x")
+        self.web3, self.account, self.fee = web3, account, fee
+        self.address = Web3.to_checksum_address(address)
+        self._contract = web3.eth.contract(address=self.address, abi=ABI)
+
+    def check(self) -> None:
+        """Raise `RecordError` unless the address has a contract with a market for storage."""
+        self._price()
+
+    def find(self, tree: FileTree) -> Submitted | None:
+        """Return the newest submission of a file; None if it was never submitted.
+
+        Many servers answer only for a number of blocks. So a range that a server refuses is asked
+        for in halves, down to `LEAST_BLOCKS`, the newest blocks first.
+
+        Raises:
+            UnknownError: The chain cannot be searched in `MOST_SEARCHES` requests.
+            RecordError: The server fails.
+        """
+        event, name = self._contract.events.Submit(), identity(tree)
+        with _flow_errors("search"):
+            last = int(self.web3.eth.block_number)
+            first = min(last, int(self._contract.functions.firstBlock().call()))
+        step = last - first + 1
+        for _ in range(MOST_SEARCHES):
+            begin = max(first, last - step + 1)
+            try:
+                with _flow_errors("search"):
+                    found = event.get_logs(
+                        from_block=begin, to_block=last, argument_filters={"identity": name}
+                    )
+            except FlowRefusedError:
+                if step <= LEAST_BLOCKS:
+                    raise
+                step = max(LEAST_BLOCKS, step // 2)
+                continue
+            # A server that ignores the filter must not make another file of this one.
+            found = [each for each in found if bytes(each["args"]["identity"]) == name]
+            if found:
+                return _submitted(found[-1])
+            if begin == first:
+                return None
+            last = begin - 1
+        raise UnknownError(f"the chain's server gives {step} blocks at once; name another server")
+
+    def submit(self, tree: FileTree, keep: Keep) -> Submitted:
+        """Submit a file, pay for its storage, and wait until a block has the transaction.
+
+        Args:
+            tree: The file's tree.
+            keep: Keeps the signed transaction before it is sent.
+
+        Raises:
+            RecordError: The server fails, the contract refuses, the costs are above the limit, or
+                no block has the transaction in time.
+        """
+        value = tree.sectors * self._price()
+        if value > self.fee:
+            raise RecordError(
+                f"to store {tree.size:,} bytes costs {coins(value)}, more than {coins(self.fee)}: "
+                "allow it with --most-fee"
+            )
+        nodes = [(node.root, node.height) for node in tree.nodes]
+        data = ((tree.size, b"", nodes), self.account.address)
+        with _flow_errors("submit"):
+            call = self._contract.functions.submit(data)
+            base = {"value": value, "chainId": int(self.web3.eth.chain_id)}
+            sent = transact(self.web3, self.account, call, base, keep, self.fee - value)
+            receipt = self.web3.eth.get_transaction_receipt(HexBytes(sent.hash))
+            for each in self._contract.events.Submit().process_receipt(receipt, errors=DISCARD):
+                if bytes(each["args"]["identity"]) == identity(tree):
+                    found = _submitted(each)
+                    return Submitted(found.transaction, found.sequence, value)
+        raise RecordError(f"submit: transaction {sent.hash} has no event of {self.address}")
+
+    def _price(self) -> int:
+        """Return the price of a chunk, wei."""
+        with _flow_errors("price of storage"):
+            market = self._contract.functions.market().call()
+            sells = self.web3.eth.contract(market, abi=[_function("pricePerSector", "uint256")])
+            return int(sells.functions.pricePerSector().call())
+
+
+class FlowRefusedError(RecordError):
+    """The contract, or the chain's server, has refused a call."""
+
+
+@contextmanager
+def _flow_errors(what: str) -> Iterator[None]:
+    """Turn errors of the chain into a `RecordError` of one line that names the call."""
+    try:
+        with one_line(what):
+            yield
+    except RefusedError as error:
+        reason = _ERRORS.get(error.reason, error.reason)
+        raise FlowRefusedError(f"{what}: the chain refuses: {reason}") from None
+    except SettlementError as error:
+        raise RecordError(str(error)) from None
+
+
+def _submitted(event: Any) -> Submitted:
+    hash_ = bytes(event["transactionHash"]).hex()
+    return Submitted(hash_, int(event["args"]["submissionIndex"]))
