@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilocox.cli.chain import add_password, coin
+from dilocox.cli.chain import add_password
+from dilocox.cli.coins import coin
 from dilocox.config.outer import RATE, rate_of
 from dilocox.errors import ConfigError, RecordError
 from dilocox.tools.settlement.limits import FEE
