@@ -33,9 +33,7 @@ class Jobs:
     def __init__(self, slurm: Cluster, workshop: Workshop, name: str, *sets: str) -> None:
         self.slurm = slurm
         self.coordinator, self.lines = start_coordinator(workshop, name, *sets)
-        self.run_file = workshop.root / f"{name}.toml"
-        text = Path(workshop.run_file(name)[0]).read_text(encoding="utf-8")
-        self.run_file.write_text(_with(text, name, sets), encoding="utf-8")
+        self.run_file = written_run_file(workshop, name, sets)
 
     def submit(self, site: str, *options: str) -> int:
         """Submit the job of a site."""
@@ -58,6 +56,14 @@ class Jobs:
         if not self.log(site).exists():
             return ""
         return self.log(site).read_text(encoding="utf-8", errors="replace")
+
+
+def written_run_file(workshop: Workshop, name: str, sets: tuple[str, ...]) -> Path:
+    """Write the run file of a run with its overrides inside, since launchers take none."""
+    path = workshop.root / f"{name}.toml"
+    text = Path(workshop.run_file(name)[0]).read_text(encoding="utf-8")
+    path.write_text(_with(text, name, sets), encoding="utf-8")
+    return path
 
 
 def _with(text: str, name: str, sets: tuple[str, ...]) -> str:
