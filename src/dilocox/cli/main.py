@@ -11,6 +11,7 @@ from typing import Any
 
 from dilocox.cli import (
     audit,
+    availability,
     chain,
     evaluate,
     export,
@@ -52,6 +53,7 @@ examples:
   dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
   dilocox publish runs/run --to public       (page, record and model in one folder, without keys)
   dilocox publish runs/run --to s3://b/run   (the same into storage, in bundles, also beside a run)
+  dilocox availability runs/run --store S    (asks sites' stores for pieces of its payloads)
   dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
   dilocox auditor runs/run --key mine        (audits a run while it goes on, until it ends)
   dilocox chain account runs/run             (what the run owes to whom; needs [settlement])
@@ -134,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_arguments(reporting)
     publishing = commands.add_parser("publish", parents=[common], help=publish.HELP)
     publish.add_arguments(publishing)
+    dispersed = commands.add_parser("availability", parents=[common], help=availability.HELP)
+    availability.add_arguments(dispersed)
     auditing = commands.add_parser("audit", parents=[common], help=audit.HELP)
     audit.add_arguments(auditing)
     auditor = commands.add_parser("auditor", parents=[common], help=audit.AUDITOR_HELP)

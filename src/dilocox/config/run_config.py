@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from dilocox.config.adapter import AdapterSection, adapter_problem
 from dilocox.config.admission import AdmissionSection, admission_problem
+from dilocox.config.availability import AvailabilitySection, availability_problem
 from dilocox.config.base import Section
 from dilocox.config.code_file import agree_on_code
 from dilocox.config.codec_spec import sent_with_moments
@@ -30,6 +31,7 @@ from dilocox.config.methods import BEFORE, find_method, method_defaults
 from dilocox.config.model import ModelSection as ModelSection
 from dilocox.config.model import own_model_problem
 from dilocox.config.network import NetworkSection
+from dilocox.config.one_machine import drop_own_keys
 from dilocox.config.outer import (
     PINS,
     CompressionSection,
@@ -93,6 +95,7 @@ class RunConfig(Section):
     admission: AdmissionSection = AdmissionSection()
     privacy: PrivacySection = PrivacySection()
     settlement: SettlementSection | None = None
+    availability: AvailabilitySection | None = None
     metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
@@ -115,6 +118,13 @@ class RunConfig(Section):
             or preference_problem(self.preference, self.data, self.model, self.adapter)
             or settlement_problem(
                 self.settlement, self.sites, self.record.enabled, self.exchanges_gradients
+            )
+            or availability_problem(
+                self.availability,
+                self.sites,
+                self.record.enabled and not self.exchanges_gradients,
+                self.outer.exchange,
+                self.record.keep,
             )
             or own_model_problem(
                 self.model,
@@ -284,16 +294,11 @@ class RunConfig(Section):
             shared.pop("settlement", None)
         elif not without_defaults:
             shared["settlement"] = self.settlement.agreed()
-        for section, keys in _OF_ONE_MACHINE.items():
-            for key in keys:
-                shared.get(section, {}).pop(key, None)
-        for site in shared["sites"].values():
-            for key in ("interface", "advertise", "ports"):
-                site.pop(key, None)
-            # Sites need not agree on the folder of private text. But they must agree that a site
-            # has private text, because this site has token ranges of its own.
-            if "data" in site:
-                site["data"] = site["data"] is not None
+        if self.availability is None:
+            shared.pop("availability", None)
+        else:
+            shared["availability"] = self.availability.agreed(self.sites)
+        drop_own_keys(shared)
         return {name: keys for name, keys in shared.items() if keys or not without_defaults}
 
     def digest(self) -> str:
@@ -328,18 +333,6 @@ class RunConfig(Section):
 FORMER_DEFAULTS: dict[tuple[str, str], Any] = {("model", "compile"): False}
 """Defaults of earlier versions, by section and key. `RunConfig.digest` leaves out a key with its
 former default, as the earlier version did."""
-
-
-_OF_ONE_MACHINE = {
-    "run": ("folder",),
-    "data": ("folder",),
-    "site": ("device", "threads", "code"),
-    "network": ("host", "port", "advertise", "interface", "congestion"),
-    "checkpoint": ("store",),
-    "evaluation": tuple(key for key in EvaluationSection.model_fields if key.startswith("tasks")),
-    "record": ("store", "anchor"),
-}
-"""Keys, by section, that may differ between sites."""
 
 
 def digest_of(shared: Mapping[str, Any]) -> str:

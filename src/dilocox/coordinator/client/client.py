@@ -13,6 +13,7 @@ from dilocox.coordinator.client.errors import CoordinatorError
 from dilocox.coordinator.client.transport import Transport, pool_of_site
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import audit_messages as am
+from dilocox.coordinator.protocol import custody_messages as cm
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.calls import Call, Reply
@@ -325,6 +326,14 @@ class CoordinatorClient:
     def record_state(self, statement: str) -> None:
         """Submit this rank's signed statement of its model state, in a recorded run."""
         self.send(m.StateRequest(rank=self.rank, statement=statement))
+
+    def custody(self, statement: str, asked: Sequence[str]) -> dict[str, str]:
+        """Submit this rank's signed custody of its pieces.
+
+        Returns the certified root by exchange, for those in `asked` that have a certificate.
+        """
+        request = cm.CustodyRequest(rank=self.rank, statement=statement, asked=list(asked))
+        return self.send(request).certified
 
     def hand_in(self, statement: str | None = None) -> am.HandInReply:
         """Submit an auditor's signed verdict for the record. The reply says in whose name.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.custody_messages import CustodyReply, CustodyRequest
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.budgets import Budgets
 from dilocox.coordinator.server.notary import RecordHook
@@ -53,6 +54,11 @@ class Saves:
         """Record a rank's signed statement of its model state."""
         self._budgets.spend(request.rank.site, "signed states")
         return self._witness.state(request)
+
+    def custody(self, request: CustodyRequest) -> CustodyReply:
+        """Record a rank's signed custody of its pieces."""
+        self._budgets.spend(request.rank.site, "signed states")
+        return self._witness.custody(request)
 
     def spoiled(self, request: m.SpoiledRequest) -> m.Done:
         """Resume from an earlier checkpoint, because the founder's part of this one is damaged.

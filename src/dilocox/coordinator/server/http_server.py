@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from dilocox.coordinator.client.transport import BUSY
 from dilocox.coordinator.protocol import audit_messages as am
+from dilocox.coordinator.protocol import custody_messages as cm
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.calls import Call, Route, Who
@@ -195,6 +196,7 @@ class CoordinatorServer:
             m.CheckpointRequest.route(lambda r, c: core.saves.wrote(r)),
             m.SpoiledRequest.route(lambda r, c: core.saves.spoiled(r)),
             m.StateRequest.route(lambda r, c: core.saves.state(r)),
+            cm.CustodyRequest.route(lambda r, c: core.saves.custody(r)),
             m.ReportRequest.route(lambda r, c: core.report(r)),
             am.HandInRequest.route(core.verdicts.take),
             m.StoreSetRequest.route(self._store_change(store.set)),

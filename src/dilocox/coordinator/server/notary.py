@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dilocox.config.codec_spec import names_payload
+from dilocox.coordinator.protocol.custody_messages import CustodyReply, CustodyRequest
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.messages import (
     BeginRequest,
@@ -130,6 +131,13 @@ class RecordSink(Protocol):
 
     def checkpoint(self, rank: RankId, statement: str) -> None:
         """Store a rank's signed statement of its model state. Raises `Refused` if it is wrong."""
+
+    def custody(self, rank: RankId, statement: str, asked: Sequence[str]) -> dict[str, str]:
+        """Store a rank's signed custody of its pieces.
+
+        Returns the certified roots of the exchanges in `asked` that have one, once these survive a
+        power cut. Raises `Refused` if the statement is wrong.
+        """
 
     def verdict(self, by: str, statement: str) -> str | None:
         """Store an auditor's verdict, submitted by the site `by` (empty: the operator).
@@ -300,6 +308,13 @@ class RecordHook:
         if self._notary is not None:
             self._notary.checkpoint(request.rank, request.statement)
         return Done()
+
+    def custody(self, request: CustodyRequest) -> CustodyReply:
+        """Record a rank's signed custody of its pieces. Raises `Refused`."""
+        if self._notary is None:
+            return CustodyReply(certified={})
+        found = self._notary.custody(request.rank, request.statement, request.asked)
+        return CustodyReply(certified=found)
 
     def verdict(self, by: str, statement: str) -> str | None:
         """Record an auditor's verdict. Returns a line for people, or None. Raises `Refused`."""

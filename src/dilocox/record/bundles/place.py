@@ -107,6 +107,11 @@ class Place:
             )
         return cls(url, patience)
 
+    @property
+    def is_local(self) -> bool:
+        """True if the storage is a folder on this machine."""
+        return self._local
+
     def get(self, path: str, most: int, usual: int | None = None) -> bytes:
         """Return the bytes of a file of at most `most` bytes.
 

@@ -31,8 +31,18 @@ _WINDOW_DEPTH = 6
 """Folders from the windows to a file: site, rank, round, `sha256`, its first digits."""
 DOCUMENT_BYTES = 1 << 28
 """Limit in bytes of an object that is neither tensor nor payload, such as a list of tensors."""
+PIECES = "pieces"
+"""Folder of erasure-coded pieces (see `dilocox.record.pieces`), by root and number."""
 WINDOWS = "windows"
 """Folder of payloads that are removed later, together with the start states of their replay."""
+
+
+def piece_path(root: str, index: int) -> str:
+    """Return the path of a piece's file below a store, with the arguments of `Store.put_piece`.
+
+    Raises `ValueError` if `root` is malformed.
+    """
+    return f"{PIECES}/{digest_text(root)[:2]}/{root[2:]}/{index:03d}"
 
 
 def states_of(where: str, round_: int) -> str:
@@ -131,6 +141,17 @@ class Store:
         except Exception as error:  # every kind of storage has errors of its own
             reason = getattr(error, "strerror", None) or error
             raise RecordError(f"{self.where}: cannot be written ({reason})") from None
+
+    def put_piece(self, root: str, index: int, data: bytes) -> None:
+        """Store the file of a piece. Raises `RecordError` like `put`.
+
+        `root`: root of the tree over all pieces, 64 hex digits. `index`: number of the piece.
+        """
+        self._keep(f"{self._root.rstrip('/')}/{piece_path(root, index)}", data)
+
+    def fresh(self) -> Store:
+        """Return the same store without what this object remembers of its windows."""
+        return Store(self.where, self._patience, self.room)
 
     def states(self, round_: int) -> Store:
         """Return the store of the start states of a round."""

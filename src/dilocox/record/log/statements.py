@@ -46,16 +46,21 @@ AUDIT = "audit"
 VERDICT = "urn:dilocox:audit-verdict:v1"
 """The whole `predicateType`, without `PREFIX`. Readers of versions before this type ignore it in
 this form; they would treat an unknown type with `PREFIX` as tampering."""
+CUSTODY = "urn:dilocox:custody:v1"
+"""The whole `predicateType`, for the same reason as `VERDICT`."""
 ACCEPTANCE = "acceptance"
 STANDING = "standing"
 BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME, PLAN, STANDING)
 """Types that the log's own key signs: decisions of the coordinator."""
-BY_SITE = (ACCEPTANCE, COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND, ATTESTATION, ANCHOR, REPORT)
+BY_SITE = (
+    ACCEPTANCE, COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND, ATTESTATION, ANCHOR, REPORT, CUSTODY,
+)  # fmt: skip
 """Types that a site's key signs."""
 BY_AUDITOR = (AUDIT, VERDICT)
 """Types that an auditor's key signs: `AUDIT`, a verdict in a file of its own, and `VERDICT`, by
 which the log names such a file."""
 KNOWN = (*BY_LOG, *BY_SITE, *BY_AUDITOR)
+_WHOLE = (VERDICT, CUSTODY)
 _OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Exceptions that parsing raises for JSON of another form, or for JSON nested too deeply."""
 
@@ -118,7 +123,7 @@ class Statement:
 
 
 def _type_of(kind: str) -> str:
-    return f"{PREFIX}{kind}{SUFFIX}" if kind in KNOWN and kind != VERDICT else kind
+    return f"{PREFIX}{kind}{SUFFIX}" if kind in KNOWN and kind not in _WHOLE else kind
 
 
 def _kind_of(predicate_type: str) -> str:

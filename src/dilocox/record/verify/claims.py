@@ -159,6 +159,13 @@ ATTESTATIONS = Claim(
     "describes",
     "anything yet: this version stores evidence, but does not judge it",
 )
+AVAILABILITY = Claim(
+    "availability",
+    False,
+    "two thirds of the sites have signed, for the payloads of every exchange, that they hold their "
+    "pieces under one root",
+    "that the sites still hold them: ask their stores with `dilocox availability`",
+)
 ANCHORS = Claim(
     "anchors",
     False,
@@ -193,13 +200,14 @@ BUNDLES = Claim(
 )
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
-    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS, ANCHORS, STAKES,
+    DATA, CODE, START, BASE, METRICS, AUDITS, BEACON, ATTESTATIONS, AVAILABILITY, ANCHORS, STAKES,
     WITNESSES, BUNDLES,
 )  # fmt: skip
 """All claims. Some are judged only for certain runs: `history` if `record.keep` removes old
 payloads; `base` if adapters are trained; `audits` and `beacon` if the run stores states for audits;
-`release` if the model is signed; `attestations` if a site has signed one; `anchors` if a chain is
-asked; `stakes` if, besides, the run admits by stake; `witnesses` if some are named;
+`release` if the model is signed; `attestations` if a site has signed one; `availability` if the run
+cuts payloads; `anchors` if a chain is asked; `stakes` if, besides, the run admits by stake;
+`witnesses` if some are named;
 `bundles` if the run is read from bundles."""
 
 

@@ -9,6 +9,7 @@ from dilocox.config.codec_spec import WITH_MOMENTS, names_payload
 from dilocox.config.methods import find_method
 from dilocox.record.log.digests import sealed
 from dilocox.record.log.step_statements import Step
+from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.run_history import RunHistory
 
 
@@ -128,6 +129,16 @@ def _unsigned(course: RunHistory, step: Step) -> list[str]:
         if course.contributions.get((step.key.text, step.attempt, site, shard))
         != step.payloads[place]
     ]
+
+
+def need_extensions(course: RunHistory) -> None:
+    """Raise `NotRunError` if this machine lacks a package that brings the run's method or codec."""
+    lacking = unknown_extension(course)
+    if lacking is not None:
+        raise NotRunError(
+            f"the run had {lacking}, which this dilocox does not know; install the package that "
+            "has it (docs/extending.md)"
+        )
 
 
 def unknown_extension(course: RunHistory) -> str | None:

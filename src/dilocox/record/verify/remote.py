@@ -61,6 +61,18 @@ def fetched(url: str) -> Iterator[Path]:
         yield folder
 
 
+@contextmanager
+def fetched_log(url: str) -> Iterator[Path]:
+    """Yield a temporary folder with the log alone of the run at `url`. Raises like `fetched`."""
+    with tempfile.TemporaryDirectory(prefix="dilocox-log-") as place:
+        try:
+            files, root = fsspec.core.url_to_fs(url.rstrip("/"))
+            _fetch_log(_Remote(files, root, Path(place)))
+        except (OSError, ValueError, ImportError) as error:
+            raise RecordError(f"{url}: cannot be fetched ({error})") from None
+        yield Path(place)
+
+
 class _Remote:
     """The files of a remote run, and the folder that they are copied to."""
 
@@ -86,11 +98,17 @@ class _Remote:
         return found
 
 
-def _fetch(remote: _Remote, url: str) -> None:
+def _fetch_log(remote: _Remote) -> int:
+    """Fetch the log; return the limit of its bytes."""
     for name in (CHECKPOINT, PUBLIC):
         remote.copy(f"record/{name}", NOTE_BYTES)
     log = SMALL_BYTES + STATEMENT_BYTES * _statements(remote.folder)
     remote.copy(f"record/{ENTRIES}", log)
+    return log
+
+
+def _fetch(remote: _Remote, url: str) -> None:
+    log = _fetch_log(remote)
     for name, most in (("run.toml", SMALL_BYTES), (METRICS, log)):
         if remote.has(name):
             remote.copy(name, most)

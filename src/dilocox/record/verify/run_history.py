@@ -21,6 +21,7 @@ from dilocox.coordinator.protocol.round_plan import RoundPlan
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance, digest_of_entry, is_bound, run_of
+from dilocox.record.log.custody import Certificates, Custody
 from dilocox.record.log.packed import Commitments, Contributions, packed_step
 from dilocox.record.log.reader import Line, read_lines
 from dilocox.record.log.recommitments import Recommitments, commitment_of
@@ -95,6 +96,8 @@ class RunHistory:
     attestations: list[Attestation] = field(default_factory=list)
     reports: dict[tuple[str, int, str], set[str]] = field(default_factory=dict)
     """SHA-256 of a site's reports, by (kind, round, site)."""
+    custody: Certificates = field(default_factory=Certificates)
+    """Custody of pieces, including that of cuts whose payloads no longer count."""
     verdicts: list[HandedIn] = field(default_factory=list)
     """Verdicts of auditors, including those from before a resume."""
     numbers: dict[str, int] = field(default_factory=dict)
@@ -401,6 +404,10 @@ def _reported(course: RunHistory, keys: dict[str, str], statement: s.Statement) 
     course.reports.setdefault((found.kind, found.round, found.site), set()).add(found.digest)
 
 
+def _kept(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
+    course.custody.add(Custody.of(statement))
+
+
 def _judged(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     course.verdicts.append(HandedIn.of(statement, course.read))
 
@@ -437,6 +444,7 @@ _TAKE = {
     s.ANCHOR: _anchored,
     s.ATTESTATION: _attested,
     s.REPORT: _reported,
+    s.CUSTODY: _kept,
     s.VERDICT: _judged,
     s.RESUME: _resumed,
 }

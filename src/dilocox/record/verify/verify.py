@@ -25,8 +25,9 @@ from dilocox.record.log.transparency_log import (
 from dilocox.record.verify import claims as c
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code
 from dilocox.record.verify.audit_claims import Audits
+from dilocox.record.verify.availability_claim import judge_availability
 from dilocox.record.verify.chain_anchors import ChainHeads
-from dilocox.record.verify.completeness import broken_commitments, gaps, unknown_extension
+from dilocox.record.verify.completeness import broken_commitments, gaps, need_extensions
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
 from dilocox.record.verify.further_claims import further
 from dilocox.record.verify.model_files import check_other_files, check_plain_files, published_files
@@ -150,6 +151,8 @@ class _Verification:
             findings.append(self._judge(c.BEACON, audits.beacon))
         if course is not None and course.attestations:
             findings.append(self._judge(c.ATTESTATIONS, self.attestations))
+        if course is not None and course.config.get("availability") is not None:
+            findings.append(self._judge(c.AVAILABILITY, partial(judge_availability, course)))
         asked = self.places.chain, self.places.witnesses, self.places.run
         for claim, check in outside(*asked, self.content, course, agreed):
             findings.append(self._judge(claim, check))
@@ -215,7 +218,7 @@ class _Verification:
         course = self._need(c.LOG, c.SIGNATURES)
         if not any(state.kind == "final" for state in course.states):
             raise c.NotRunError("no final state is signed: the run has not finished")
-        _need_extensions(course)
+        need_extensions(course)
         if _by_gradient(course):
             return "theta_0 and the final state of every stage"
         problems = gaps(course)
@@ -242,7 +245,7 @@ class _Verification:
         path = self.places.run / "run.toml"
         if not path.exists():
             raise c.NotRunError(f"{path}: not there")
-        _need_extensions(course)
+        need_extensions(course)
         agreed_run(path, course.manifest)
         said = accepted(course, "which run file it was")
         return f"digest {course.manifest['config_digest'][:12]}…, {said}"
@@ -253,7 +256,7 @@ class _Verification:
         from dilocox.record.verify.origins import may_lack, origins_of
 
         course = self._need(c.LOG, c.SIGNATURES)
-        _need_extensions(course)
+        need_extensions(course)
         if may_lack(course, self._listing):
             self.origins = origins_of(course, self.stores.has, self._get)
         needed = Needed(self._get)
@@ -473,15 +476,6 @@ class _Verification:
                 f"the run had dilocox {version} with code {theirs[:12]}…, this one has {ours[:12]}…"
             )
         return f"digest {ours[:12]}…; {accepted_code(course)}"
-
-
-def _need_extensions(course: RunHistory) -> None:
-    lacking = unknown_extension(course)
-    if lacking is not None:
-        raise c.NotRunError(
-            f"the run had {lacking}, which this dilocox does not know; install the package that "
-            "has it (docs/extending.md)"
-        )
 
 
 def _by_gradient(course: RunHistory) -> bool:

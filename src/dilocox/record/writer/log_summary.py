@@ -22,8 +22,10 @@ from dilocox.coordinator.identity import write_private
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptances, run_of
+from dilocox.record.log.custody import Certificates, Custody
 from dilocox.record.log.recommitments import Courses
 from dilocox.record.log.transparency_log import Mark
+from dilocox.record.writer.custody_rules import ROUNDS
 from dilocox.record.writer.state_rules import Holds
 from dilocox.utils.storage import sync_folder
 from dilocox.utils.typed_json import decode, encode
@@ -38,7 +40,7 @@ MARK_EVERY = 10_000
 MARK_FILE = "record-mark"
 """Name of the mark's file in the coordinator's folder."""
 _FOR_EVER = 2**53
-_BY_ROUND = (s.COMMITMENT, s.CONTRIBUTION, s.ROUND, s.ANCHOR, s.REPORT)
+_BY_ROUND = (s.COMMITMENT, s.CONTRIBUTION, s.ROUND, s.ANCHOR, s.REPORT, s.CUSTODY)
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Memory:
     filed: dict[bytes, int] = field(default_factory=dict)
     """Round by SHA-256 of each statement of a site or an auditor."""
     holds: Holds = field(default_factory=Holds)
+    custody: Certificates = field(default_factory=Certificates)
+    """Custody of pieces of the latest `ROUNDS` rounds."""
     resumed_in: int = 0
     """Round of the latest resume."""
     _courses: Courses | None = field(default=None, compare=False)
@@ -117,6 +121,8 @@ class Memory:
             attempt = f"{predicate['exchange_key']}#{predicate['attempt']}"
             of = f"{predicate['site']}/{predicate['shard']}"
             self.payloads.setdefault(attempt, {})[of] = statement.subjects["payload"]
+        elif kind == s.CUSTODY:
+            self.custody.add(Custody.of(statement))
         elif kind == s.RESUME:
             self.resumes, self.resumed_in = self.resumes + 1, int(predicate["round"])
             self._resumed_lately = True
@@ -135,6 +141,7 @@ class Memory:
         if oldest <= self.oldest:
             return
         self.oldest = oldest
+        self.custody.forget(oldest + REMEMBERED - ROUNDS)
         if self._courses is not None:
             self._courses.forget(oldest)
         for known in (self.commitments, self.payloads, self.steps):
@@ -147,6 +154,7 @@ class Memory:
 CODE = (
     "writer/log_summary.py",
     "log/acceptance.py",
+    "log/custody.py",
     "writer/state_rules.py",
     "log/state_statements.py",
     "log/statements.py",

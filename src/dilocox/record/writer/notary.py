@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from dilocox.record.log.recommitments import Base
 from dilocox.record.log.transparency_log import ENTRIES, LogWriter
 from dilocox.record.log.verdict_statements import check_planned, taken_in
 from dilocox.record.writer.checkpoint_publisher import CheckpointPublisher
+from dilocox.record.writer.custody_rules import certified_of, check_custody
 from dilocox.record.writer.log_summary import MARK_EVERY, MARK_FILE, Memory, marked, read_mark
 from dilocox.record.writer.patient_log import PatientLog
 from dilocox.record.writer.state_rules import taken_apart
@@ -238,6 +239,16 @@ class TransparencyLogSink:
             raise Refused("refused", f"{rank}: {why or 'its acceptance names another site'}")
         self._file(text, statement)
         self.sync()
+
+    def custody(self, rank: RankId, statement: str, asked: Sequence[str]) -> dict[str, str]:
+        """See `RecordSink`."""
+        found = self._signed(rank, statement, s.CUSTODY)
+        check_custody(self.config, rank, found)
+        self._file(statement, found)
+        certified = certified_of(self.config, self.memory.custody, rank.shard, asked)
+        if certified:  # sites may remove payloads now, so a power cut must not take the statements
+            self.sync()
+        return certified
 
     def verdict(self, by: str, statement: str) -> str | None:
         """See `RecordSink`."""

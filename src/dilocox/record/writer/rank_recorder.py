@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import rfc8785
@@ -28,7 +29,9 @@ from dilocox.outer.staging import sha256_of
 from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import Removals, Store
 from dilocox.record.log.digests import TensorDigest, stage_root, tensor_bytes, tensor_digest
+from dilocox.record.writer.dispersal import Dispersal
 from dilocox.record.writer.notary import commitment, contribution
+from dilocox.record.writer.signing_identity import SigningIdentity as SigningIdentity
 from dilocox.record.writer.windows import Windows
 from dilocox.utils import tracing
 from dilocox.utils.rounding import is_bf16, round_to_bf16
@@ -57,6 +60,9 @@ class _Waiting:
     payloads: tuple[Tensor, ...] = ()
     start: _Start | None = None
     """Start state of a window that begins before these payloads; None: no window begins."""
+    cut: tuple[ExchangeKey, int] | None = None
+    """The exchange of these payloads, and the number of sites whose payloads count. None if the
+    payloads are not cut into pieces."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set once the item is stored, or once the rank has stopped storing."""
     last: bool = False
@@ -68,15 +74,6 @@ class Coordinator(Protocol):
 
     def record_state(self, statement: str) -> None:
         """Send a signed statement of this rank's state to the log."""
-
-
-@dataclass(frozen=True)
-class SigningIdentity:
-    """The run, rank and key with which statements are signed."""
-
-    run: str
-    rank: RankId
-    signer: s.Signer
 
 
 class RankRecord:
@@ -106,6 +103,8 @@ class RankRecord:
         self._coordinator, self._warn = coordinator, warn
         self._queue: queue.Queue[_Waiting] = queue.Queue(WAITING)
         self._broken = False
+        self.dispersal: Dispersal | None = None
+        """Cuts stored payloads into pieces; None in a run without `[availability]`."""
         self._removals = Removals(warn, "all payloads stay")
         self._kept = 0
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
@@ -136,7 +135,7 @@ class RankRecord:
         def submitted(given: Contribution) -> Future[Outcome]:
             future = submit(given)
             if given.key.kind == "outer":
-                future.add_done_callback(self._done)
+                future.add_done_callback(partial(self._done, given.key))
             return future
 
         return submitted
@@ -238,6 +237,8 @@ class RankRecord:
             if self._kept == kept:
                 self._slow()
             kept = self._kept
+        if self.dispersal is not None:
+            self.dispersal.wait(self._patience)
 
     def close(self) -> None:
         """Let the thread end after all queued payloads. Does not wait.
@@ -246,10 +247,14 @@ class RankRecord:
         """
         if not self._queue.full():
             self._queue.put(_Waiting(last=True))
+        if self.dispersal is not None:
+            self.dispersal.close()
 
-    def _done(self, future: Future[Outcome]) -> None:
+    def _done(self, key: ExchangeKey, future: Future[Outcome]) -> None:
         if not future.cancelled() and future.exception() is None:
-            self._put(_Waiting(future.result().payloads))
+            found = future.result()
+            cut = None if self.dispersal is None else (key, len(found.contributors))
+            self._put(_Waiting(found.payloads, cut=cut))
 
     def _put(self, waiting: _Waiting) -> _Waiting:
         while not self._broken:
@@ -276,17 +281,20 @@ class RankRecord:
                 if not self._broken and waiting.start is not None:
                     self._begin_window(waiting.start)
                 if not self._broken:
-                    self._keep(waiting.payloads)
+                    kept = self._keep(waiting.payloads)
+                    if self.dispersal is not None and waiting.cut is not None and kept:
+                        self.dispersal.stored(*waiting.cut, kept)
             except Exception as error:  # remote storage may raise any error
                 self._give_up(error)
             finally:
                 self._kept += 1
                 waiting.over.set()
 
-    def _keep(self, payloads: tuple[Tensor, ...]) -> None:
+    def _keep(self, payloads: tuple[Tensor, ...]) -> list[tuple[str, int]]:
+        """Store payloads; return (SHA-256, bytes) of each."""
         with tracing.span("keep payloads", payloads=len(payloads)):
-            for payload in payloads:
-                self._put_bytes(tensor_bytes(payload))
+            found = map(tensor_bytes, payloads)
+            return [(self._put_bytes(data), data.nbytes) for data in found]
 
     def _put_bytes(self, data: memoryview, digest: str | None = None) -> str:
         """Store `data` in the newest window, or without windows in the store; return its digest."""

@@ -11,6 +11,7 @@ from dilocox.errors import ConfigError
 from dilocox.inner import chunks_of_stage, memory
 from dilocox.inner.cgroup import available_memory
 from dilocox.record.log.blob_store import Store
+from dilocox.record.pieces import erasure
 from dilocox.record.writer.windows import has_windows, small_budget
 from dilocox.training.builder import ModelPlan
 from dilocox.training.launch.cuda_driver import ranks_use_gpu
@@ -37,7 +38,7 @@ def check_capacity(
             means all.
 
     Raises:
-        ConfigError: memory or disk is too small, or `record.keep` is.
+        ConfigError: memory or disk is too small, or `record.keep` is, or a package is missing.
         RecordError: the record's store cannot be used.
     """
     frozen = _frozen(config, blueprint)
@@ -56,6 +57,8 @@ def check_capacity(
         if problem is not None:
             raise ConfigError(problem)
     _check_disk(config, sum(parameters), sites_here)
+    if config.availability is not None and not erasure.is_installed():
+        raise ConfigError(erasure.MISSING)
     if config.record.enabled:
         _check_store(config, blueprint, sum(parameters))
 

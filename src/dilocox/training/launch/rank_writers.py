@@ -10,6 +10,8 @@ from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.statements import Signer
+from dilocox.record.writer.dispersal import Dispersal
+from dilocox.record.writer.dispersal_journal import Journal
 from dilocox.record.writer.rank_recorder import RankRecord, SigningIdentity
 from dilocox.record.writer.state_recorder import InnerRecord, RecordingPolicy
 from dilocox.record.writer.windows import Windows, bound_of
@@ -25,7 +27,20 @@ def open_record(job: RankJob, rank: RankParts, client: CoordinatorClient) -> Ran
     patience = job.config.network.link_timeout
     store = Store(job.config.record_store, patience)
     windows = _open_windows(job, rank, store, warning_to(client))
-    return RankRecord(author_of(job), store, client, warning_to(client), patience, windows)
+    record = RankRecord(author_of(job), store, client, warning_to(client), patience, windows)
+    record.dispersal = _open_dispersal(job, store, client)
+    return record
+
+
+def _open_dispersal(job: RankJob, store: Store, client: CoordinatorClient) -> Dispersal | None:
+    """Return what cuts this rank's payloads into pieces. None without `[availability]`."""
+    config, place = job.config, job.place
+    if config.availability is None:
+        return None
+    name = f"custody-{place.site}-{place.stage}.{place.shard}.jsonl"
+    journal = Journal(config.folder / "record" / name)
+    code = config.availability.code(config.sites)
+    return Dispersal(author_of(job), store, client, warning_to(client), code, journal)
 
 
 def _open_windows(

@@ -1,0 +1,183 @@
+"""A rank's part in availability: it cuts payloads, keeps its piece, and signs custody.
+
+A thread of its own does this beside training, and may lag behind by any number of rounds: training
+never waits for it. The queue holds names of payloads, not their bytes, and a journal on disk has
+the same names, so that a rank that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dilocox.config.availability import PieceCode
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.errors import DilocoxError
+from dilocox.record.log.blob_store import Store
+from dilocox.record.log.custody import MOST_HELD, Custody, Held, content_of
+from dilocox.record.pieces.cut import cut
+from dilocox.record.writer.dispersal_journal import Journal, Stored
+from dilocox.record.writer.signing_identity import SigningIdentity
+from dilocox.utils import tracing
+
+log = logging.getLogger(__name__)
+
+MOST_UNSIGNED = 1000
+"""Newest cuts whose custody is tried again after an error."""
+
+
+class Coordinator(Protocol):
+    """The call of `CoordinatorClient` that availability needs."""
+
+    def custody(self, statement: str, asked: Sequence[str]) -> Mapping[str, str]:
+        """Submit a signed custody; return the certified roots of the exchanges in `asked`."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A cut whose piece is stored."""
+
+    stored: Stored
+    held: Held
+
+    @property
+    def round(self) -> int:
+        """Round of the exchange."""
+        return ExchangeKey.parse(self.stored.exchange).round
+
+
+class Dispersal:
+    """Cuts the payloads of one rank's exchanges, in a thread of its own."""
+
+    def __init__(
+        self,
+        author: SigningIdentity,
+        store: Store,
+        coordinator: Coordinator,
+        warn: Callable[[str], None],
+        code: PieceCode,
+        journal: Journal,
+    ) -> None:
+        """Start the thread, which begins with what the journal has left over.
+
+        Args:
+            author: The identity that signs.
+            store: The record's store, which has the payloads and gets the pieces.
+            coordinator: Takes signed custody.
+            warn: Called once with one line if pieces cannot be kept or signed.
+            code: Which site has which piece.
+            journal: What has not been signed yet.
+        """
+        self._author, self._store, self._coordinator = author, store, coordinator
+        self._warn, self._code, self._journal = warn, code, journal
+        self._index = code.sites.index(author.rank.site)
+        self._cut: list[_Cut] = []
+        self._done, self._warned = 0, False
+        self._queue: queue.SimpleQueue[Stored | threading.Event | None] = queue.SimpleQueue()
+        for each in journal.left():
+            self._queue.put(each)
+        self._thread = threading.Thread(target=self._run, name="availability", daemon=True)
+        self._thread.start()
+
+    def stored(
+        self, key: ExchangeKey, contributors: int, objects: Sequence[tuple[str, int]]
+    ) -> None:
+        """Cut the payloads of an exchange, which the store has now. Returns at once.
+
+        Args:
+            key: The exchange.
+            contributors: Number of sites whose payloads count; theirs come first in `objects`.
+            objects: (SHA-256 in hex, bytes) of the payloads and of what belongs to them.
+        """
+        if contributors:
+            stored = Stored(key.text, contributors, tuple(objects))
+            self._journal.add(stored)
+            self._queue.put(stored)
+
+    def wait(self, patience: float) -> None:
+        """Block until everything so far is cut and signed, or makes no progress for `patience` s.
+
+        Only the end of a run waits like this, when nothing is left to train.
+        """
+        over = threading.Event()
+        self._queue.put(over)
+        done = -1
+        while not over.wait(patience) and done != self._done:
+            done = self._done
+
+    def close(self) -> None:
+        """Let the thread end after everything so far. Does not wait."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if isinstance(item, threading.Event):
+                    self._sign(self._cut)
+                else:
+                    self._take(item)
+            except Exception as error:  # a storage may raise any error, and training goes on
+                self._fail(error)
+            finally:
+                self._done += 1
+                if isinstance(item, threading.Event):
+                    item.set()
+
+    def _take(self, stored: Stored) -> None:
+        with tracing.span("cut payloads", key=stored.exchange):
+            objects = [self._store.fresh().get(digest) for digest, _ in stored.objects]
+            found = cut(objects, self._code.needed, self._code.pieces, [self._index])
+            file = found.pieces[self._index].to_bytes()
+            self._store.put_piece(found.root.hex(), self._index, file)
+        content = content_of([digest for digest, _ in stored.objects[: stored.contributors]])
+        leaf = found.leaves[self._index].hex()
+        held = Held(stored.exchange, content, found.root.hex(), leaf, len(file))
+        own = _Cut(stored, held)
+        self._cut = [*self._cut, own][-MOST_UNSIGNED:]
+        # One statement per round: exchanges of earlier rounds have all ended.
+        self._sign([each for each in self._cut if each.round < own.round])
+
+    def _sign(self, cuts: Sequence[_Cut]) -> None:
+        """Sign and submit the custody of pieces; raise the first error after all were tried."""
+        errors: list[DilocoxError] = []
+        left = list(cuts)
+        while left:
+            # An exchange that a resume has repeated is in a statement of its own.
+            batch: dict[str, _Cut] = {}
+            for each in left:
+                if len(batch) < MOST_HELD:
+                    batch.setdefault(each.stored.exchange, each)
+            left = [each for each in left if batch.get(each.stored.exchange) is not each]
+            try:
+                self._submit(list(batch.values()))
+            except DilocoxError as error:  # these are tried again with the next round
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _submit(self, batch: Sequence[_Cut]) -> None:
+        author, rank = self._author, self._author.rank
+        said = Custody(
+            site=rank.site,
+            stage=rank.stage,
+            shard=rank.shard,
+            round=max(each.round for each in batch),
+            needed=self._code.needed,
+            pieces=self._code.pieces,
+            index=self._index,
+            held=tuple(each.held for each in batch),
+        )
+        text = author.signer.sign(said.statement(author.run))
+        self._coordinator.custody(text, [])
+        self._journal.done([each.stored for each in batch])
+        self._cut = [each for each in self._cut if each not in batch]
+
+    def _fail(self, error: Exception) -> None:
+        log.error("availability: %s", error)
+        if not self._warned:
+            self._warned = True
+            self._warn(f"availability: {error}; the run goes on, some pieces are late or missing")

@@ -1,0 +1,1 @@
+"""`dilocox availability RUN`: samples pieces that sites hold, and rebuilds a record."""
