@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 from dilocox.config import (
     adapter,
     admission,
+    availability,
     data,
     data_sources,
     network,
@@ -110,6 +111,7 @@ same `--set` options, and a site with other values is refused when it joins. Onl
 one machine may differ:
 
 - `run.folder`, `data.folder`, `checkpoint.store`, `record.store` and `record.anchor`;
+- `availability.keep_whole`;
 - `site.device` and `site.threads`;
 - all of `[network]` except `link_timeout` and `heartbeat`, and all of `[metrics]`;
 - in `[sites.NAME]` the keys `interface`, `advertise`, `ports`, and the folder in `data`. All sites
@@ -194,8 +196,8 @@ def source_texts() -> dict[tuple[str, str], str]:
     """Returns the text below each key in the source, on one line, by (class name, key)."""
     texts: dict[tuple[str, str], str] = {}
     sources = (
-        run_config, config_model, adapter, admission, data, data_sources, network, outputs,
-        preference, privacy, config_rounds, settlement, site,
+        run_config, config_model, adapter, admission, availability, data, data_sources, network,
+        outputs, preference, privacy, config_rounds, settlement, site,
     )  # fmt: skip
     written = [inspect.getsource(module) for module in sources]
     for node in ast.parse("\n".join(written)).body:

@@ -187,3 +187,34 @@ def test_the_start_says_what_the_record_will_be(prepared: Path) -> None:
         of_round
         + f"{size(2 * payload * days)} a day at control.step_seconds; the whole record stays"
     )
+
+
+# --- pieces of payloads -----------------------------------------------------------------------
+
+
+def test_pieces_take_room_beside_payloads_or_instead_of_them(prepared: Path) -> None:
+    sites: dict[str, Any] = {"sites": {name: {} for name in "abcd"}}
+    plain = config(prepared, **sites)
+    cut = config(prepared, **sites, availability={"needed": 2})
+    spared = config(prepared, **sites, availability={"needed": 2, "keep_whole": False})
+    blueprint = ModelPlan.of(plain, 270)
+    parameters = sum(check_blueprint(plain, blueprint))
+    whole, beside, instead = (
+        record_bytes(each, blueprint, parameters) - 4 * parameters for each in (plain, cut, spared)
+    )
+    assert (beside, instead) == (whole * 3 // 2, whole // 2)
+    assert record_line(plain, blueprint, parameters).endswith("; the whole record stays")
+    assert "for this site's pieces; the whole record" in record_line(cut, blueprint, parameters)
+    assert "nothing else of rounds" in record_line(spared, blueprint, parameters)
+
+
+def test_a_site_without_the_package_is_told_before_any_process_starts(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites: dict[str, Any] = {"sites": {name: {} for name in "abcd"}}
+    cut = config(prepared, **sites, availability={})
+    preflight.check_run(cut, 270, sites_here=4)
+    monkeypatch.setattr(capacity_check.erasure, "is_installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"pip install 'dilocox\[availability\]'"):
+        preflight.check_run(cut, 270, sites_here=4)
+    preflight.check_run(config(prepared, **sites), 270, sites_here=4)

@@ -27,8 +27,15 @@ def payload(site: str, key: ExchangeKey) -> bytes:
 class Site:
     """One site's store, and what cuts its payloads."""
 
-    def __init__(self, town: Town, name: str, coordinator: Coordinator | None = None) -> None:
+    def __init__(
+        self,
+        town: Town,
+        name: str,
+        coordinator: Coordinator | None = None,
+        keep_whole: bool = True,
+    ) -> None:
         self.town, self.name, self.lines = town, name, list[str]()
+        self.keep_whole = keep_whole
         self.store = Store(str(town.root / name))
         self.rank = m.RankId(site=name, stage=0, shard=0)
         self.coordinator = coordinator or self
@@ -42,10 +49,11 @@ class Site:
         journal = Journal(self.town.root / f"custody-{self.name}.jsonl")
         code = availability.code(self.town.scene.config.sites)
         self.dispersal = Dispersal(
-            author, self.store, self.coordinator, self.lines.append, code, journal
-        )
+            author, self.store, self.coordinator, self.lines.append, code, journal,
+            self.keep_whole,
+        )  # fmt: skip
 
-    def custody(self, statement: str, asked: Sequence[str]) -> Mapping[str, str]:
+    def custody(self, statement: str | None, asked: Sequence[str]) -> Mapping[str, str]:
         """Submit to the scene's coordinator."""
         request = CustodyRequest(rank=self.rank, statement=statement, asked=list(asked))
         return self.town.scene.driver.core.saves.custody(request).certified
@@ -62,13 +70,16 @@ class Town:
     """Three sites, each with a store of its own, and the coordinator with the log."""
 
     def __init__(
-        self, root: Path, own: Callable[[str], Coordinator | None] = lambda site: None
+        self,
+        root: Path,
+        own: Callable[[str], Coordinator | None] = lambda site: None,
+        keep_whole: bool = True,
     ) -> None:
         self.root = root
         self.scene = Scene(root, availability={})
         self.scene.enrol()
         self.scene.driver.plan(0, "a")
-        self.sites = {name: Site(self, name, own(name)) for name in "abc"}
+        self.sites = {name: Site(self, name, own(name), keep_whole) for name in "abc"}
 
     def exchange(self, *keys: ExchangeKey) -> None:
         """Decide exchanges, and let all sites cut and sign."""

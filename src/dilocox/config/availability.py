@@ -15,10 +15,10 @@ LEAST_SITES = 3
 
 
 class AvailabilitySection(Section):
-    """`[availability]`: cuts the payloads of each round into pieces, one for each site, so that any
-    few of the sites' stores give the record back ([availability](availability.md)).
+    """`[availability]`: pieces of all payloads, one at each site ([availability](availability.md)).
 
-    It needs the extra `[availability]` at every site. Training never waits for it.
+    The stores of any `needed` sites give the payloads back. It needs the extra `[availability]` at
+    every site. Training never waits for it.
     """
 
     needed: Annotated[int, Field(ge=2, le=255)] | None = None

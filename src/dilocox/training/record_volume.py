@@ -27,7 +27,8 @@ def record_bytes(config: RunConfig, blueprint: ModelPlan, parameters: int) -> in
 
     Rounds and codec are those of the run file. If the controller chooses them by the link, the
     fewest rounds and the smallest payloads count, because its choice is not known in advance.
-    `record.keep` bounds the payloads that are kept. `parameters`: number of parameters whose
+    `record.keep` bounds the payloads that are kept; pieces of `[availability]` count, too.
+    `parameters`: number of parameters whose
     states and theta_0 are kept on this machine.
     """
     if config.exchanges_gradients:
@@ -40,8 +41,13 @@ def record_bytes(config: RunConfig, blueprint: ModelPlan, parameters: int) -> in
         kept = min(kept, config.record.states_keep + 1)
     states = kept * STATE_BYTES * parameters
     bound = bound_of(config, blueprint.trained)
+    pieces = 0
+    if config.availability is not None:
+        pieces = payloads // config.availability.code(config.sites).needed
+        payloads = payloads if config.availability.keep_whole else 0
     if bound is not None:
         payloads = min(payloads, _bounded(config, bound, parameters, payloads // rounds))
+    payloads += pieces
     return 4 * parameters + len(config.sites) * (payloads + states)
 
 
@@ -129,6 +135,12 @@ def record_line(config: RunConfig, blueprint: ModelPlan, parameters: int) -> str
         f"record: {size(of_round)} a round and site with codec {codec}, {_by_day(config, of_round)}"
     )
     bound = bound_of(config, parameters)
+    availability = config.availability
+    if availability is not None:
+        part = 1 / availability.code(config.sites).needed
+        line += f"; {size(part * of_round)} a round for this site's pieces"
+        if not availability.keep_whole:
+            return f"{line}, and nothing else of rounds whose pieces two thirds of the sites hold"
     if bound is None:
         return f"{line}; the whole record stays"
     if bound.bytes is None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from dilocox.coordinator.metrics.run_metrics import RunMetrics
 from dilocox.coordinator.protocol import audit_messages as am
+from dilocox.coordinator.protocol import custody_messages as cm
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.site_reports import KINDS
@@ -50,6 +51,7 @@ REQUESTS: dict[str, type[m.Message]] = {
     "checkpoint": m.CheckpointRequest,
     "spoiled": m.SpoiledRequest,
     "state": m.StateRequest,
+    "custody": cm.CustodyRequest,
     "report": m.ReportRequest,
     "kv/set": m.StoreSetRequest,
     "kv/add": m.StoreAddRequest,

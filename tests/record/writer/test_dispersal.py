@@ -11,10 +11,11 @@ import pytest
 from dilocox.coordinator.client.errors import CoordinatorUnreachableError
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.record.log import statements as s
-from dilocox.record.log.blob_store import piece_path
+from dilocox.record.log.blob_store import Store, piece_path
 from dilocox.record.log.custody import Custody
 from dilocox.record.log.digests import sha256
 from dilocox.record.pieces.piece import Piece
+from dilocox.record.writer import dispersal
 from tests.support.dispersed import NEXT, PATIENCE, Site, Town, payload
 from tests.support.record_scene import KEY
 
@@ -30,10 +31,11 @@ class Notebook:
         self.free = threading.Event()
         self.free.set()
 
-    def custody(self, statement: str, asked: Sequence[str]) -> Mapping[str, str]:
+    def custody(self, statement: str | None, asked: Sequence[str]) -> Mapping[str, str]:
         assert self.free.wait(PATIENCE)
         if self.fails:
             raise CoordinatorUnreachableError("the coordinator does not answer")
+        assert statement is not None
         self.statements.append(Custody.of(s.opened(statement)[0]))
         return {}
 
@@ -154,3 +156,111 @@ def test_an_exchange_without_payloads_is_not_cut(town: Town) -> None:
     site.dispersal.stored(KEY, 0, [])
     site.dispersal.wait(PATIENCE)
     assert not book(site).statements
+
+
+# --- payloads that are removed ----------------------------------------------------------------
+
+
+@pytest.fixture
+def sparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Town:
+    """Sites that remove payloads once their pieces have a certificate."""
+    monkeypatch.setattr(dispersal, "ENDS", (0.0,))
+    return Town(tmp_path, keep_whole=False)
+
+
+def whole(site: Site, *keys: ExchangeKey) -> list[bool]:
+    """Whether a site's store has each payload of the exchanges."""
+    return [
+        site.store.has(sha256(payload(other, key))) for key in keys or (KEY,) for other in "abc"
+    ]
+
+
+def test_payloads_are_removed_once_two_thirds_have_signed(sparing: Town) -> None:
+    sparing.scene.exchange(KEY)
+    first, second, third = sparing.sites.values()
+    first.keep(KEY)
+    first.dispersal.wait(PATIENCE)
+    assert whole(first) == [True] * 3  # its own signature alone is no certificate
+    second.keep(KEY)
+    second.dispersal.wait(PATIENCE)
+    assert whole(second) == [False] * 3
+    first.dispersal.wait(PATIENCE)  # asks again
+    assert whole(first) == [False] * 3
+    third.keep(KEY)
+    third.dispersal.wait(PATIENCE)
+    assert whole(third) == [False] * 3
+    assert not any(site.lines for site in sparing.sites.values())
+
+
+def test_a_certificate_is_in_the_log_on_disk_before_payloads_are_removed(sparing: Town) -> None:
+    sparing.scene.exchange(KEY)
+    synced: list[int] = []
+    sync = sparing.scene.notary.log.sync
+    sparing.scene.notary.log.sync = lambda: (synced.append(1), sync())[1]  # type: ignore[method-assign]
+    sparing.sites["a"].keep(KEY)
+    sparing.sites["a"].dispersal.wait(PATIENCE)
+    assert (synced, whole(sparing.sites["a"])) == ([], [True] * 3)
+    sparing.sites["b"].keep(KEY)
+    sparing.sites["b"].dispersal.wait(PATIENCE)
+    assert synced
+    assert whole(sparing.sites["b"]) == [False] * 3
+
+
+def test_a_site_whose_root_is_not_the_certified_one_removes_nothing(sparing: Town) -> None:
+    """It may have cut wrongly, and then its payloads are the only right thing that it has."""
+    sparing.scene.exchange(KEY)
+    sparing.sites["a"].keep(KEY, more=[b"something else"])
+    for name in "bc":
+        sparing.sites[name].keep(KEY)
+    sparing.wait()
+    sparing.wait()
+    assert whole(sparing.sites["a"]) == [True] * 3
+    assert whole(sparing.sites["b"]) == [False] * 3
+
+
+def test_a_payload_that_another_cut_needs_stays(sparing: Town) -> None:
+    sparing.scene.exchange(KEY)
+    site = sparing.sites["a"]
+    site.keep(KEY)
+    sparing.sites["b"].keep(KEY)
+    sparing.sites["b"].dispersal.wait(PATIENCE)
+    # A later exchange, not certified yet, has one payload of the first.
+    again = payload("c", KEY)
+    site.dispersal.stored(NEXT, 1, [(sha256(again), len(again))])
+    site.dispersal.wait(PATIENCE)
+    assert whole(site) == [False, False, True]
+
+
+def test_a_store_that_sites_share_keeps_all(sparing: Town) -> None:
+    """A slower site still has to cut from it."""
+    for site in sparing.sites.values():
+        site.store = Store(str(sparing.root / "shared"))
+        site.begin()
+    sparing.exchange(KEY)
+    sparing.wait()
+    assert whole(sparing.sites["a"]) == [True] * 3
+    assert not any(site.lines for site in sparing.sites.values())
+
+
+def test_a_killed_rank_removes_what_was_left_to_remove(sparing: Town) -> None:
+    sparing.scene.exchange(KEY)
+    site = sparing.sites["a"]
+    site.keep(KEY)
+    site.dispersal.wait(PATIENCE)
+    sparing.sites["b"].keep(KEY)
+    sparing.sites["b"].dispersal.wait(PATIENCE)
+    site.begin()  # after a kill: nobody told it of the certificate
+    site.dispersal.wait(PATIENCE)
+    assert whole(site) == [False] * 3
+    assert sparing.scene.kinds().count(s.CUSTODY) == 2
+
+
+def test_a_coordinator_that_dies_at_the_end_costs_no_payload(sparing: Town) -> None:
+    sparing.scene.exchange(KEY)
+    book = Notebook()
+    site = Site(sparing, "c", book, keep_whole=False)
+    book.fails = True
+    site.keep(KEY)
+    site.dispersal.wait(PATIENCE)
+    assert whole(site) == [True] * 3
+    assert len(site.lines) == 1

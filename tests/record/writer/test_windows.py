@@ -143,6 +143,9 @@ def test_bounds_of_run_files() -> None:
     def of(keep: str | int, parameters: int) -> Bound | None:
         return bound_of(run_config(record={"keep": keep}), parameters)
 
+    sparing = run_config(availability={"keep_whole": False})
+    assert bound_of(sparing, large) is None, "certificates of pieces decide what goes"
+    assert bound_of(run_config(availability={}), large) == of("auto", large)
     assert of("auto", small) is None
     assert of("auto", large) == Bound(bytes=560 * 10**9)
     assert of("auto", 10**9) == Bound(bytes=500 * 10**9)

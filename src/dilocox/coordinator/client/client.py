@@ -327,8 +327,8 @@ class CoordinatorClient:
         """Submit this rank's signed statement of its model state, in a recorded run."""
         self.send(m.StateRequest(rank=self.rank, statement=statement))
 
-    def custody(self, statement: str, asked: Sequence[str]) -> dict[str, str]:
-        """Submit this rank's signed custody of its pieces.
+    def custody(self, statement: str | None, asked: Sequence[str]) -> dict[str, str]:
+        """Submit this rank's signed custody of its pieces; None: only ask.
 
         Returns the certified root by exchange, for those in `asked` that have a certificate.
         """

@@ -23,10 +23,11 @@ class CustodyReply(Message):
 
 
 class CustodyRequest(Message, Call[CustodyReply]):
-    """`custody`: submits a rank's signed statement that it holds its pieces."""
+    """`custody`: submits a rank's signed statement that it holds its pieces, or only asks."""
 
     path: ClassVar[str] = "custody"
     rank: RankId
-    statement: SignedText
+    statement: SignedText | None = None
+    """None: submit nothing, and only ask."""
     asked: Annotated[list[_Key], Field(max_length=MOST_ASKED)] = []  # noqa: RUF012 - pydantic copies
     """Exchanges of the rank's shard about which the reply says whether they have a certificate."""

@@ -132,8 +132,8 @@ class RecordSink(Protocol):
     def checkpoint(self, rank: RankId, statement: str) -> None:
         """Store a rank's signed statement of its model state. Raises `Refused` if it is wrong."""
 
-    def custody(self, rank: RankId, statement: str, asked: Sequence[str]) -> dict[str, str]:
-        """Store a rank's signed custody of its pieces.
+    def custody(self, rank: RankId, statement: str | None, asked: Sequence[str]) -> dict[str, str]:
+        """Store a rank's signed custody of its pieces; None: store nothing.
 
         Returns the certified roots of the exchanges in `asked` that have one, once these survive a
         power cut. Raises `Refused` if the statement is wrong.

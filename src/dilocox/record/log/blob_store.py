@@ -149,6 +149,20 @@ class Store:
         """
         self._keep(f"{self._root.rstrip('/')}/{piece_path(root, index)}", data)
 
+    def has_piece(self, root: str, index: int) -> bool:
+        """Return True if the store has a file for this piece, with the arguments of `put_piece`."""
+        return bool(self._files.exists(f"{self._root.rstrip('/')}/{piece_path(root, index)}"))
+
+    def drop(self, digest: str) -> None:
+        """Remove an object, if it is there; not its copies in windows. Raises `RecordError`."""
+        path = self.path(digest)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm_file(path)
+        except Exception as error:  # every kind of storage has errors of its own
+            reason = getattr(error, "strerror", None) or error
+            raise RecordError(f"{self.where}: cannot be removed ({reason})") from None
+
     def fresh(self) -> Store:
         """Return the same store without what this object remembers of its windows."""
         return Store(self.where, self._patience, self.room)

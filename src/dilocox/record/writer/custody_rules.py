@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.protocol.messages import RankId
-from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.log.custody import Certificates, Custody
@@ -16,19 +15,18 @@ ROUNDS = 64
 thirds of the sites within so many rounds; `verify` counts all statements of the log."""
 
 
-def check_custody(config: RunConfig, rank: RankId, statement: s.Statement) -> None:
-    """Raise `Refused` unless a rank's signed statement is a custody of this run's code."""
+def custody_problem(config: RunConfig, rank: RankId, statement: s.Statement) -> str | None:
+    """Return why a rank's signed statement is no custody of this run's code; None if it is one."""
     if config.availability is None:
-        raise Refused("refused", f"{rank}: the run has no [availability]")
+        return "the run has no [availability]"
     try:
         found = Custody.of(statement)
     except RecordError as error:
-        raise Refused("refused", f"{rank}: its signed {error}") from None
+        return f"its signed {error}"
     if (found.site, found.stage, found.shard) != (rank.site, rank.stage, rank.shard):
-        raise Refused("refused", f"{rank}: its signed custody is another rank's")
+        return "its signed custody is another rank's"
     problem = found.problem(config.availability.code(config.sites))
-    if problem is not None:
-        raise Refused("refused", f"{rank}: its signed custody is of {problem}")
+    return None if problem is None else f"its signed custody is of {problem}"
 
 
 def certified_of(

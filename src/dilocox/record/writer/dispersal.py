@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from dilocox.config.availability import PieceCode
+from dilocox.coordinator.protocol.custody_messages import MOST_ASKED
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import DilocoxError
 from dilocox.record.log.blob_store import Store
@@ -28,13 +30,17 @@ log = logging.getLogger(__name__)
 
 MOST_UNSIGNED = 1000
 """Newest cuts whose custody is tried again after an error."""
+MOST_WHOLE = 1000
+"""Newest cuts that wait for a certificate. The payloads of older ones stay."""
+ENDS = (0.0, 0.2, 0.5, 1.0, 2.0)
+"""Seconds before each call that asks for the last certificates, at the end of a run."""
 
 
 class Coordinator(Protocol):
     """The call of `CoordinatorClient` that availability needs."""
 
-    def custody(self, statement: str, asked: Sequence[str]) -> Mapping[str, str]:
-        """Submit a signed custody; return the certified roots of the exchanges in `asked`."""
+    def custody(self, statement: str | None, asked: Sequence[str]) -> Mapping[str, str]:
+        """Submit a signed custody (None: only ask); return certified roots of `asked` exchanges."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Dispersal:
         warn: Callable[[str], None],
         code: PieceCode,
         journal: Journal,
+        keep_whole: bool = True,
     ) -> None:
         """Start the thread, which begins with what the journal has left over.
 
@@ -70,12 +77,15 @@ class Dispersal:
             coordinator: Takes signed custody.
             warn: Called once with one line if pieces cannot be kept or signed.
             code: Which site has which piece.
-            journal: What has not been signed yet.
+            journal: What is not done yet.
+            keep_whole: False to remove payloads whose pieces have a certificate.
         """
         self._author, self._store, self._coordinator = author, store, coordinator
         self._warn, self._code, self._journal = warn, code, journal
         self._index = code.sites.index(author.rank.site)
+        self._keep_whole = keep_whole
         self._cut: list[_Cut] = []
+        self._whole: list[_Cut] = []
         self._done, self._warned = 0, False
         self._queue: queue.SimpleQueue[Stored | threading.Event | None] = queue.SimpleQueue()
         for each in journal.left():
@@ -118,6 +128,7 @@ class Dispersal:
             try:
                 if isinstance(item, threading.Event):
                     self._sign(self._cut)
+                    self._end()
                 else:
                     self._take(item)
             except Exception as error:  # a storage may raise any error, and training goes on
@@ -172,9 +183,46 @@ class Dispersal:
             held=tuple(each.held for each in batch),
         )
         text = author.signer.sign(said.statement(author.run))
-        self._coordinator.custody(text, [])
-        self._journal.done([each.stored for each in batch])
+        certified = self._coordinator.custody(text, self._asked())
         self._cut = [each for each in self._cut if each not in batch]
+        if self._keep_whole:
+            self._journal.done([each.stored for each in batch])
+            return
+        self._whole += batch
+        self._drop(certified)
+        older, self._whole = self._whole[:-MOST_WHOLE], self._whole[-MOST_WHOLE:]
+        self._journal.done([each.stored for each in older])
+
+    def _asked(self) -> list[str]:
+        return [each.stored.exchange for each in self._whole[-MOST_ASKED:]]
+
+    def _end(self) -> None:
+        """Ask for the last certificates: the other sites sign theirs at about the same time."""
+        for pause in ENDS:
+            if not self._whole:
+                return
+            time.sleep(pause)
+            self._drop(self._coordinator.custody(None, self._asked()))
+
+    def _drop(self, certified: Mapping[str, str]) -> None:
+        """Remove the payloads of cuts that have a certificate for the root of this site."""
+        ready = [
+            each for each in self._whole if certified.get(each.stored.exchange) == each.held.root
+        ]
+        self._whole = [each for each in self._whole if each not in ready]
+        for each in ready:
+            own = {digest for digest, _ in each.stored.objects}
+            others = [stored for stored in self._journal.left() if stored != each.stored]
+            left = {digest for stored in others for digest, _ in stored.objects}
+            if not self._is_shared(each.held.root):
+                for digest in sorted(own - left):
+                    self._store.drop(digest)
+            self._journal.done([each.stored])
+
+    def _is_shared(self, root: str) -> bool:
+        """Return True if another site writes to this store, and may still need the payloads."""
+        others = (index for index in range(self._code.pieces) if index != self._index)
+        return any(self._store.has_piece(root, index) for index in others)
 
     def _fail(self, error: Exception) -> None:
         log.error("availability: %s", error)

@@ -31,7 +31,7 @@ from dilocox.record.log.recommitments import Base
 from dilocox.record.log.transparency_log import ENTRIES, LogWriter
 from dilocox.record.log.verdict_statements import check_planned, taken_in
 from dilocox.record.writer.checkpoint_publisher import CheckpointPublisher
-from dilocox.record.writer.custody_rules import certified_of, check_custody
+from dilocox.record.writer.custody_rules import certified_of, custody_problem
 from dilocox.record.writer.log_summary import MARK_EVERY, MARK_FILE, Memory, marked, read_mark
 from dilocox.record.writer.patient_log import PatientLog
 from dilocox.record.writer.state_rules import taken_apart
@@ -240,11 +240,14 @@ class TransparencyLogSink:
         self._file(text, statement)
         self.sync()
 
-    def custody(self, rank: RankId, statement: str, asked: Sequence[str]) -> dict[str, str]:
+    def custody(self, rank: RankId, statement: str | None, asked: Sequence[str]) -> dict[str, str]:
         """See `RecordSink`."""
-        found = self._signed(rank, statement, s.CUSTODY)
-        check_custody(self.config, rank, found)
-        self._file(statement, found)
+        if statement is not None:
+            found = self._signed(rank, statement, s.CUSTODY)
+            why = custody_problem(self.config, rank, found)
+            if why is not None:
+                raise Refused("refused", f"{rank}: {why}")
+            self._file(statement, found)
         certified = certified_of(self.config, self.memory.custody, rank.shard, asked)
         if certified:  # sites may remove payloads now, so a power cut must not take the statements
             self.sync()

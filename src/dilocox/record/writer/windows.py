@@ -50,6 +50,8 @@ def bound_of(config: RunConfig, parameters: int) -> Bound | None:
     keep = config.record.keep
     if config.exchanges_gradients or keep == "all":
         return None
+    if config.availability is not None and not config.availability.keep_whole:
+        return None  # certificates of pieces decide what is removed
     if isinstance(keep, int):
         return Bound(rounds=keep)
     if keep != "auto":

@@ -40,7 +40,8 @@ def _open_dispersal(job: RankJob, store: Store, client: CoordinatorClient) -> Di
     name = f"custody-{place.site}-{place.stage}.{place.shard}.jsonl"
     journal = Journal(config.folder / "record" / name)
     code = config.availability.code(config.sites)
-    return Dispersal(author_of(job), store, client, warning_to(client), code, journal)
+    keep_whole = config.availability.keep_whole
+    return Dispersal(author_of(job), store, client, warning_to(client), code, journal, keep_whole)
 
 
 def _open_windows(
