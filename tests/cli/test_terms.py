@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from dilocox.cli.main import main
+from dilocox.cli.main import _parser, main
+from dilocox.cli.terms import stake_by_terms
+from dilocox.config.run_config import load_run
+from dilocox.errors import ConfigError
 from tests.config.test_terms import OWNER, raw_run
 
 Command = Callable[..., tuple[int, str, str]]
@@ -39,7 +42,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_sponsor_writes_terms_and_an_owner_plans_and_compares(
-    dilocox: Command, run_file: Path
+    dilocox: Command, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = ("plan", run_file, *SITE, "--write-terms", "terms.toml", "--stake", "2")
     code, out, err = dilocox(*write)
@@ -71,6 +74,20 @@ def test_a_sponsor_writes_terms_and_an_owner_plans_and_compares(
     assert "settlement.price: the terms say 2000, the run file says 1" in err
     code, _, err = dilocox(*join, "--site", "lyon", "--wallet", "key")
     assert (code, "--wallet: needs --terms" in err) == (1, True)
+    # All ranks of a launcher get the same options; the first one compares and stakes.
+    for number in ("0", "1"):
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, number)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", "1")
+        options = _parser().parse_args([*map(str, join), "--site", "lyon", "--terms", "terms.toml"])
+        config = load_run(run_file)
+        if number == "1":
+            stake_by_terms(options, config)
+        else:
+            with pytest.raises(ConfigError, match="names no terms"):
+                stake_by_terms(options, config)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,13 @@ import tomli_w
 
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.config.terms import (
+    KEPT,
     Deposit,
     Need,
     Terms,
     TermsFile,
     agreed_keys,
+    kept_terms,
     load_draft,
     offer_of,
     read_terms,
@@ -169,6 +171,25 @@ def test_a_draft_needs_no_accounts_yet(tmp_path: Path) -> None:
     path.write_text("sites = 3")
     with pytest.raises(ConfigError):
         load_draft(path, [])
+
+
+def test_a_site_that_starts_again_needs_no_web_server(file: Path, tmp_path: Path) -> None:
+    raw = raw_run(terms=read_terms(str(file)).digest)
+    raw["run"] = {"folder": str(tmp_path / "runs")}
+    config = resolve_run(raw)
+    first = kept_terms(str(file), config)
+    file.rename(tmp_path / "gone.toml")
+    assert kept_terms(str(file), config) == first
+    # A copy that is not the run's does not count, nor is another file kept.
+    copy = config.folder / KEPT
+    copy.write_text(copy.read_text() + "\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        kept_terms(str(file), config)
+    copy.unlink()
+    raw["settlement"]["terms"] = "0" * 64
+    with pytest.raises(ConfigError, match="names the terms 000000000000…"):
+        kept_terms(str(tmp_path / "gone.toml"), resolve_run(raw))
+    assert not copy.exists()
 
 
 class _Server(http.server.SimpleHTTPRequestHandler):

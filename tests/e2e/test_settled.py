@@ -145,8 +145,8 @@ def trained(town: Town, workshop: Workshop, forge: Forge) -> list[ForkedRun]:
     address = re.findall(r"dilocox join (\S+) ", coordinator.printed())[0]
     auditors = [word for name in AUDITORS for word in ("--auditor", town.accounts[name])]
     town.run(
-        "register", "owner", "--rpc", town.chain.url, "--contract", town.contract, "--stake", 2,
-        "--pool", POOL, "--window", WINDOW, "--quorum", 2, *auditors,
+        "register", "owner", "--rpc", town.chain.url, "--contract", town.contract, "--terms",
+        town.root / "terms.toml", "--pool", POOL, "--quorum", 2, *auditors,
     )  # fmt: skip
     for name in ("owner", *SITES):
         if name != BY_TERMS:

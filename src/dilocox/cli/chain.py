@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 HELP = "anchor a run on a chain, and settle what it owes its sites"
 HOOK_NICE = 10
 """How far the hook `record.anchor` steps back behind the run that waits for the same cores."""
+DAY = 86_400
+"""Seconds."""
 MISSING = "the package web3 is not installed: pip install 'dilocox[chain]'"
 
 
@@ -127,10 +129,14 @@ def _add_register(parser: argparse.ArgumentParser) -> None:
     _add_key(parser, rpc=True)
     parser.add_argument("--contract", required=True, metavar="ADDRESS")
     parser.add_argument(
-        "--window", type=int, default=86_400, metavar="SECONDS",
+        "--window", type=int, metavar="SECONDS",
         help="time in which auditors may veto a settlement (default: a day)",
     )  # fmt: skip
-    parser.add_argument("--stake", type=coin, required=True, metavar="COINS", help="least stake")
+    parser.add_argument("--stake", type=coin, metavar="COINS", help="least stake")
+    parser.add_argument(
+        "--terms", metavar="FILE|URL",
+        help="take stake and window from the terms that the run file names",
+    )  # fmt: skip
     parser.add_argument("--pool", type=coin, required=True, metavar="COINS")
     parser.add_argument(
         "--auditor", action="append", required=True, metavar="ADDRESS",
@@ -224,10 +230,32 @@ def _register(options: argparse.Namespace) -> list[str]:
         raise ConfigError(f"{options.run}: not a run's folder")
     web3 = connect(options.rpc)
     ledger = Ledger(web3, options.contract, account, fee=options.most_fee)
+    stake, window = _deposit(options)
     return register(
-        Desk(ledger, options.run / FOLDER), options.run, options.rpc, options.window,
-        options.stake, options.auditor, options.quorum, options.pool,
+        Desk(ledger, options.run / FOLDER), options.run, options.rpc, window, stake,
+        options.auditor, options.quorum, options.pool,
     )  # fmt: skip
+
+
+def _deposit(options: argparse.Namespace) -> tuple[int, int]:
+    """Return the least stake, wei, and the window, seconds, that a run is registered with."""
+    if options.terms is None:
+        if options.stake is None:
+            raise ConfigError("--stake: name the least stake, or give --terms")
+        return options.stake, DAY if options.window is None else options.window
+    if options.stake is not None or options.window is not None:
+        raise ConfigError("--terms: have stake and window, so leave out --stake and --window")
+    from dilocox.config.terms import read_terms
+    from dilocox.tools.settlement.binding import folder_terms
+
+    file = read_terms(options.terms)
+    named = (folder_terms(options.run) or {}).get("terms")
+    if named != file.digest:
+        raise SettlementError(
+            f"settlement.terms: the run file names {named or 'no terms'}, these are {file.digest}: "
+            "no site could join by them"
+        )
+    return file.terms.deposit.stake * 10**9, file.terms.deposit.window
 
 
 def _stake(options: argparse.Namespace) -> list[str]:

@@ -88,10 +88,9 @@ def stake_by_terms(options: argparse.Namespace, config: RunConfig) -> None:
     variables = rank_variables()
     if variables is not None and variables.rank > 0:
         return
-    from dilocox.config.terms import read_terms
+    from dilocox.config.terms import kept_terms
 
-    file = read_terms(options.terms)
-    file.check(config)
+    file = kept_terms(options.terms, config)
     if options.site not in config.sites:
         raise ConfigError(
             f"--site {options.site}: not in the run file (sites: {', '.join(config.sites)})"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import shutil
+from pathlib import Path
 
 import pytest
 from tests.config.test_terms import raw_run
-from tests.support.planned_runs import TABLE
+from tests.support.planned_runs import ARCHITECTURE, TABLE
+from transformers import LlamaConfig
 
 from dilocox.config.run_config import resolve_run
-from dilocox.config.terms import TermsFile
+from dilocox.config.terms import TermsFile, read_terms
 from dilocox.errors import ConfigError
 from dilocox.tools.planner.core_plan import Cluster
 from dilocox.tools.planner.terms_plan import SitePlan, as_json, as_text, plan_site, write_terms
@@ -72,7 +75,7 @@ def test_faster_gpus_and_a_slower_link_change_the_owners_site_alone() -> None:
 
 
 def test_too_few_gpus_and_gpus_that_others_do_not_know_are_refused() -> None:
-    with pytest.raises(ConfigError, match="1 GPUs, and each site of this run needs 2"):
+    with pytest.raises(ConfigError, match="1 GPU, and each site of this run needs 2"):
         planned("l40s:1")
     config = resolve_run(raw_run())
     with pytest.raises(ConfigError, match='no GPU "local"'):
@@ -82,6 +85,29 @@ def test_too_few_gpus_and_gpus_that_others_do_not_know_are_refused() -> None:
     raw["model"]["architecture"] |= large
     with pytest.raises(ConfigError, match=r"--gpu rtx3090:2: does not fit, \d+\.\d GiB of 21\.4"):
         write_terms(resolve_run(raw), "rtx3090:2", "100mbit", FABRIC, 1, 60)
+
+
+def test_terms_of_a_folder_s_model_are_planned_where_there_is_no_such_folder(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    LlamaConfig(**ARCHITECTURE, rope_parameters={"rope_type": "default", "rope_theta": 1e5}
+                ).save_pretrained(folder)  # fmt: skip
+    raw = raw_run()
+    raw["control"] = {"adapt": "off"}
+    raw["model"] = {"path": str(folder), "pretrained": False, "activation_checkpointing": True}
+    terms = write_terms(resolve_run(raw), "l40s:2", "100mbit", FABRIC, 1, 60)
+    shutil.rmtree(folder)
+    text = terms.to_toml()
+    path = tmp_path / "terms.toml"
+    path.write_text(text)
+    read = read_terms(str(path))
+    assert read.terms == terms
+    assert terms.planned().model.activation_checkpointing is True
+    plan = plan_site(read, TABLE.place("l40s:2"), TABLE.link("100mbit"), FABRIC, TABLE)
+    assert plan.needed == terms.need.gpu_memory
+    assert plan.core.outline.hf_config.rope_parameters["rope_theta"] == 1e5
 
 
 def test_the_page_and_the_data_say_the_same() -> None:

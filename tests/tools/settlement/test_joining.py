@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -154,6 +155,29 @@ def test_a_stake_that_is_gone_or_leaving_is_not_replaced_by_itself(office: Offic
     assert office.stake == 0
     assert "its stake was taken or given back" in office.refused()
     assert office.stake == 0
+
+
+def test_the_auditors_are_those_of_the_contract(office: Office) -> None:
+    said = json.loads(office.place.read_text())
+    said["auditors"] = said["auditors"][:2]
+    office.place.write_text(json.dumps(said))
+    assert "chain.json names other auditors than contract" in office.refused()
+
+
+def test_an_owner_registers_what_the_terms_say(office: Office) -> None:
+    """The run file names the terms, so nobody could join by a run with another stake."""
+    own = office.town
+    path = own.root / "terms.toml"
+    path.write_text(office.terms.to_toml())
+    words = [word for word in own.terms if word not in ("--stake", "1", "--window", WINDOW)]
+    assert "names no terms" in own.run("register", *words, "--terms", path, code=1)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    bound(own, terms=digest)
+    assert "leave out --stake" in own.run("register", *own.terms, "--terms", path, code=1)
+    assert "--stake: name the least stake" in own.run("register", *words, code=1)
+    assert "registered run" in own.run("register", *words, "--terms", path)
+    state = own.state
+    assert (state["minStake"], state["window"]) == (ETHER, WINDOW)
 
 
 def test_a_run_that_has_ended_takes_no_stake(office: Office) -> None:

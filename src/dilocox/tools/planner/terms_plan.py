@@ -170,7 +170,7 @@ def plan_site(
     config = terms.planned()
     if not place.device.shared and place.gpus < terms.offer.gpus:
         raise ConfigError(
-            f"--gpu {place.text}: {place.gpus} GPUs, and each site of this run needs "
+            f"--gpu {place.text}: {_count(place.gpus, 'GPU')}, and each site of this run needs "
             f"{terms.offer.gpus}"
         )
     usual, least = table.place(need.gpu), table.link(need.link)
@@ -214,7 +214,8 @@ def as_text(plan: SitePlan) -> str:
     name, outline = core.config.run.name, core.outline
     lines = [
         f"{name}: {outline.hf_config.model_type}, {number(outline.parameters)} trained parameters, "
-        f"{offer.sites} sites of {offer.gpus} GPUs, {number(offer.tokens)} tokens",
+        f"{_count(offer.sites, 'site')} of {_count(offer.gpus, 'GPU')}, "
+        f"{number(offer.tokens)} tokens",
         f"terms: sha256 {plan.terms.digest}",
         f"pay: {offer.price:,} gwei for a million tokens that count; {offer.audit_rate:.0%} of "
         "each site's rounds are audited",
@@ -224,7 +225,7 @@ def as_text(plan: SitePlan) -> str:
         f"your site: {plan.place.text}, link {plan.link.name}",
         *_memory(plan),
         f"share: {plan.share:.1%} of the tokens, {number(plan.tokens_per_second)} tokens/s, beside "
-        f"{plan.own} sites with {need.gpu} and {need.link}",
+        f"{_count(plan.own, 'site')} with {need.gpu} and {need.link}",
         f"pay: {plan.coins_per_hour:.9f} coins an hour, {plan.coins:.9f} for all "
         f"{plan.seconds / 3600:.1f} hours, if all your rounds count" + _rent(plan),
         f"uplink: {size(plan.upload)}/s sent on average, and as many received "
@@ -254,6 +255,10 @@ def _memory(plan: SitePlan) -> list[str]:
 def _rent(plan: SitePlan) -> str:
     usd = plan.usd_per_hour
     return "" if usd is None else f"; these GPUs cost ${usd:,.2f} an hour (--rent)"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _rate(upload: float) -> str:

@@ -13,6 +13,7 @@ from dilocox.config.terms import Terms
 from dilocox.coordinator.client.stake_file import stake_file
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.errors import DilocoxError, SettlementError
+from dilocox.tools.settlement.claims_tree import AuditorsTree
 from dilocox.tools.settlement.enrolling import DAY, enrol, enrol_signer
 from dilocox.tools.settlement.ledger import ServerFailedError, coins
 from dilocox.tools.settlement.messages import Domain
@@ -84,6 +85,11 @@ def check_contract(desk: Desk, run: RunOnChain, terms: Terms) -> list[str]:
                 f"contract {run.contract} has the {name} {shown(found[name])}, the terms say "
                 f"{shown(value)}: nothing was staked; ask the sponsor"
             )
+    if AuditorsTree(list(run.auditors)).root != state["auditorsRoot"]:
+        raise SettlementError(
+            f"chain.json names other auditors than contract {run.contract}: nothing was staked; "
+            "ask the sponsor for the right file"
+        )
     if state["forked"] or state["closedAt"]:
         why = "its owner has forked the log" if state["forked"] else "its owner has closed it"
         raise SettlementError(f"run 0x{run.run.hex()} has ended: {why}; nothing was staked")
