@@ -1,4 +1,4 @@
-"""Evidence of what a site ran on: signed by the site, kept in the log, judged by nobody here."""
+"""Evidence of machines: signed by the site, kept in the log. Other formats are not judged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.record.log import statements as s
-from dilocox.record.log.state_statements import Attestation
+from dilocox.record.log.attestation_statements import Attestation
 from dilocox.record.verify.verify import Places, verify
 from tests.support.record_scene import ONE, SIGNERS, Scene
 
@@ -32,7 +32,9 @@ def test_evidence_is_kept_and_not_judged(scene: Scene) -> None:
     found = {each.claim.name: each for each in verify(Places(scene.config.folder), print).findings}
     assert found["signatures"].verdict == "PASS"
     assert found["attestations"].verdict == "NOT_RUN"
-    assert found["attestations"].reason == "1 of a (tdx-quote); this dilocox judges no evidence"
+    assert (
+        found["attestations"].reason == "1 of a (tdx-quote); this dilocox judges no such evidence"
+    )
     assert not found["attestations"].claim.required
 
 

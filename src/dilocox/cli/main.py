@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.cli import (
+    attest,
     audit,
     availability,
     chain,
@@ -56,6 +57,7 @@ examples:
   dilocox availability runs/run --store S    (asks sites' stores for pieces of its payloads)
   dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
   dilocox auditor runs/run --key mine        (audits a run while it goes on, until it ends)
+  dilocox attest runs/run --site lyon --follow   (files what the site's machine vouches for)
   dilocox chain account runs/run             (what the run owes to whom; needs [settlement])
   dilocox witness serve w1                   (cosigns the logs of runs; made by witness create)
   dilocox export runs/quickstart --to my-model
@@ -148,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_arguments(serving)
     evaluating = commands.add_parser("evaluate", parents=[common], help=evaluate.HELP)
     evaluate.add_arguments(evaluating)
+    attesting = commands.add_parser("attest", parents=[common], help=attest.HELP)
+    attest.add_arguments(attesting)
     settling = commands.add_parser("chain", help=chain.HELP)
     chain.add_arguments(settling, common)
     witnessing = commands.add_parser("witness", help=witness.HELP)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
     from dilocox.record.bundles.fetch import Fetched
     from dilocox.record.verify.chain_anchors import ChainHeads
     from dilocox.record.verify.claims import Finding
+    from dilocox.record.verify.machine_claims import MachineJudge
     from dilocox.record.verify.verify import Places, Report
     from dilocox.record.verify.verify import Progress as ShownProgress
 
 HELP = "check from a run's record alone how its model was made"
 PATIENCE = 20.0
 """Seconds for which a failing call to a storage with bundles is repeated."""
-COLOURS = {"PASS": "green", "FAIL": "bold red", "NOT_RUN": "yellow"}
+COLOURS = {"PASS": "green", "FAIL": "bold red", "NOT_RUN": "yellow", "SIMULATED": "yellow"}
 NOBODY_PROVES = (
     "No claim covers what happened inside a site: whether its inner steps were honest, on what "
     "text, by what code."
@@ -113,6 +115,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with the URL of a published run: a new folder for what was fetched, in the form of a "
         "run's folder, if all of it is what was published",
     )  # fmt: skip
+    parser.add_argument(
+        "--tee", type=Path, metavar="POLICY",
+        help="policy file by which the evidence of the sites' machines must hold; it makes the "
+        "claim attestations required",
+    )  # fmt: skip
     parser.set_defaults(call=run)
 
 
@@ -120,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
     """Judge the claims and print the verdicts. Returns the exit code.
 
     The exit code is 0 if all required claims PASS, 1 if a claim is FAIL, and 3 if a required
-    claim is NOT_RUN.
+    claim is NOT_RUN or SIMULATED.
     """
     # Imported here, because no other command needs these modules.
     from dilocox.record.bundles.fetch import fetched as fetched_bundles
@@ -144,6 +151,7 @@ def run(options: argparse.Namespace) -> int:
         elif "://" in options.run:
             folder = held.enter_context(fetched(options.run))
             stores.insert(0, f"{options.run.rstrip('/')}/record/store")
+        randomness = read_randomness(options.randomness) if options.randomness else {}
         code = _judge(
             Places(
                 folder,
@@ -155,10 +163,11 @@ def run(options: argparse.Namespace) -> int:
                 options.seen,
                 options.release_key,
                 options.auditor,
-                read_randomness(options.randomness) if options.randomness else {},
+                randomness,
                 options.adapters,
                 _heads(options.chain, options.rpc),
                 witnesses,
+                _machines(options.tee, randomness),
             ),
             options.json,
             bundles,
@@ -196,6 +205,16 @@ def _heads(chain: Path | None, rpc: str | None) -> ChainHeads | None:
     from dilocox.tools.settlement.chain_heads import chain_heads
 
     return chain_heads(chain, rpc)
+
+
+def _machines(policy: Path | None, randomness: Mapping[int, bytes]) -> MachineJudge | None:
+    """Return what judges evidence of machines; None if the reader gives no policy."""
+    if policy is None:
+        return None
+    from dilocox.tools.attestation.policy import PolicyFile
+    from dilocox.tools.attestation.run_judge import RunJudge
+
+    return RunJudge(PolicyFile.read(policy), datetime.datetime.now(datetime.UTC), randomness)
 
 
 def judged(
@@ -270,12 +289,15 @@ def show(report: Report, console: Console) -> None:
     console.print(AUDITS_PROVE if audited else NOBODY_PROVES)
     from dilocox.record.verify.claims import HISTORY
 
+    lacking = sorted({
+        each.verdict for each in report.findings if each.claim.required and each.verdict != "PASS"
+    })  # fmt: skip
     since = any(each.claim == HISTORY and each.verdict != "PASS" for each in report.findings)
     ends = {
         0: "verified: all required claims PASS"
         + (", from a signed state on; what led to it is not verified (claim history)" * since),
         1: "NOT verified: a claim is FAIL",
-        3: "not verified: a required claim is NOT_RUN",
+        3: "not verified: a required claim is " + " or ".join(lacking),
     }
     colour = {0: "green", 1: "bold red", 3: "yellow"}[report.exit_code]
     console.print(f"[{colour}]{ends[report.exit_code]}[/]")

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from dilocox.config.base import Fraction, Section, parse_bytes
 from dilocox.config.methods import exchanges_gradients
@@ -115,11 +121,21 @@ class RecordSection(Section):
     audit_rate: Fraction = 0.05
     """Fraction of each site's rounds with stored states that `dilocox auditor` audits."""
 
+    tee: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the policy file for the machines of the sites ([attestation](attestation.md)),
+    which all sites sign with the rest of the run file. Training itself does not use it. If not set,
+    the sites agree on no policy."""
     anchor: list[str] = []  # noqa: RUF012 - pydantic copies defaults
     """A command, as a list of words, that publishes signed checkpoints of the log. The coordinator
     runs it in the background for every new checkpoint: once per round and at the end. The command
     reads the checkpoint from its standard input and copies it to a public place. If the command
     fails, the run warns and goes on."""
+
+    @model_serializer(mode="wrap")
+    def _without_policy(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `tee` if it is None: manifests of such runs are those of earlier versions."""
+        found: dict[str, Any] = usual(self)
+        return {name: each for name, each in found.items() if name != "tee" or each is not None}
 
     @field_validator("keep")
     @classmethod
@@ -173,5 +189,11 @@ def keeping_problem(
         return (
             f"record.states_every: method {method} exchanges gradients, which are not kept, "
             "so no round can be repeated: set it to 0"
+        )
+    if record.tee is not None and not record.enabled:
+        return "record.tee: evidence of machines is kept in the record: set record.enabled"
+    if record.tee is not None and exchanges_gradients(method):
+        return (
+            f"record.tee: method {method} has no outer steps, by which evidence ages: leave it out"
         )
     return None

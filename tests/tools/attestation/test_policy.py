@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
 
 from dilocox.errors import AttestationError
-from dilocox.tools.attestation.policy import PolicyFile
+from dilocox.tools.attestation.policy import (
+    GpuRules,
+    PolicyFile,
+    SimulationRules,
+    SnpRules,
+    TdxRules,
+)
 
 SNP = f'[snp]\nmeasurements = ["{"a" * 96}"]\n'
 HEAD = 'environment = "production"\nmax_age_rounds = 20\n'
@@ -49,3 +56,13 @@ def test_an_incomplete_policy_is_refused(tmp_path: Path, text: str, reason: str)
 def test_a_missing_policy_is_named(tmp_path: Path) -> None:
     with pytest.raises(AttestationError, match=r"tee\.toml: cannot be read"):
         PolicyFile.read(tmp_path / "tee.toml")
+
+
+def test_the_policy_of_the_page_is_one() -> None:
+    page = (Path(__file__).parents[3] / "docs/attestation.md").read_text()
+    (text,) = re.findall(r"```ini\n(.*?)```", page, re.S)
+    found = PolicyFile.parse(text.encode(), "page").policy
+    assert None not in (found.tdx, found.snp, found.gpu)
+    keys = set(re.findall(r"`(?:tdx|snp|gpu|simulation)\.(\w+)`", page))
+    rules = (TdxRules, SnpRules, GpuRules, SimulationRules)
+    assert keys == {name for each in rules for name in each.model_fields}

@@ -18,6 +18,7 @@ from dilocox.coordinator.client.errors import (
 )
 from dilocox.coordinator.client.transport import Transport, pool_of_stranger
 from dilocox.coordinator.identity import Identity, new_request
+from dilocox.coordinator.protocol import attestation_messages as at
 from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.calls import Call, Reply
@@ -180,6 +181,16 @@ def hand_in(url: str, token: str, timeouts: Timeouts, statement: str | None) -> 
     Raises `JoinError` if the token is not valid or the call is refused.
     """
     request = am.TokenHandInRequest(token=str(JoinToken.parse(token)), statement=statement)
+    return _send(url, token, timeouts, request)
+
+
+def attest(url: str, token: str, timeouts: Timeouts, statement: str | None) -> at.AttestReply:
+    """File a signed statement of evidence of a machine, by the join token of its site.
+
+    If `statement` is None, nothing is filed. The reply says what evidence has to name. Raises
+    `JoinError` if the token is not valid or the call is refused.
+    """
+    request = at.TokenAttestRequest(token=str(JoinToken.parse(token)), statement=statement)
     return _send(url, token, timeouts, request)
 
 

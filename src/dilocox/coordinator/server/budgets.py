@@ -30,6 +30,7 @@ EVENTS = {
     "digests of pieces": 256,
     "renewals": 2,
     "verdicts": 32,
+    "attestations": 32,
 }
 """Events by kind that each rank of a site may cause between two plans."""
 _NEW_ROUND = (e.Planned, e.Started, e.Entered, e.Overtaken, e.Resumed)

@@ -18,6 +18,7 @@ from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import custody_messages as cm
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.attestation_messages import TokenAttestRequest
 from dilocox.coordinator.protocol.calls import Call, Route, Who
 from dilocox.coordinator.protocol.round_plan import Message
 from dilocox.coordinator.protocol.timeouts import LOOKS
@@ -209,6 +210,7 @@ class CoordinatorServer:
             m.EnrolRequest.route(lambda r, _: core.enrol(r)),
             m.LookRequest.route(self._look),
             am.TokenHandInRequest.route(lambda r, _: core.verdicts.take_by_token(r)),
+            TokenAttestRequest.route(lambda r, _: core.machines.take(r)),
         ]
         gets: list[tuple[type[Call[Any]], Callable[[web.Request], Awaitable[web.Response]]]] = [
             (m.PlanQuery, self._plan),

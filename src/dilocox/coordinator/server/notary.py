@@ -45,6 +45,18 @@ class Decision:
     """Shares that count, by site and shard, in 65,536ths; empty: all payloads count in full."""
 
 
+class LogHead(Protocol):
+    """A moment of the log."""
+
+    @property
+    def size(self) -> int:
+        """Number of statements."""
+
+    @property
+    def root(self) -> bytes:
+        """Root of the Merkle tree, 32 bytes."""
+
+
 class RecordSink(Protocol):
     """Writer of the run's record: signs and stores what the coordinator tells it.
 
@@ -144,6 +156,15 @@ class RecordSink(Protocol):
 
         Returns one line for people if they have to know of the verdict, else None. Raises
         `Refused` if the statement is not such a verdict, or its auditor has not signed it.
+        """
+
+    def head(self) -> LogHead:
+        """Return the newest signed checkpoint of the log."""
+
+    def attest(self, site: str, statement: str) -> None:
+        """Store a site's signed statement of evidence of a machine.
+
+        Raises `Refused` if the statement is wrong, or is of another site, start or time.
         """
 
     def planned(self, plan: RoundPlan) -> None:
@@ -319,6 +340,18 @@ class RecordHook:
     def verdict(self, by: str, statement: str) -> str | None:
         """Record an auditor's verdict. Returns a line for people, or None. Raises `Refused`."""
         return None if self._notary is None else self._notary.verdict(by, statement)
+
+    def head(self) -> tuple[int, str]:
+        """Return size and root (hex) of the newest signed checkpoint; (0, "") without a record."""
+        if self._notary is None:
+            return 0, ""
+        found = self._notary.head()
+        return found.size, found.root.hex()
+
+    def attest(self, site: str, statement: str) -> None:
+        """Record a site's evidence of a machine. Raises `Refused`."""
+        if self._notary is not None:
+            self._notary.attest(site, statement)
 
     def happened(self, state: CoordinatorState, event: e.Event) -> None:
         """Record an event that was logged and applied."""

@@ -17,6 +17,7 @@ from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server import replies
+from dilocox.coordinator.server.attestations import Attestations
 from dilocox.coordinator.server.audit_verdicts import AuditVerdicts
 from dilocox.coordinator.server.budgets import Budgets
 from dilocox.coordinator.server.checkpoints import Saves
@@ -98,6 +99,7 @@ class Coordinator:
             self.authority = Authority(folder, server_names(config.network))
             self.tokens = SiteTokens(folder, self.authority.fingerprint)
             self.verdicts = AuditVerdicts(run, self.budgets, self.witness, self.tokens, self._tell)
+            self.machines = Attestations(self.state, self.budgets, self.witness, self.tokens)
             self._open(start)
         except BaseException:
             self.log.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec
@@ -18,7 +17,6 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.digests import digest_text
 
 P = ParamSpec("P")
-_FORMAT = re.compile("[a-z0-9/._+-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -146,28 +144,6 @@ class AnchorState:
             if any(not -1 <= each < found.round for each in found.landed):
                 raise ValueError(found.landed)
             return found
-
-
-@dataclass(frozen=True)
-class Attestation:
-    """A site's evidence of the hardware it ran on. dilocox does not judge the evidence."""
-
-    site: str
-    format: str
-    """The site's name for the kind of evidence: 1 to 64 of a-z, 0-9 and "/._+-"."""
-    evidence: str
-    """SHA-256, hex, of the evidence in the store."""
-
-    @classmethod
-    def of(cls, statement: s.Statement) -> Attestation:
-        """Parse a statement. Raises `RecordError` if it is malformed."""
-        said = statement.predicate
-        with whole(statement):
-            evidence = digest_text(statement.subjects["evidence"])
-            kind = str(said["format"])
-            if not _FORMAT.fullmatch(kind):
-                raise ValueError(kind)
-            return cls(str(said["site"]), kind, evidence)
 
 
 def readable(told: Callable[P, str]) -> Callable[P, str]:

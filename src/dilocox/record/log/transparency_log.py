@@ -85,7 +85,7 @@ class LogWriter:
         self._file = AppendFile(folder / ENTRIES, durable=True)
         sync_folder(folder)
         replace_file(folder / PUBLIC, f"{self.public}\n".encode())
-        self._covered, self._note = -1, ""
+        self._covered, self._note = LogCheckpoint(origin, -1, EMPTY), ""
         self._lock = threading.Lock()
         self.cover()
 
@@ -93,6 +93,11 @@ class LogWriter:
     def size(self) -> int:
         """Number of statements in the log."""
         return self._tree.size
+
+    @property
+    def covered(self) -> LogCheckpoint:
+        """The newest checkpoint that was signed."""
+        return self._covered
 
     def mark(self) -> Mark:
         """Return the current end of the log."""
@@ -124,12 +129,12 @@ class LogWriter:
         """Sign a checkpoint of all current entries, and return it. Raises `OSError`."""
         with self._lock:
             checkpoint = LogCheckpoint(self._origin, self._tree.size, self._tree.root)
-        if self._covered != checkpoint.size:
+        if self._covered.size != checkpoint.size:
             # Entries must be durable before the checkpoint that covers them.
             self.sync()
             self._note = sign_note(checkpoint.text, self._origin, self._key)
             replace_file(self._folder / CHECKPOINT, self._note.encode())
-            self._covered = checkpoint.size
+            self._covered = checkpoint
         return self._note
 
     def close(self) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["PASS", "FAIL", "NOT_RUN"]
+Verdict = Literal["PASS", "FAIL", "NOT_RUN", "SIMULATED"]
+"""SIMULATED: evidence of pretended machines holds. It never counts as PASS."""
 
 
 class NotRunError(Exception):
     """A claim cannot be judged here; the message is the reason."""
+
+
+class SimulatedError(Exception):
+    """A claim would hold, but of pretended machines; the message says what was checked."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +160,11 @@ BEACON = Claim(
 ATTESTATIONS = Claim(
     "attestations",
     False,
-    "each site that has signed evidence of its machine ran on the machine that the evidence "
-    "describes",
-    "anything yet: this version stores evidence, but does not judge it",
+    "each machine of each site has said, as of each filing and again within the policy's rounds, "
+    "that it booted what the policy accepts, and has bound this to run, site, start and key",
+    "that the training computed what it should (claims replay, audits); which text was used; who "
+    "owns a machine; that nobody attacked it physically; how many machines a site has, which is "
+    "its own word; anything about GPUs without confidential computing",
 )
 AVAILABILITY = Claim(
     "availability",
@@ -205,10 +212,10 @@ CLAIMS = (
 )  # fmt: skip
 """All claims. Some are judged only for certain runs: `history` if `record.keep` removes old
 payloads; `base` if adapters are trained; `audits` and `beacon` if the run stores states for audits;
-`release` if the model is signed; `attestations` if a site has signed one; `availability` if the run
-cuts payloads; `anchors` if a chain is asked; `stakes` if, besides, the run admits by stake;
-`witnesses` if some are named;
-`bundles` if the run is read from bundles."""
+`release` if the model is signed; `attestations` if a site has signed one, the run file names a
+policy, or the reader gives one (then it is required); `availability` if the run cuts payloads;
+`anchors` if a chain is asked; `stakes` if, besides, the run admits by stake; `witnesses` if some
+are named; `bundles` if the run is read from bundles."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,7 @@ class Finding:
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """Return 1 if any claim is FAIL, else 3 if a required claim is NOT_RUN, else 0."""
+    """Return 1 if any claim is FAIL, else 3 if a required claim is not PASS, else 0."""
     if any(each.verdict == "FAIL" for each in findings):
         return 1
     if any(each.verdict != "PASS" and each.claim.required for each in findings):

@@ -21,6 +21,7 @@ from dilocox.coordinator.protocol.round_plan import RoundPlan
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance, digest_of_entry, is_bound, run_of
+from dilocox.record.log.attestation_statements import Attestation
 from dilocox.record.log.custody import Certificates, Custody
 from dilocox.record.log.packed import Commitments, Contributions, packed_step
 from dilocox.record.log.reader import Line, read_lines
@@ -29,7 +30,6 @@ from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.site_keys import SiteKeys
 from dilocox.record.log.state_statements import (
     AnchorState,
-    Attestation,
     Report,
     RoundState,
     State,
@@ -396,7 +396,7 @@ def _anchored(course: RunHistory, keys: dict[str, str], statement: s.Statement) 
 
 
 def _attested(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
-    course.attestations.append(Attestation.of(statement))
+    course.attestations.append(Attestation.of(statement, course.read))
 
 
 def _reported(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:

@@ -30,6 +30,7 @@ from dilocox.record.verify.chain_anchors import ChainHeads
 from dilocox.record.verify.completeness import broken_commitments, gaps, need_extensions
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
 from dilocox.record.verify.further_claims import further
+from dilocox.record.verify.machine_claims import MachineJudge, machine_checks
 from dilocox.record.verify.model_files import check_other_files, check_plain_files, published_files
 from dilocox.record.verify.outside_claims import outside
 from dilocox.record.verify.release_signature import check_release, is_released
@@ -79,6 +80,8 @@ class Places:
     """What a chain says about the run; None: no chain was asked."""
     witnesses: Witnesses | None = None
     """Witnesses of the log that the reader trusts; None: none was named."""
+    machines: MachineJudge | None = None
+    """Judges evidence of machines; None: the reader has given no policy."""
 
 
 @dataclass
@@ -149,8 +152,8 @@ class _Verification:
             )
             findings.append(self._judge(c.AUDITS, audits.verdicts))
             findings.append(self._judge(c.BEACON, audits.beacon))
-        if course is not None and course.attestations:
-            findings.append(self._judge(c.ATTESTATIONS, self.attestations))
+        evidence = self.places.machines, course, agreed, self.content.entries, self._get
+        findings += [self._judge(*each) for each in machine_checks(*evidence)]
         if course is not None and course.config.get("availability") is not None:
             findings.append(self._judge(c.AVAILABILITY, partial(judge_availability, course)))
         asked = self.places.chain, self.places.witnesses, self.places.run
@@ -176,6 +179,8 @@ class _Verification:
             reason = check()
         except c.NotRunError as why:
             verdict, reason = "NOT_RUN", str(why)
+        except c.SimulatedError as told:
+            verdict, reason = "SIMULATED", str(told)
         except DilocoxError as error:
             verdict, reason = "FAIL", str(error)
         if verdict != "PASS":
@@ -458,13 +463,6 @@ class _Verification:
 
         course = self._need(c.LOG, c.SIGNATURES)
         return judge_data(course, self.places.data, self.places.run, self.progress)
-
-    def attestations(self) -> str:
-        """Judge attestations: always `c.NotRunError`, because this version judges no evidence."""
-        found = self._need(c.LOG, c.SIGNATURES).attestations
-        sites = ", ".join(sorted({each.site for each in found}))
-        formats = ", ".join(sorted({each.format for each in found}))
-        raise c.NotRunError(f"{len(found)} of {sites} ({formats}); this dilocox judges no evidence")
 
     def code(self) -> str:
         """Judge: this dilocox has the code of the run."""

@@ -22,12 +22,14 @@ from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance
+from dilocox.record.log.attestation_statements import check_taken
 from dilocox.record.log.audit_verdicts import BAD
 from dilocox.record.log.canonical import dumps
 from dilocox.record.log.digests import sealed
 from dilocox.record.log.manifest import code_digest as code_digest
 from dilocox.record.log.manifest import manifest
 from dilocox.record.log.recommitments import Base
+from dilocox.record.log.signed_note import LogCheckpoint
 from dilocox.record.log.transparency_log import ENTRIES, LogWriter
 from dilocox.record.log.verdict_statements import check_planned, taken_in
 from dilocox.record.writer.checkpoint_publisher import CheckpointPublisher
@@ -199,14 +201,14 @@ class TransparencyLogSink:
         return {(site, int(shard)): known[place] for place, (site, shard) in places.items()}
 
     def checkpoint(self, rank: RankId, statement: str) -> None:
-        """See `RecordSink`. An attestation is about a site, other statements about a rank.
-
-        A malformed statement is refused, because it would stop every reader of the log.
-        """
+        """See `RecordSink`. A malformed statement would stop every reader, so it is refused."""
         kinds = (s.CHECKPOINT, s.ROUND, s.ANCHOR, s.ATTESTATION, s.REPORT, s.ACCEPTANCE)
         found = self._signed(rank, statement, *kinds)
         if found.kind == s.ACCEPTANCE:
             self._accept(rank, statement, found)
+            return
+        if found.kind == s.ATTESTATION:
+            self.attest(rank.site, statement)
             return
         said = found.predicate
         try:
@@ -214,8 +216,6 @@ class TransparencyLogSink:
         except RecordError as error:
             raise Refused("refused", f"{rank}: its signed {error}") from None
         place = (said.get("site"), said.get("stage"), said.get("shard", rank.shard))
-        if found.kind == s.ATTESTATION:
-            place = (said.get("site"), rank.stage, rank.shard)
         if place != (rank.site, rank.stage, rank.shard):
             raise Refused("refused", f"{rank}: its signed {found.kind} is another rank's")
         by_gradient = self.config.exchanges_gradients
@@ -228,6 +228,20 @@ class TransparencyLogSink:
         # nothing: a power cut may take them, and a sync per site and round would cost too much.
         if found.kind != s.REPORT:
             self.sync()
+
+    def head(self) -> LogCheckpoint:
+        """See `RecordSink`."""
+        return self.writer.covered
+
+    def attest(self, site: str, statement: str) -> None:
+        """See `RecordSink`."""
+        found = self._signed(RankId(site=site, stage=0, shard=0), statement, s.ATTESTATION)
+        try:
+            check_taken(found, self.run, site, self.memory.acceptances.enrolments.get(site, {}))
+        except RecordError as error:
+            raise Refused("refused", f"{site}: its signed {error}") from None
+        self._file(statement, found)
+        self.sync()
 
     def _accept(self, rank: RankId, text: str, statement: s.Statement) -> None:
         try:

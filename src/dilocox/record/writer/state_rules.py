@@ -16,7 +16,7 @@ from typing import Any
 from dilocox.coordinator.protocol.messages import RoundPlan
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
-from dilocox.record.log.state_statements import AnchorState, Attestation, Report, RoundState, State
+from dilocox.record.log.state_statements import AnchorState, Report, RoundState, State
 
 
 def taken_apart(statement: s.Statement) -> State | None:
@@ -30,10 +30,8 @@ def taken_apart(statement: s.Statement) -> State | None:
         RoundState.of(statement, 0)
     elif statement.kind == s.ANCHOR:
         AnchorState.of(statement)
-    elif statement.kind == s.REPORT:
-        Report.of(statement)
     else:
-        Attestation.of(statement)
+        Report.of(statement)
     return None
 
 

@@ -21,6 +21,19 @@ from dilocox.tools.attestation.certificates import fingerprint, read_certificate
 from dilocox.tools.attestation.snp import REPORT_BYTES, SIGNED_BYTES
 
 KEY_FILE, CHAIN_FILE = "simulated-machine.key", "simulated-machine.pem"
+POLICY_FILE = "tee.toml"
+"""A policy that accepts the machine beside it."""
+_POLICY = """\
+# For rehearsals: it accepts a pretended machine, and the verdict is never PASS.
+environment = "simulation"
+max_age_rounds = 20
+
+[snp]
+measurements = ["{measurement}"]
+
+[simulation]
+roots = ["{root}"]
+"""
 MEASUREMENT = bytes(range(48))
 """The launch measurement of every pretended guest."""
 _TCB = {"3.1": 4, "3.2": 0, "3.3": 24, "3.8": 219}
@@ -51,7 +64,7 @@ class SimulatedMachine:
 
     @classmethod
     def kept(cls, folder: Path, chip: bytes) -> SimulatedMachine:
-        """Return the machine in `folder`, and make it if the folder has none.
+        """Return the machine in `folder`, and make it with a policy if the folder has none.
 
         Raises `AttestationError` if the folder cannot be used.
         """
@@ -60,6 +73,8 @@ class SimulatedMachine:
                 folder.mkdir(parents=True, exist_ok=True)
                 made = cls.new(chip)
                 (folder / CHAIN_FILE).write_text(made.certificates, encoding="ascii")
+                rules = _POLICY.format(measurement=MEASUREMENT.hex(), root=made.root)
+                (folder / POLICY_FILE).write_text(rules, encoding="ascii")
                 write_private(folder / KEY_FILE, _pem(made.key))
             key = serialization.load_pem_private_key((folder / KEY_FILE).read_bytes(), None)
             chain = read_certificates((folder / CHAIN_FILE).read_bytes(), str(folder))

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from dilocox.record.log import statements as s
+from dilocox.record.log.attestation_statements import Attestation
 from dilocox.record.log.blob_store import BF16, MissingError, Stores
-from dilocox.record.log.state_statements import AnchorState, Attestation, State
+from dilocox.record.log.state_statements import AnchorState, State
 from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.replay import behind, read_listing
 
