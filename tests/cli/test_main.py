@@ -58,7 +58,7 @@ def test_help_has_examples_of_every_command(command: Command) -> None:
     assert named == shown == {
         "train", "coordinator", "join", "leave", "verify", "lab", "plan", "data", "export",
         "generate", "evaluate", "report", "audit", "auditor", "handover", "status", "publish",
-        "chain", "serve", "witness", "availability",
+        "chain", "serve", "witness", "availability", "attest",
     }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def policy(folder: Path) -> PolicyFile:
     return PolicyFile.read(folder / "tee.toml")
 
 
-def judged(forge: Forge, workshop: Workshop, run: Path, *words: str) -> tuple[int, str, str]:
+def judged(forge: Forge, workshop: Workshop, run: Path | str, *words: str) -> tuple[int, str, str]:
     """`dilocox verify`: its exit code, and verdict and reason of the claim `attestations`."""
     said = forge.command(workshop, "verify", "verify", str(run), "--json", *words)
     code = said.wait()
@@ -76,6 +76,11 @@ def test_a_run_of_pretended_machines(workshop: Workshop, forge: Forge) -> None:
     assert (code, verdict) == (3, "SIMULATED"), reason
     assert f"{len(filed)} pieces of evidence (SNP)" in reason
     assert judged(forge, workshop, run.folder)[:2] == (0, "NOT_RUN")
+
+    place = f"file://{workshop.root}/public"
+    published = forge.command(workshop, "publish", "publish", str(run.folder), "--to", place)
+    assert published.wait() == 0, published.printed()
+    assert judged(forge, workshop, place, *tee)[:2] == (3, "SIMULATED")
 
     other = workshop.root / "other.toml"
     other.write_text((workshop.root / "tee.toml").read_text() + "\n")

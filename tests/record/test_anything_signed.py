@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import TrainingError
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
+from dilocox.record.log.attestation_statements import MACHINE, Attestation, MachineFacts
 from dilocox.record.log.transparency_log import LogWriter
 from dilocox.record.verify.verify import Places, verify
 from dilocox.record.writer.notary import commitment, contribution
@@ -52,7 +54,9 @@ def whole(scene: Scene) -> list[s.Statement]:
         digest_of_entry(scene.notary.manifest), facts, 0,
     )  # fmt: skip
     state = {"state": ONE, "tensors": ONE}
+    machine = MachineFacts(1, 0, 1, 3, ONE, "07", int(time.time()))
     return [
+        Attestation(LIAR, MACHINE, ONE, machine).statement(run),
         accepted.statement(run),
         commitment(run, RANK, KEY, ONE, own_digest(LIAR)),
         contribution(run, RANK, KEY, 1, own_digest(LIAR)),

@@ -24,6 +24,7 @@ from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import custody_messages as cm
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.attestation_messages import TokenAttestRequest
 from dilocox.coordinator.protocol.site_reports import KINDS
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.coordinator.server.refusals import Caller, Refused
@@ -63,6 +64,7 @@ REQUESTS: dict[str, type[m.Message]] = {
     "standing": m.StandingRequest,
     "verdict": am.HandInRequest,
     "verdict_by_token": am.TokenHandInRequest,
+    "attest_by_token": TokenAttestRequest,
 }
 """All that changes something, but what ends the run or the site's part in it, as it may."""
 ENDS: dict[str, type[m.Message]] = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
-import socket
 from typing import Any
 
 import pytest
@@ -32,17 +32,7 @@ from dilocox.tools.attestation.evidence import Evidence
 from dilocox.tools.attestation.machine import judge_machine
 from dilocox.tools.attestation.runtime_data import RuntimeData, nonce_of
 
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here may open a connection."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a socket was opened")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 @pytest.mark.parametrize("make", [snp, tdx])
@@ -284,3 +274,59 @@ def test_a_nonce_names_size_root_and_randomness() -> None:
     usual = nonce_of(5, bytes(32), b"")
     assert len({usual, nonce_of(6, bytes(32), b""), nonce_of(5, b"a" * 32, b""),
                 nonce_of(5, bytes(32), b"a")}) == 4  # fmt: skip
+
+
+SOUND = (snp(), tdx(event_log=log_of("cd" * 32)), with_gpus())
+ODD = st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.just([]) | st.just({})
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(st.sampled_from(SOUND), st.data())
+def test_evidence_of_any_form_is_judged_or_refused(own: Evidence, data: st.DataObject) -> None:
+    """A site may store anything as its evidence."""
+    said = json.loads(own.to_bytes())
+    place, keys = said, list[tuple[Any, Any]]()
+    while isinstance(place, dict | list) and place and (not keys or data.draw(st.booleans())):
+        inner = list(place) if isinstance(place, dict) else list(range(len(place)))
+        keys.append((place, data.draw(st.sampled_from(inner))))
+        place = place[keys[-1][1]]
+    above, key = keys[-1]
+    above[key] = data.draw(ODD)
+    with contextlib.suppress(AttestationError):
+        judge_machine(Evidence.from_bytes(json.dumps(said).encode()), policy(gpu=gpu_rules()), NOW)
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(st.sampled_from(("quote", "certificates", "collateral", "gpu", "chain")), st.data())
+def test_changed_bytes_of_any_part_are_refused(part: str, data: st.DataObject) -> None:
+    def changed(whole: bytes) -> bytes:
+        start = data.draw(st.integers(0, len(whole) - 1))
+        end = start + data.draw(st.integers(0, 9))
+        return whole[:start] + data.draw(st.binary(max_size=9)) + whole[end:]
+
+    def text(whole: str) -> str:
+        return changed(whole.encode()).decode("latin-1")
+
+    _, of_tdx, own = SOUND
+    own = of_tdx if part == "collateral" else own
+    if part == "quote":
+        own = data.draw(st.sampled_from([of_tdx, own]))
+        own = dataclasses.replace(own, quote=changed(own.quote))
+    elif part == "certificates":
+        own = dataclasses.replace(own, certificates=text(own.certificates))
+    elif part == "collateral":
+        assert own.collateral is not None
+        name = data.draw(st.sampled_from(sorted(own.collateral)))
+        own = dataclasses.replace(
+            own, collateral={**own.collateral, name: text(own.collateral[name])}
+        )
+    else:
+        (gpu,) = own.gpus
+        gpu = (
+            dataclasses.replace(gpu, report=changed(gpu.report)) if part == "gpu"
+            else dataclasses.replace(gpu, certificates=text(gpu.certificates))
+        )  # fmt: skip
+        own = dataclasses.replace(own, gpus=[gpu])
+    with contextlib.suppress(AttestationError):
+        # What was not changed, or only in the white space of a certificate, holds.
+        judge_machine(own, policy(gpu=gpu_rules() if own.gpus else None), NOW)

@@ -20,6 +20,7 @@ from dilocox.tools.attestation.certificates import AMD
 from dilocox.tools.attestation.renewal import Filed, check_renewed, round_at
 from dilocox.tools.attestation.runtime_data import nonce_of
 
+pytestmark = pytest.mark.usefixtures("no_network")
 USUAL = policy_file()
 
 

@@ -26,6 +26,7 @@ from dilocox.tools.attestation.gpu import check_measurements, golden_measurement
 from dilocox.tools.attestation.snp import SIGNED_BYTES, certificate_table, verify_snp
 from dilocox.tools.attestation.tdx import verify_tdx
 
+pytestmark = pytest.mark.usefixtures("no_network")
 NOW = at(TDX_TIME)
 GPUS = (
     ("attestationReport.txt", "gpuAkCertChain.txt", "545.00", "96.00.5E.00.01"),

@@ -28,6 +28,8 @@ MOST_SECONDS = 600
 _FORMAT = re.compile("[a-z0-9/._+-]{1,64}")
 _RANDOM = re.compile(f"([0-9a-f]{{2}}){{0,{MOST_RANDOMNESS // 2}}}")
 _LAST = 2**53
+_LAST_TIME = 253_402_300_800
+"""The year 10,000, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def _machine(said: Any) -> MachineFacts:
     found = MachineFacts(
         **numbers, root=digest_text(said["root"]), randomness=str(said["randomness"])
     )
-    if not found.node < found.nodes <= MOST_NODES or not _RANDOM.fullmatch(found.randomness):
+    fits = found.node < found.nodes <= MOST_NODES and found.time < _LAST_TIME
+    if not fits or not _RANDOM.fullmatch(found.randomness):
         raise ValueError
     return found

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Sequence
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.utils import CryptographyDeprecationWarning
 
@@ -79,7 +79,7 @@ def check_chain(
             raise AttestationError(f"{what}: certificate {name} is not valid at {when:%Y-%m-%d}")
         try:
             each.verify_directly_issued_by(issuer)
-        except (InvalidSignature, ValueError, TypeError):
+        except (InvalidSignature, UnsupportedAlgorithm, ValueError, TypeError):
             raise AttestationError(
                 f"{what}: certificate {name} is not signed by {issuer.subject.rfc4514_string()}"
             ) from None
@@ -96,7 +96,7 @@ def check_chain(
 def _is_authority(certificate: x509.Certificate) -> bool:
     try:
         found = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
-    except x509.ExtensionNotFound:
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
         return False
     return found.value.ca
 
@@ -105,6 +105,6 @@ def extension(certificate: x509.Certificate, oid: str) -> bytes | None:
     """Return the bytes (DER) of an extension that cryptography does not parse; None if missing."""
     try:
         found = certificate.extensions.get_extension_for_oid(x509.ObjectIdentifier(oid)).value
-    except (x509.ExtensionNotFound, ValueError):
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
         return None
     return found.value if isinstance(found, x509.UnrecognizedExtension) else None

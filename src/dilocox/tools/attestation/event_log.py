@@ -47,7 +47,7 @@ def compose_hash(events: Sequence[Mapping[str, Any]]) -> str | None:
     found = [
         str(each["event_payload"]).lower()
         for each in events
-        if (each["imr"], each["event_type"], each["event"]) == (3, DSTACK_EVENT, COMPOSE)
+        if (each["imr"], each["event_type"], each.get("event")) == (3, DSTACK_EVENT, COMPOSE)
     ]
     if len(found) > 1:
         raise AttestationError(f"event log: two events {COMPOSE}")

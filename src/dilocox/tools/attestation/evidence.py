@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,17 +81,33 @@ class Evidence:
                 runtime_data=_bytes(said["runtime_data"]),
                 tee=said["tee"],
                 quote=_bytes(said["quote"]),
-                collateral=said["collateral"],
+                collateral=_texts(said["collateral"]),
                 certificates=str(said["certificates"]),
-                event_log=said["event_log"],
+                event_log=_events(said["event_log"]),
                 gpus=gpus,
                 manifests=[*map(str, said["manifests"])],
             )
-        except (ValueError, KeyError, TypeError, RecursionError, binascii.Error):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise AttestationError("evidence: not a document of dilocox attest") from None
         if len(gpus) > MOST_GPUS:
             raise AttestationError(f"evidence: more than {MOST_GPUS} GPUs")
         return found
+
+
+def _texts(said: Any) -> dict[str, str] | None:
+    if said is None:
+        return None
+    if not isinstance(said, dict) or not all(isinstance(each, str) for each in said.values()):
+        raise TypeError
+    return said
+
+
+def _events(said: Any) -> list[dict[str, Any]] | None:
+    if said is None:
+        return None
+    if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+        raise TypeError
+    return said
 
 
 def _text(data: bytes) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
@@ -136,13 +136,14 @@ def check_measurements(report: GpuReport, manifests: Sequence[bytes]) -> int:
 
 
 def _check_signature(report: bytes, leaf: x509.Certificate) -> None:
-    key, signature = leaf.public_key(), report[-_SIGNATURE:]
+    signature = report[-_SIGNATURE:]
     halves = [int.from_bytes(signature[place : place + 48], "big") for place in (0, 48)]
     try:
+        key = leaf.public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise ValueError
         key.verify(encode_dss_signature(*halves), report[:-_SIGNATURE], ec.ECDSA(hashes.SHA384()))
-    except (InvalidSignature, ValueError):
+    except (InvalidSignature, UnsupportedAlgorithm, ValueError):
         raise AttestationError("GPU report: its signature is not its GPU's") from None
 
 

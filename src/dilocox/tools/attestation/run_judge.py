@@ -10,6 +10,7 @@ from dilocox.errors import AttestationError, DilocoxError, RecordError
 from dilocox.record.log.attestation_statements import Attestation, MachineFacts
 from dilocox.record.log.blob_store import MissingError
 from dilocox.record.log.merkle import roots_at
+from dilocox.record.log.state_statements import readable
 from dilocox.record.log.transparency_log import leaves_of
 from dilocox.record.verify.claims import NotRunError, SimulatedError
 from dilocox.record.verify.machine_claims import policy_of
@@ -31,6 +32,7 @@ class RunJudge:
     randomness: Mapping[int, bytes]
     """Public randomness by round, which the reader has looked up at its source."""
 
+    @readable
     def judge(self, course: RunHistory, entries: Sequence[str], get: Callable[[str], bytes]) -> str:
         """See `MachineJudge`."""
         agreed = policy_of(course)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
@@ -132,13 +132,13 @@ def certificate_table(auxblob: bytes) -> list[bytes]:
 
 
 def _check_signature(report: bytes, leaf: x509.Certificate) -> None:
-    key = leaf.public_key()
     halves = [_number(report, SIGNED_BYTES + place, _COMPONENT) for place in (0, _COMPONENT)]
     try:
+        key = leaf.public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey) or _number(report, 0x34, 4) != 1:
             raise ValueError
         key.verify(encode_dss_signature(*halves), report[:SIGNED_BYTES], ec.ECDSA(hashes.SHA384()))
-    except (InvalidSignature, ValueError):
+    except (InvalidSignature, UnsupportedAlgorithm, ValueError):
         raise AttestationError("SNP report: its signature is not its processor's") from None
 
 
