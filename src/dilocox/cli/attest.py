@@ -221,10 +221,10 @@ def _caller(options: argparse.Namespace) -> Callable[[str | None], AttestReply]:
 
 def _usual() -> Timeouts:
     """Return the time limits of a run whose run file sets none."""
-    from dilocox.config.run_config import RunConfig
+    from dilocox.config.network import NetworkSection
     from dilocox.coordinator.protocol.timeouts import Timeouts
 
-    return Timeouts.derive(RunConfig.model_fields["network"].get_default())
+    return Timeouts.derive(NetworkSection())
 
 
 def _collector(options: argparse.Namespace) -> Collector:

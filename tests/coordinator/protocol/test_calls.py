@@ -30,7 +30,7 @@ def calls(base: type[Call[Any]] = Call) -> Iterator[type[Call[Any]]]:
 
 def test_every_call_has_one_path_and_one_route() -> None:
     declared = {(each.method, f"/v1/{each.path}") for each in calls()}
-    assert len(declared) == len(list(calls())) == 32
+    assert len(declared) == len(list(calls())) == 33
     routes = CoordinatorServer(MagicMock())._routes()
     assert {(each.method, each.path) for each in routes} == declared
     assert len(routes) == len(declared)
