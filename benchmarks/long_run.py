@@ -43,7 +43,8 @@ from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.service import Coordinator
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
-from dilocox.record.writer.notary import TransparencyLogSink, commitment, contribution
+from dilocox.record.writer.exchange_statements import commitment, contribution
+from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.version import __version__
 
 RESULTS = common.RESULTS / "long_run-cpu.json"

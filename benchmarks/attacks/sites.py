@@ -43,7 +43,8 @@ from dilocox.outer.loss_gate import Gate, GradientProbe
 from dilocox.outer.overlap import Rule
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.log.statements import Signer
-from dilocox.record.writer.notary import TransparencyLogSink, contribution
+from dilocox.record.writer.exchange_statements import contribution
+from dilocox.record.writer.notary import TransparencyLogSink
 
 SITES = tuple(f"site-{number}" for number in range(8))
 ATTACKERS = SITES[-2:]

@@ -16,7 +16,8 @@ from dilocox.errors import ExchangeError
 from dilocox.record.log import statements as s
 from dilocox.record.log.statements import Signer
 from dilocox.record.verify.completeness import broken_commitments, gaps
-from dilocox.record.writer.notary import TransparencyLogSink, commitment
+from dilocox.record.writer.exchange_statements import commitment
+from dilocox.record.writer.notary import TransparencyLogSink
 from tests.support.coordinator_driver import run_config
 from tests.support.record_scene import KEY, ONE, SIGNERS, Scene, own_digest
 from tests.support.served_run import Run

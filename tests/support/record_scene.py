@@ -16,7 +16,8 @@ from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import check_log, read_log
 from dilocox.record.verify.run_history import RunHistory, read_history
-from dilocox.record.writer.notary import TransparencyLogSink, commitment, contribution
+from dilocox.record.writer.exchange_statements import commitment, contribution
+from dilocox.record.writer.notary import TransparencyLogSink
 from tests.support.coordinator_driver import VERSIONS, Driver, run_config
 
 KEYS = {name: RecordKey.of(f"{number:02x}" * 32) for number, name in enumerate("abc", 1)}

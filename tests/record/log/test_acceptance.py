@@ -22,7 +22,8 @@ from dilocox.record.log.transparency_log import read_log
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code, accepted_data
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.run_history import RunHistory, read_history
-from dilocox.record.writer.notary import TransparencyLogSink, commitment
+from dilocox.record.writer.exchange_statements import commitment
+from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.training.launch.site import _accept
 from tests.support.coordinator_driver import VERSIONS, run_config
 from tests.support.harness import verdicts

@@ -16,13 +16,8 @@ from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.verify.completeness import gaps
-from dilocox.record.writer.notary import (
-    KEY_FILE,
-    TransparencyLogSink,
-    code_digest,
-    commitment,
-    contribution,
-)
+from dilocox.record.writer.exchange_statements import commitment, contribution
+from dilocox.record.writer.notary import KEY_FILE, TransparencyLogSink, code_digest
 from tests.support.coordinator_driver import Driver, run_config
 from tests.support.record_scene import KEY, OF_ALL, ONE, SIGNERS, Scene, own_digest
 

@@ -30,7 +30,7 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import Removals, Store
 from dilocox.record.log.digests import TensorDigest, stage_root, tensor_bytes, tensor_digest
 from dilocox.record.writer.dispersal import Dispersal
-from dilocox.record.writer.notary import commitment, contribution
+from dilocox.record.writer.exchange_statements import commitment, contribution
 from dilocox.record.writer.signing_identity import SigningIdentity as SigningIdentity
 from dilocox.record.writer.windows import Windows
 from dilocox.utils import tracing
