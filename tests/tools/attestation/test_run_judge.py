@@ -78,6 +78,14 @@ def test_a_run_that_owes_evidence_has_the_claim(scene: AttestedScene) -> None:
     )  # fmt: skip
 
 
+def test_nothing_is_owed_before_the_first_step(scene: AttestedScene) -> None:
+    found = scene.finding(USUAL)
+    assert (found.verdict, found.reason) == (
+        "NOT_RUN", "no site has filed evidence, and none has contributed yet",
+    )  # fmt: skip
+    assert scene.exit_code == 3
+
+
 def test_a_run_without_policy_and_evidence_has_no_claim(tmp_path: Path) -> None:
     scene = AttestedScene(tmp_path, None)
     scene.course()

@@ -162,6 +162,7 @@ ATTESTATIONS = Claim(
     False,
     "each machine of each site has said, as of each filing and again within the policy's rounds, "
     "that it booted what the policy accepts, and has bound this to run, site, start and key",
+    "that the site trained on this machine alone, unless its image keeps the site's key to itself; "
     "that the training computed what it should (claims replay, audits); which text was used; who "
     "owns a machine; that nobody attacked it physically; how many machines a site has, which is "
     "its own word; anything about GPUs without confidential computing",

@@ -57,6 +57,8 @@ class RunJudge:
         if late:
             # Sites that have agreed on a policy owe evidence; other sites never promised it.
             raise NotRunError(late) if agreed is None else AttestationError(late)
+        if not filed:
+            raise NotRunError("no site has filed evidence, and none has contributed yet")
         told = self._told([facts for _, facts in filed], machines, agreed is not None)
         reasons = [each.not_run for each in machines if each.not_run]
         if reasons:
