@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.custody import Custody, Held
 from dilocox.record.verify.availability_claim import judge_availability
 from dilocox.record.verify.claims import NotRunError
+from dilocox.record.writer.log_summary import Memory
+from dilocox.utils.typed_json import decode, encode
 from tests.support.dispersed import NEXT, Town
 from tests.support.record_scene import KEY, ONE, SIGNERS, Scene
 
@@ -92,6 +95,14 @@ def test_the_answer_names_certified_roots_once_two_thirds_have_signed(town: Town
     scene.reopen()  # the summary of the log has them, too
     assert submit(scene, said("a"), asked=asked) == {KEY.text: ONE}
     assert scene.kinds().count(s.CUSTODY) == 2  # a repeated statement is filed once
+
+
+def test_the_summary_of_the_log_survives_as_json(town: Town) -> None:
+    """It is written as a mark, from which a coordinator of a long log starts."""
+    town.exchange(KEY, NEXT)
+    memory = town.scene.notary.memory
+    assert memory.custody.signed
+    assert decode(Memory, json.loads(json.dumps(encode(Memory, memory)))) == memory
 
 
 @pytest.mark.parametrize(("custody", "signer", "rank", "why"), [

@@ -173,6 +173,20 @@ class Checkpointer:
         if problem and leads:
             _warn(self._client, round_, f"the best model was not written ({problem})")
 
+    def keep_theta(self, rank: RankParts) -> None:
+        """Keep a copy of theta_0 in this site's store, in a run with `[availability]`.
+
+        Collective over the site. Another site has made theta_0 and signs it. Without the copy, the
+        record would be lost with that site, whatever pieces the others have.
+        """
+        record = self._record
+        if record is None or self._config.availability is None or self._shared:
+            return
+        tensors, keeping = _anchor_of(rank, self._config.handover is not None), None
+        if rank.place.shard == 0:
+            keeping = run_in_thread(lambda: record.copy_state(tensors))
+        wait_together(rank.mesh, keeping, self._touch)
+
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
         """Tell the record that the round of `plan` begins, from the anchor of `outer`.
 
@@ -440,20 +454,26 @@ def record_state(
         form: format in which the anchor was published; None if it was not published.
     """
     if record is not None:
-        tensors = whole_anchor(rank)
-        if momentum:
-            momenta = {
-                name: view.float()
-                for state in rank.states
-                for name, view in state.layout.views(state.momentum).items()
-            }
-            tensors |= {MOMENTUM_OF + name: t for name, t in _whole(rank, momenta).items()}
+        tensors = _anchor_of(rank, momentum)
         keeping = None
         if rank.place.shard == 0:
             told = files if rank.place.leads else None
             rounded = form.converted if form is not None and form.bf16 else None
             keeping = run_in_thread(lambda: record.state(kind, round_, tensors, told, rounded))
         wait_together(rank.mesh, keeping, touch)
+
+
+def _anchor_of(rank: RankParts, momentum: bool) -> dict[str, torch.Tensor]:
+    """Return the anchor like `whole_anchor`; with `momentum`, the outer momentum as well."""
+    tensors = whole_anchor(rank)
+    if momentum:
+        momenta = {
+            name: view.float()
+            for state in rank.states
+            for name, view in state.layout.views(state.momentum).items()
+        }
+        tensors |= {MOMENTUM_OF + name: t for name, t in _whole(rank, momenta).items()}
+    return tensors
 
 
 def take_momentum(rank: RankParts, folder: str) -> None:

@@ -79,6 +79,9 @@ class ControlPlane(Protocol):
 class CheckpointHook(Protocol):
     """Writes checkpoints and the record for a trainer; see `Checkpointer`."""
 
+    def keep_theta(self, rank: RankParts) -> None:
+        """Keep a copy of theta_0 that another site has made, if the run asks for it."""
+
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
         """Note that the round of `plan` begins."""
 

@@ -109,6 +109,8 @@ class Trainer:
                 self.catch_up()
                 continue
             if plan.round == 0 and self.at.slot == 0:
+                if self.counted_from == 0:
+                    self.checkpointer.keep_theta(self.rank)
                 self.evaluate(plan, -1)
                 self.evaluate_tasks(-1)
             self.train_round(plan)

@@ -25,7 +25,7 @@ from dilocox.record.log.transparency_log import (
 from dilocox.record.verify import claims as c
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code
 from dilocox.record.verify.audit_claims import Audits
-from dilocox.record.verify.availability_claim import judge_availability
+from dilocox.record.verify.availability_claim import judge_availability, told_of_pieces
 from dilocox.record.verify.chain_anchors import ChainHeads
 from dilocox.record.verify.completeness import broken_commitments, gaps, need_extensions
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
@@ -266,7 +266,8 @@ class _Verification:
             self.origins = origins_of(course, self.stores.has, self._get)
         needed = Needed(self._get)
         done = partial(self.progress, "checking payloads")
-        read_needed(course, self.origins, self._listing, needed, done)
+        with told_of_pieces(course):
+            read_needed(course, self.origins, self._listing, needed, done)
         return f"{needed.count} objects, {needed.size / 1e6:.1f} MB{self._since()}"
 
     def _since(self) -> str:

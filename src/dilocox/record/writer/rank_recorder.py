@@ -200,15 +200,7 @@ class RankRecord:
         """
         try:
             with tracing.span("record state"):
-                digests = []
-                halved = kind == "initial" and all(map(_in_bf16, tensors.values()))
-                for name, tensor in tensors.items():
-                    digests.append(tensor_digest(name, tensor))
-                    if halved:
-                        rounded_bytes = tensor_bytes(round_to_bf16(tensor.detach().cpu()))
-                        self._store.put_bf16(rounded_bytes, digests[-1].sha256)
-                    elif kind == "initial":
-                        self._store.put(tensor_bytes(tensor), digests[-1].sha256)
+                digests = self._digests(tensors, stored=kind == "initial")
                 listing = self._store.put(listing_of(digests))
                 author, rank = self._author, self._author.rank
                 subjects = {"state": stage_root(digests).hex(), "tensors": listing}
@@ -228,6 +220,31 @@ class RankRecord:
                 self._coordinator.record_state(author.signer.sign(statement))
         except DilocoxError as error:
             self._give_up(error)
+
+    def copy_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Store theta_0, which another site signs, as `state` does: tensors, and their list.
+
+        An error is reported with `warn`, and not raised.
+        """
+        try:
+            with tracing.span("copy theta_0"):
+                self._store.put(listing_of(self._digests(tensors, stored=True)))
+        except DilocoxError as error:
+            log.error("record: %s", error)
+            self._warn(f"record: {error}; this site keeps no copy of theta_0")
+
+    def _digests(self, tensors: Mapping[str, Tensor], stored: bool) -> list[TensorDigest]:
+        """Hash tensors; if `stored`, store them, in bf16 if all values are exact in bf16."""
+        digests = []
+        halved = stored and all(map(_in_bf16, tensors.values()))
+        for name, tensor in tensors.items():
+            digests.append(tensor_digest(name, tensor))
+            if halved:
+                rounded_bytes = tensor_bytes(round_to_bf16(tensor.detach().cpu()))
+                self._store.put_bf16(rounded_bytes, digests[-1].sha256)
+            elif stored:
+                self._store.put(tensor_bytes(tensor), digests[-1].sha256)
+        return digests
 
     def wait(self) -> None:
         """Block until all queued payloads are stored, or until a failure has been reported."""

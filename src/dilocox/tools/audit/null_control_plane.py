@@ -76,6 +76,9 @@ class NullControlPlane:
 class NullCheckpointer:
     """A `CheckpointHook` that writes nothing."""
 
+    def keep_theta(self, rank: RankParts) -> None:
+        """Do nothing: no record is written."""
+
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
         """Do nothing: no record is written."""
 

@@ -37,7 +37,8 @@ def _open_dispersal(job: RankJob, store: Store, client: CoordinatorClient) -> Di
     config, place = job.config, job.place
     if config.availability is None:
         return None
-    name = f"custody-{place.site}-{place.stage}.{place.shard}.jsonl"
+    # A name with a dot first: `dilocox publish` leaves such files out.
+    name = f".custody-{place.site}-{place.stage}.{place.shard}.jsonl"
     journal = Journal(config.folder / "record" / name)
     code = config.availability.code(config.sites)
     keep_whole = config.availability.keep_whole
