@@ -43,6 +43,7 @@ examples:
   dilocox leave runs/run --site lyon --ban   (at once and for good)
   dilocox handover runs/run --to start       (to go on with other sites, stages or shards)
   dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit
+  dilocox plan --terms URL --gpu rtx3090:2 --link 500mbit   (what your GPUs would earn)
   dilocox data prepare run.toml
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
