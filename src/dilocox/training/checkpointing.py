@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -21,7 +19,6 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.protocol.messages import Checkpoint, RoundPlan, SiteStatus
 from dilocox.data import TokenFiles
-from dilocox.data.tokenizer import load_tokenizer
 from dilocox.errors import CheckpointError, DilocoxError, RunEndedError
 from dilocox.models import (
     Published,
@@ -38,6 +35,7 @@ from dilocox.record.verify.model_files import other_files
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF, RankRecord
 from dilocox.training import best_model, checkpoint_io
 from dilocox.training.builder import RankParts, anchors
+from dilocox.training.published_tokenizer import tokenizer_of
 from dilocox.training.rank_state import RankState, capture, restore
 from dilocox.utils import tracing
 from dilocox.utils.storage import run_in_thread
@@ -267,7 +265,7 @@ class Checkpointer:
 
         def rest() -> None:
             revision, files = self._config.model.revision, self._files
-            with _tokenizer_of(self._config, files) as tokenizer:
+            with tokenizer_of(self._config, files) as tokenizer:
                 if adapter is not None:
                     finish_adapter_folder(folder, config, self._config.model, adapter, tokenizer)
                     return
@@ -337,24 +335,6 @@ class Checkpointer:
         restore(own, loaded)
         self._recorded = found.tick
         return True
-
-
-@contextlib.contextmanager
-def _tokenizer_of(config: RunConfig, files: TokenFiles | None) -> Iterator[Path | None]:
-    """Context with the folder of the tokenizer that is published; None if none is.
-
-    A run without text (`files` is None) publishes the tokenizer that its run file names.
-    """
-    if files is not None:
-        yield files.tokenizer_folder
-        return
-    if config.data.tokenizer == "train":
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="dilocox-") as place:
-        folder = Path(place) / "tokenizer"
-        load_tokenizer(config.data.tokenizer, folder)
-        yield folder
 
 
 def _warn(client: CoordinatorClient, round_: int, text: str) -> None:
