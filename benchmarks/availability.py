@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks import common
+from dilocox.record.pieces.content import Content, InMemory
 from dilocox.record.pieces.cut import Cut, cut
 from dilocox.record.pieces.erasure import decoded, encoded, is_installed
 from dilocox.record.pieces.rebuild import rebuild
@@ -32,7 +33,7 @@ def measured(k: int, n: int, content: bytes, repeats: int) -> common.Row:
     last = {index: found.pieces[index].data for index in range(n - k, n)}
     row: common.Row = {"k": k, "n": n, "megabytes": len(content) / 1e6}
     calls: dict[str, Callable[[], object]] = {
-        "encode": lambda: sum(1 for _ in encoded(content, k, n)),
+        "encode": lambda: sum(1 for _ in encoded(Content([InMemory(content)]), k, n)),
         "cut": lambda: cut([content], k, n, [n - 1]),
         "decode": lambda: decoded(last, k, n, len(content)),
         "rebuild": lambda: _rebuilt(found, k, n),

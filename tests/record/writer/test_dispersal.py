@@ -151,6 +151,31 @@ def test_a_payload_that_is_gone_is_said_once_and_later_ones_are_cut(town: Town) 
     assert [each.held[0].exchange for each in book(site).statements] == [LATER.text]
 
 
+def test_a_damaged_payload_is_not_signed(town: Town) -> None:
+    site = town.sites["a"]
+    site.store.put(b"payload")
+    Path(site.store.path(sha256(b"payload"))).write_bytes(b"another")
+    site.dispersal.stored(KEY, 1, [(sha256(b"payload"), 7)])
+    site.dispersal.wait(PATIENCE)
+    assert not book(site).statements
+    assert f"payloads of {KEY.text} are damaged" in site.lines[0]
+
+
+def test_payloads_of_a_window_are_cut_into_the_record_s_own_store(town: Town) -> None:
+    """With a bounded `record.keep` a window is removed later, and the pieces stay."""
+    site = town.sites["a"]
+    window = site.store.window("a/0.0", 3)
+    objects = [payload(each, KEY) for each in "abc"]
+    for each in objects:
+        window.put(each)
+    named = [(sha256(each), len(each)) for each in objects]
+    site.dispersal.stored(KEY, 3, named, window)
+    site.dispersal.wait(PATIENCE)
+    site.store.drop_window("a/0.0", 3)
+    (said,) = book(site).statements
+    assert site.store.has_piece(said.held[0].root, 0)
+
+
 def test_an_exchange_without_payloads_is_not_cut(town: Town) -> None:
     site = town.sites["a"]
     site.dispersal.stored(KEY, 0, [])

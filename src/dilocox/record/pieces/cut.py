@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dilocox.record.log.merkle import inclusion_proof, root_of
+from dilocox.record.pieces.content import Content, InMemory, Part
 from dilocox.record.pieces.erasure import encoded
 from dilocox.record.pieces.layout import Layout
 from dilocox.record.pieces.piece import Piece
@@ -26,23 +27,31 @@ class Cut:
 
 
 def cut(objects: Sequence[bytes], k: int, n: int, wanted: Collection[int] | None = None) -> Cut:
+    """Cut objects in memory; see `cut_parts`."""
+    return cut_parts([InMemory(each) for each in objects], k, n, wanted)
+
+
+def cut_parts(
+    objects: Sequence[Part], k: int, n: int, wanted: Collection[int] | None = None
+) -> Cut:
     """Cut objects into n pieces, any k of which give the objects back.
 
     Args:
-        objects: The objects, in their order.
+        objects: The objects, in their order. They are read twice, range by range.
         k: Number of pieces that suffice.
         n: Number of pieces.
-        wanted: Indices of the pieces whose bytes are returned; None: all.
+        wanted: Indices of the pieces whose bytes are returned, and held in memory; None: all.
 
     Raises:
-        RecordError: There is no such code, or the package zfec is missing.
+        RecordError: There is no such code, the package zfec is missing, or an object cannot be
+            read.
     """
     layout = Layout.of(objects, k, n)
     wanted = range(n) if wanted is None else wanted
     # RFC 6962: the data of a leaf comes after a zero byte (`leaf_hash`).
     trees = [hashlib.sha256(b"\0" + layout.digest) for _ in range(n)]
     parts: dict[int, list[bytes]] = {index: [] for index in wanted}
-    for slices in encoded(b"".join(objects), k, n):
+    for slices in encoded(Content(objects), k, n):
         for tree, part in zip(trees, slices, strict=True):
             tree.update(part)
         for index, own in parts.items():

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dilocox.errors import RecordError
+from dilocox.record.pieces.content import Content
 
 MOST = 256
 """Largest number of pieces: GF(2^8) has no more elements."""
@@ -58,24 +59,24 @@ def block_length(size: int, k: int) -> int:
     return -(-size // k)
 
 
-def encoded(data: bytes | memoryview, k: int, n: int) -> Iterator[list[bytes | memoryview]]:
+def encoded(data: Content, k: int, n: int) -> Iterator[list[bytes | memoryview]]:
     """Encode `data`; yield slices of all n blocks, in order.
 
     Zeros fill up the last data block. Each item has n slices of equal length, at most `SLICE` bytes
-    each; together the items are the blocks. Raises `RecordError` for sizes that have no code, and
-    without the package zfec.
+    each; together the items are the blocks. Raises `RecordError` for sizes that have no code,
+    without the package zfec, and for content that cannot be read.
     """
     check_sizes(k, n)
-    view, length = memoryview(data).cast("B"), block_length(len(data), k)
+    length = block_length(data.size, k)
     for start in range(0, length, SLICE):
         end = min(start + SLICE, length)
-        own = [_part(view, length * number + start, length * number + end) for number in range(k)]
+        own = [_part(data, length * number + start, length * number + end) for number in range(k)]
         yield [*own, *(_encoder(k, n).encode(own, range(k, n)) if k < n else ())]
 
 
-def _part(view: memoryview, start: int, end: int) -> bytes | memoryview:
+def _part(data: Content, start: int, end: int) -> bytes | memoryview:
     """Return the bytes from `start` to `end`; zeros stand for those beyond the data's end."""
-    found = view[start:end]
+    found = data.read(start, end)
     return found if len(found) == end - start else bytes(found).ljust(end - start, b"\0")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from dilocox.errors import RecordError
 from dilocox.record.log.canonical import dumps
 from dilocox.record.log.digests import digest_text, sha256
+from dilocox.record.pieces.content import Part, digest_of
 from dilocox.record.pieces.erasure import block_length, check_sizes
 
 FORMAT = 1
@@ -46,10 +47,13 @@ class Layout:
         return bytes.fromhex(sha256(dumps(self.to_json())))
 
     @classmethod
-    def of(cls, objects: Sequence[bytes], k: int, n: int) -> Layout:
-        """Return the layout of these objects. Raises `RecordError` if there is no such code."""
+    def of(cls, objects: Sequence[Part], k: int, n: int) -> Layout:
+        """Return the layout of these objects, which are read.
+
+        Raises `RecordError` if there is no such code, or if an object cannot be read.
+        """
         check_sizes(k, n)
-        return cls(k, n, tuple((sha256(each), len(each)) for each in objects))
+        return cls(k, n, tuple((digest_of(each), each.size) for each in objects))
 
     @classmethod
     def from_json(cls, said: Any) -> Layout:

@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from dilocox.config.availability import PieceCode
 from dilocox.coordinator.protocol.custody_messages import MOST_ASKED
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.errors import DilocoxError
+from dilocox.errors import DilocoxError, RecordError
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.custody import MOST_HELD, Custody, Held, content_of
-from dilocox.record.pieces.cut import cut
+from dilocox.record.pieces.content import InMemory, OnDisk, Part
+from dilocox.record.pieces.cut import cut_parts
 from dilocox.record.writer.dispersal_journal import Journal, Stored
 from dilocox.record.writer.signing_identity import SigningIdentity
 from dilocox.utils import tracing
@@ -56,6 +58,10 @@ class _Cut:
         return ExchangeKey.parse(self.stored.exchange).round
 
 
+_Item = tuple[Stored, Store] | threading.Event | None
+"""Payloads and the store that has them; an event that is set once all is signed; None: the end."""
+
+
 class Dispersal:
     """Cuts the payloads of one rank's exchanges, in a thread of its own."""
 
@@ -87,26 +93,31 @@ class Dispersal:
         self._cut: list[_Cut] = []
         self._whole: list[_Cut] = []
         self._done, self._warned = 0, False
-        self._queue: queue.SimpleQueue[Stored | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         for each in journal.left():
-            self._queue.put(each)
+            self._queue.put((each, store))
         self._thread = threading.Thread(target=self._run, name="availability", daemon=True)
         self._thread.start()
 
     def stored(
-        self, key: ExchangeKey, contributors: int, objects: Sequence[tuple[str, int]]
+        self,
+        key: ExchangeKey,
+        contributors: int,
+        objects: Sequence[tuple[str, int]],
+        place: Store | None = None,
     ) -> None:
-        """Cut the payloads of an exchange, which the store has now. Returns at once.
+        """Cut the payloads of an exchange, which a store has now. Returns at once.
 
         Args:
             key: The exchange.
             contributors: Number of sites whose payloads count; theirs come first in `objects`.
             objects: (SHA-256 in hex, bytes) of the payloads and of what belongs to them.
+            place: The store that has them; None: the record's store.
         """
         if contributors:
             stored = Stored(key.text, contributors, tuple(objects))
             self._journal.add(stored)
-            self._queue.put(stored)
+            self._queue.put((stored, place or self._store))
 
     def wait(self, patience: float) -> None:
         """Block until everything so far is cut and signed, or makes no progress for `patience` s.
@@ -130,7 +141,7 @@ class Dispersal:
                     self._sign(self._cut)
                     self._end()
                 else:
-                    self._take(item)
+                    self._take(*item)
             except Exception as error:  # a storage may raise any error, and training goes on
                 self._fail(error)
             finally:
@@ -138,10 +149,12 @@ class Dispersal:
                 if isinstance(item, threading.Event):
                     item.set()
 
-    def _take(self, stored: Stored) -> None:
+    def _take(self, stored: Stored, place: Store) -> None:
         with tracing.span("cut payloads", key=stored.exchange):
-            objects = [self._store.fresh().get(digest) for digest, _ in stored.objects]
-            found = cut(objects, self._code.needed, self._code.pieces, [self._index])
+            objects = [_part(place, digest, size) for digest, size in stored.objects]
+            found = cut_parts(objects, self._code.needed, self._code.pieces, [self._index])
+            if found.layout.objects != stored.objects:
+                raise RecordError(f"{place.where}: payloads of {stored.exchange} are damaged")
             file = found.pieces[self._index].to_bytes()
             self._store.put_piece(found.root.hex(), self._index, file)
         content = content_of([digest for digest, _ in stored.objects[: stored.contributors]])
@@ -229,3 +242,14 @@ class Dispersal:
         if not self._warned:
             self._warned = True
             self._warn(f"availability: {error}; the run goes on, some pieces are late or missing")
+
+
+def _part(store: Store, digest: str, size: int) -> Part:
+    """Return a stored object of `size` bytes; of a folder, without reading it.
+
+    Raises `MissingError` if the store does not have it, and `RecordError` like `Store.get`.
+    """
+    path = Path(store.path(digest))
+    if store.folder is not None and path.is_file():
+        return OnDisk(path, size)
+    return InMemory(store.fresh().get(digest))

@@ -300,7 +300,8 @@ class RankRecord:
                 if not self._broken:
                     kept = self._keep(waiting.payloads)
                     if self.dispersal is not None and waiting.cut is not None and kept:
-                        self.dispersal.stored(*waiting.cut, kept)
+                        place = None if self._windows is None else self._windows.current
+                        self.dispersal.stored(*waiting.cut, kept, place)
             except Exception as error:  # remote storage may raise any error
                 self._give_up(error)
             finally:
