@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +25,7 @@ from dilocox.transport.state_transfer import (
     AckHeader,
     Donor,
     Held,
+    OwnPiece,
     PieceHeader,
     check_header,
     digest_of,
@@ -39,9 +41,12 @@ pytestmark = pytest.mark.waits
 LIMIT = 60.0
 
 
-def link(store: MemoryStore, me: str, donor: str = "old") -> PeerGroup:
+def link(
+    store: MemoryStore, me: str, donor: str = "old", silence: float | None = None
+) -> PeerGroup:
     name = f"run/entry/new/1/{donor}/0/0"
-    return group_of(store, name, [donor, "new"], me)
+    more = {} if silence is None else {"silence": silence}
+    return group_of(store, name, [donor, "new"], me, **more)
 
 
 def state(piece: int, momentum: float) -> dict[str, torch.Tensor]:
@@ -103,6 +108,54 @@ def test_pieces_come_whole_in_any_order_and_known_ones_without_tensors() -> None
         (0, 41, {}),
         (1, 42, {name: tensor.tolist() for name, tensor in state(1, 0.0).items()}),
     ]
+
+
+def test_pieces_from_elsewhere_are_not_sent_if_the_donor_has_the_same() -> None:
+    """The donor waits while they are prepared, for longer than the link may be silent."""
+    # The momentum tells where a piece has come from.
+    said = {0: "same 0", 1: "another", 3: "same 3"}
+    own = {n: OwnPiece(named(text), state(n, 0.25)) for n, text in said.items()}
+
+    def old(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            donor = Donor(
+                lambda: link(store, "old", silence=2.0), "new", 4, LIMIT,
+                lambda piece: named(f"same {piece.piece}"),
+            )  # fmt: skip
+            for number in range(4):
+                donor.offer(Snapshot(number, 40 + number, state(number, 0.5)))
+            assert until(lambda: donor.done)
+            return str(donor.failure)
+
+        return go
+
+    def new(store: MemoryStore) -> Callable[[], object]:
+        class Slow:
+            pause = 0.05
+
+            def pieces(self) -> dict[int, OwnPiece]:
+                threading.Event().wait(3.0)
+                return own
+
+        def go() -> object:
+            got: list[Snapshot] = []
+            known = [digest_of(state(n, 0.0)["anchor"]) for n in range(4)]
+            fetch(
+                lambda: link(store, "new", silence=2.0), "old", known, [1 << 20] * 4,
+                got.append, (), Slow(),
+            )  # fmt: skip
+            return [(each.piece, each.tick, float(each.tensors["momentum"][7])) for each in got]
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": old(store), "new": new(store)})
+    assert results["old"] == "None"
+    assert results["new"] == [(0, 40, 0.25), (1, 41, 0.5), (2, 42, 0.5), (3, 43, 0.25)]
+
+
+def named(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_a_rank_of_many_pieces_enters() -> None:

@@ -13,7 +13,7 @@ _OF_ONE_MACHINE = {
     "network": ("host", "port", "advertise", "interface", "congestion"),
     "checkpoint": ("store",),
     "evaluation": tuple(key for key in EvaluationSection.model_fields if key.startswith("tasks")),
-    "record": ("store", "anchor"),
+    "record": ("store", "published", "anchor"),
     "availability": ("keep_whole",),
 }
 """Keys, by section, that may differ between sites."""

@@ -125,6 +125,9 @@ class RecordSection(Section):
     """SHA-256 of the policy file for the machines of the sites ([attestation](attestation.md)),
     which all sites sign with the rest of the run file. Training itself does not use it. If not set,
     the sites agree on no policy."""
+    published: str = ""
+    """URL to which `dilocox publish --follow --every 1` publishes this run. A site that comes later
+    takes its first state from there if that is faster than from a donor. Empty: from a donor."""
     anchor: list[str] = []  # noqa: RUF012 - pydantic copies defaults
     """A command, as a list of words, that publishes signed checkpoints of the log. The coordinator
     runs it in the background for every new checkpoint: once per round and at the end. The command

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import DilocoxError, ExchangeError, RunEndedError, TrainingError
@@ -25,6 +26,9 @@ from dilocox.training.rank_state import RankState
 from dilocox.transport.groups import PeerGroup
 from dilocox.transport.state_transfer import Donor, digest_of, fetch
 from dilocox.utils.background import BackgroundQueue
+
+if TYPE_CHECKING:
+    from dilocox.training.published_state import PublishedState
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +138,7 @@ class Donors:
             entry.site,
             len(self._own.rank.states),
             self._pause,
+            lambda piece: self._own.rank.states[piece.piece].digest_of(piece.tensors),
         )
 
 
@@ -153,6 +158,7 @@ class JoiningSite:
         form_group: FormGroup,
         patience: float,
         first: FirstState | None = None,
+        published: PublishedState | None = None,
     ):
         """Start to fetch the pieces of `own` from the donor of `entry`, in a thread.
 
@@ -160,8 +166,10 @@ class JoiningSite:
             form_group: connects this rank to its donor.
             patience: seconds after a link broke within which another donor must be named.
             first: checks theta_0 of a run that starts. May be None: the run has already started.
+            published: bundles from which the state may come. May be None: there are none.
         """
         self._first, self._rounded = first, False
+        self._published = published
         self._own, self._control, self._client = own, control, client
         self._entry = entry
         self._form_group = form_group
@@ -199,14 +207,17 @@ class JoiningSite:
 
         def run() -> None:
             try:
-                fetch(
+                same = fetch(
                     lambda: self._form_group(name, donor, place.site),
                     donor,
                     known,
                     limits,
                     lambda snapshot: self._take(number, snapshot),
                     here,
+                    self._published,
                 )
+                if same:
+                    log.info("%d pieces are those of %s, which sent the others", same, donor)
                 self._is_through(number)
             except DilocoxError as error:
                 with self._lock:

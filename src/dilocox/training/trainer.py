@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dilocox.coordinator.protocol.messages import Entering, PlanReply, RoundPlan
 from dilocox.errors import RunEndedError
@@ -30,6 +30,9 @@ from dilocox.training.round_exchange import round_exchange
 from dilocox.training.tasks.beside import TaskEvaluations, say_not_evaluated
 from dilocox.utils import tracing
 from dilocox.utils.background import BackgroundQueue
+
+if TYPE_CHECKING:
+    from dilocox.training.published_state import PublishedState
 
 log = logging.getLogger(__name__)
 
@@ -329,8 +332,16 @@ class Trainer:
             self.enter(self.joining_site(entry))
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
 
-    def joining_site(self, entry: Entering, first: FirstState | None = None) -> JoiningSite:
-        """Start to fetch this rank's pieces, as `entry` says. `first`: see `JoiningSite`."""
+    def joining_site(
+        self,
+        entry: Entering,
+        first: FirstState | None = None,
+        published: PublishedState | None = None,
+    ) -> JoiningSite:
+        """Start to fetch this rank's pieces, as `entry` says.
+
+        `first`, `published`: see `JoiningSite`.
+        """
         return JoiningSite(
             self.state,
             self.control,
@@ -339,6 +350,7 @@ class Trainer:
             self.form_group,
             self.donor_patience,
             first,
+            published,
         )
 
     def enter(self, joining_site: JoiningSite) -> None:

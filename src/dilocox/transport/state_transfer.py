@@ -8,6 +8,9 @@ the same theta_0 receives a header without tensors. Both sides validate each hea
 it. While a run goes on, the entering rank accepts a piece only if most sites hold the same piece
 (`dilocox.training.anchor_digests`).
 
+An entering rank may have pieces from another source (`dilocox.training.published_state`). The donor
+waits until they are ready, compares their digests with its own, and does not send what is equal.
+
 There is no time limit on the transfer of a piece, or on the wait for the donor's next slot end.
 While the donor has no piece to offer, it sends `WAIT` headers at intervals. A transfer fails only
 when nothing moves on the link for the group's `silence` seconds.
@@ -18,8 +21,10 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Annotated, Protocol, TypeVar
 
 import safetensors.torch
 import torch
@@ -30,6 +35,7 @@ from dilocox.errors import ExchangeError, JoinError
 from dilocox.outer.snapshot import Snapshot
 from dilocox.transport.groups import PeerGroup
 from dilocox.transport.link.transfer import Transfer
+from dilocox.utils.storage import run_in_thread
 
 HEADER_BYTES = 4096
 """Bytes to which every JSON header is padded; a `Held` of many pieces is larger (`held_bytes`)."""
@@ -54,11 +60,20 @@ class Held(WireHeader):
     """Digests of the receiver's anchors, one per piece."""
     here: list[Annotated[int, Field(ge=0)]]
     """Pieces that the receiver has from an earlier donor; the donor does not send these."""
+    states: list[Sha256] = []
+    """Digests (`FragmentState.digest`) of pieces that the receiver has from another source than a
+    donor, one per piece; `NONE` for a piece that it does not have. Empty: it has none."""
+    wait: bool = False
+    """True if the receiver still prepares these; another `Held` follows."""
+
+
+NONE = "0" * 64
+"""Stands for the digest of a piece that is not there."""
 
 
 def held_bytes(pieces: int) -> int:
-    """Return the bytes to which `Held` is padded: room for a digest and a number of each piece."""
-    return max(HEADER_BYTES, 64 + 80 * pieces)
+    """Return the bytes to which `Held` is padded: for each piece two digests and a number."""
+    return max(HEADER_BYTES, 128 + 150 * pieces)
 
 
 class PieceHeader(WireHeader):
@@ -75,6 +90,8 @@ class PieceHeader(WireHeader):
     """Round of the last exchange that landed on the piece; -1 if none has since the start."""
     wait: bool = False
     """True if the donor has no piece to offer yet; another header follows."""
+    ready: bool = False
+    """True if the piece is the same as the receiver's of `Held.states`; no body follows."""
 
 
 WAIT = PieceHeader(piece=0, tick=0, codec="", bytes=0, sha256="0" * 64, wait=True)
@@ -94,6 +111,25 @@ def digest_of(anchor: torch.Tensor) -> str:
     return hashlib.sha256(anchor.contiguous().numpy().data).hexdigest()
 
 
+@dataclass(frozen=True)
+class OwnPiece:
+    """A piece that the receiver has from another source than a donor."""
+
+    digest: str
+    """`FragmentState.digest` of the tensors."""
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Prepared(Protocol):
+    """Pieces from another source than a donor."""
+
+    pause: float
+    """Seconds after which the donor is told to keep waiting."""
+
+    def pieces(self) -> Mapping[int, OwnPiece]:
+        """Return the pieces by number. Called in another thread; it does not raise."""
+
+
 class Donor:
     """Sends all pieces to one entering rank, in a thread of its own.
 
@@ -103,9 +139,24 @@ class Donor:
     """
 
     def __init__(
-        self, form_group: Callable[[], PeerGroup], site: str, pieces: int, pause: float
+        self,
+        form_group: Callable[[], PeerGroup],
+        site: str,
+        pieces: int,
+        pause: float,
+        digest_of: Callable[[Snapshot], str] | None = None,
     ) -> None:
-        self._form_group = form_group
+        """Start to serve `site`, in a thread.
+
+        Args:
+            form_group: Forms the group of this rank and the receiver.
+            site: Name of the receiver's site.
+            pieces: Number of pieces.
+            pause: Seconds without an offer after which the receiver is told to wait.
+            digest_of: Returns `FragmentState.digest` of a piece; called in the donor's thread, and
+                only if the receiver has pieces from elsewhere. None: they are sent, too.
+        """
+        self._form_group, self._digest_of = form_group, digest_of
         self._site = site
         self._pieces = pieces
         self._pause = pause
@@ -134,9 +185,10 @@ class Donor:
     def _serve(self) -> None:
         try:
             channel = Channel(self._form_group(), self._site)
-            held = channel.receive_header(Held, held_bytes(self._pieces))
+            while (held := channel.receive_header(Held, held_bytes(self._pieces))).wait:
+                pass
             known = held.anchors
-            if len(known) != self._pieces:
+            if len(known) != self._pieces or len(held.states) not in (0, self._pieces):
                 raise ExchangeError(
                     f"{self._site} has {len(known)} pieces, this site has {self._pieces}"
                 )
@@ -149,6 +201,12 @@ class Donor:
                 anchor = digest_of(snapshot.tensors["anchor"])
                 fresh = not snapshot.codec and not bool(snapshot.tensors["momentum"].any())
                 same = fresh and known[snapshot.piece] == anchor
+                ready = (
+                    bool(held.states)
+                    and self._digest_of is not None
+                    and (held.states[snapshot.piece] == self._digest_of(snapshot))
+                )
+                same = same or ready
                 body = b"" if same else safetensors.torch.save(dict(snapshot.tensors))
                 header = PieceHeader(
                     piece=snapshot.piece,
@@ -157,6 +215,7 @@ class Donor:
                     landed=snapshot.landed,
                     bytes=len(body),
                     sha256=hashlib.sha256(body).hexdigest(),
+                    ready=ready,
                 )
                 channel.send_header(header)
                 if body:
@@ -181,8 +240,11 @@ def fetch(
     limits: Sequence[int],
     on_piece: Callable[[Snapshot], None],
     here: Collection[int] = (),
-) -> None:
+    prepared: Prepared | None = None,
+) -> int:
     """Receive all pieces from `donor`, except pieces that are `here` already.
+
+    A piece of `prepared` is not transferred if the donor has the same one.
 
     Args:
         form_group: Forms the group of this rank and the donor's rank.
@@ -192,26 +254,45 @@ def fetch(
         on_piece: Called once for each received piece. A snapshot without tensors means that this
             rank holds the same piece already.
         here: Pieces that this rank has from an earlier donor.
+        prepared: Pieces from another source. None: there is no other source.
+
+    Returns:
+        Number of pieces that were not transferred, because they are those of `prepared`.
 
     Raises:
         ExchangeError: The link went silent, or a header of the donor is invalid.
         JoinError: A piece does not match its digest or cannot be read.
     """
     channel = Channel(form_group(), donor)
-    held = Held(anchors=list(anchors), here=sorted(here))
-    channel.send_header(held, held_bytes(len(anchors)))
-    missing = set(range(len(anchors))) - set(here)
+    size, held = held_bytes(len(anchors)), Held(anchors=list(anchors), here=sorted(here))
+    own: Mapping[int, OwnPiece] = {}
+    if prepared is not None:
+        preparing = run_in_thread(prepared.pieces)
+        while not wait([preparing], prepared.pause).done:
+            channel.send_header(held.model_copy(update={"wait": True}), size)
+        own = preparing.result()
+    if own:
+        states = [own[each].digest if each in own else NONE for each in range(len(anchors))]
+        held = held.model_copy(update={"states": states})
+    channel.send_header(held, size)
+    missing, same = set(range(len(anchors))) - set(here), 0
     while missing:
         header = channel.receive_header(PieceHeader)
         if header.wait:
             continue
         check_header(header, donor, missing, limits)
         missing.discard(header.piece)
-        tensors: dict[str, torch.Tensor] = {}
-        if header.bytes:
+        tensors: Mapping[str, torch.Tensor] = {}
+        if header.ready:
+            if header.piece not in own or header.bytes:
+                raise ExchangeError(f"{donor} takes piece {header.piece} for one that is here")
+            tensors = own[header.piece].tensors
+            same += 1
+        elif header.bytes:
             tensors = read_body(channel.receive(header.bytes).numpy().tobytes(), header, donor)
         on_piece(Snapshot(header.piece, header.tick, tensors, header.codec, header.landed))
     channel.send_header(AckHeader(done=True))
+    return same
 
 
 def read_header(kind: type[AnyHeader], data: bytes, site: str) -> AnyHeader:

@@ -127,12 +127,12 @@ def fetched(
 
 
 def fetch_into(found: Fetched, place: BundleStorage, progress: Progress) -> None:
-    """Fetch all bundles of `found.publication` into `found.folder`.
+    """Fetch the bundles of `found.publication` that are not in `found.folder` yet.
 
     Raises `BadBundleError`, and `RecordError` like `fetched`.
     """
     assert found.publication is not None
-    bundles = found.publication.bundles
+    bundles = found.publication.bundles[len(found.bundles) :]
     size, room = sum(each.size for each in bundles), shutil.disk_usage(found.folder).free // 2
     if size > room:
         raise RecordError(

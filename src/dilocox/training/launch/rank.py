@@ -415,7 +415,13 @@ def _enter(
         (e for e in news.entering if e.site == trainer.me),
         Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
     )
-    return trainer.joining_site(entry, first)
+    published = None
+    if trainer.config.record.published and news.phase != "starting":
+        # Imported here, because few ranks need it.
+        from dilocox.training.published_state import PublishedState
+
+        published = PublishedState(trainer.state, client, entry.from_round, trainer.donor_pause)
+    return trainer.joining_site(entry, first, published)
 
 
 def _measure_of(config: RunConfig, rank: RankParts) -> Measure | None:
