@@ -46,16 +46,22 @@ class SimulatedGpus:
         return fingerprint(self.root)
 
     def evidence(
-        self, nonce: bytes, *, driver: str = DRIVER, measurements: list[str] = MEASUREMENTS
+        self,
+        nonce: bytes,
+        *,
+        driver: str = DRIVER,
+        measurements: list[str] = MEASUREMENTS,
+        firmware: bytes = b"",
     ) -> GpuEvidence:
-        """A report of a new GPU."""
+        """A report of a new GPU. `firmware`: the digest of its firmware, which newer ones name."""
         key = ec.generate_private_key(ec.SECP384R1())
         chain = (self._certificate("gpu", key, False), self.root)
         record = b"".join(
             bytes((number + 1, 1, 51, 0, 1, 48, 0)) + bytes.fromhex(value)
             for number, value in enumerate(measurements)
         )
-        fields = ((3, driver.encode() + b"\0"), (6, bytes.fromhex("005e009601000000")))
+        fields = [(3, driver.encode() + b"\0"), (6, bytes.fromhex("005e009601000000"))]
+        fields += [(20, firmware)] if firmware else []
         opaque = b"".join(
             kind.to_bytes(2, "little") + len(own).to_bytes(2, "little") + own
             for kind, own in fields

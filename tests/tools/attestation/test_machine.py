@@ -18,6 +18,7 @@ from tests.support.machines import (
     REGISTERS,
     RIM,
     SAID,
+    SNP,
     TDX,
     gpu_rules,
     policy,
@@ -217,6 +218,57 @@ def test_a_spliced_gpu_report_is_found() -> None:
 def test_rules_of_gpus(evidence: Evidence, rules: dict[str, Any], reason: str) -> None:
     with pytest.raises(AttestationError, match=reason):
         judge_machine(evidence, policy(gpu=rules), NOW)
+
+
+def resigned(place: int, value: bytes) -> Evidence:
+    """Evidence of a report with other bytes at `place`, signed by the same processor."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+
+    report = bytearray(snp().quote)
+    report[place : place + len(value)] = value
+    halves = decode_dss_signature(SNP.key.sign(bytes(report[:0x2A0]), ec.ECDSA(hashes.SHA384())))
+    for number, half in enumerate(halves):
+        report[0x2A0 + 72 * number : 0x2A0 + 72 * (number + 1)] = half.to_bytes(72, "little")
+    return snp(quote=bytes(report))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        (0x186, b"\x19", "its snp version is not its certificate's"),
+        (0x187, b"\x00", "its microcode version is not its certificate's"),
+        (0x1A0, b"\xff", "its processor is not its certificate's"),
+        (0x1DF, b"\x00", "its processor is not its certificate's"),
+        (0x48, b"\x04", r"not signed with the processor's own key \(VCEK\)"),
+        (0x0A, b"\x07", "can be migrated by an agent"),
+        (0x30, b"\x02", "from privilege level 2"),
+    ],
+)
+def test_what_a_report_says_of_its_processor_and_guest(
+    place: int, value: bytes, reason: str
+) -> None:
+    with pytest.raises(AttestationError, match=reason):
+        judge_machine(resigned(place, value), policy(), NOW)
+
+
+def test_a_masked_processor_is_accepted() -> None:
+    assert judge_machine(resigned(0x1A0, bytes(64)), policy(), NOW).simulated
+
+
+def test_a_certificate_of_a_processor_signs_no_other() -> None:
+    from dilocox.tools.attestation.certificates import check_chain
+    from dilocox.tools.attestation.simulated_machine import _certificate
+
+    forged = _certificate("forged", SNP.key, "SEV-VCEK", SNP.key, {})
+    with pytest.raises(AttestationError, match="is not one of an authority"):
+        check_chain([forged, *SNP.chain], [SNP.root], NOW, "chain")
+
+
+def test_a_gpu_with_other_firmware_than_its_certificate_is_refused() -> None:
+    with pytest.raises(AttestationError, match="its certificate is for other firmware"):
+        judge_machine(with_gpus(firmware=b"x" * 48), policy(gpu=gpu_rules()), NOW)
 
 
 def test_one_gpu_is_not_two() -> None:

@@ -13,6 +13,7 @@ from tests.support.attested_scene import AttestedScene, policy_file
 from tests.support.machines import SNP, gpu_rules, policy, snp, with_gpus
 from tests.support.record_scene import SIGNERS
 
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.record.log.attestation_statements import MACHINE, Attestation, MachineFacts
 from dilocox.record.verify.verify import Places, verify
@@ -324,6 +325,42 @@ def test_a_site_that_was_away_owes_nothing_for_that_time() -> None:
     own = filed("a", 0, 2, 8) + filed("b", 0, 3, 6, 9)
     found = check_renewed(course(away, STARTS), own, 3)
     assert found.startswith("evidence of machine 0 of a is not renewed in rounds 2 to 8: ")
+
+
+def test_evidence_without_contributions_around_it_is_no_gap() -> None:
+    away = course(dict.fromkeys((0, 1, 2, 12), "a"), STARTS)
+    assert check_renewed(away, filed("a", 0, 2, 4, 11), 3) == ""
+
+
+def test_stale_evidence_is_found(tmp_path: Path) -> None:
+    rules = policy_file(policy(max_age_rounds=1))
+    scene = AttestedScene(tmp_path, rules)
+    scene.enrol()
+    early = scene.head
+    for round_ in range(2):
+        scene.driver.plan(round_, "a")
+        scene.exchange(ExchangeKey.outer(round_, 0, 0))
+        scene.exchange(ExchangeKey.outer(round_, 0, 1))
+        for site in "abc":
+            scene.driver.round_done(site, round_)
+    scene.head = early
+    scene.file("a")
+    found = scene.finding(rules)
+    assert found.verdict == "FAIL"
+    assert "of a: stale: made 2 rounds before it was filed" in found.reason
+
+
+def test_a_coordinator_cannot_move_evidence_to_another_start(scene: AttestedScene) -> None:
+    """A statement that the notary would have refused is in the log all the same."""
+    said = scene.said("a")
+    digest = scene.store.put(snp(said).to_bytes())
+    head = scene.head
+    facts = MachineFacts(9, 0, 1, head.size, head.root.hex(), "", int(time.time()))
+    text = Attestation("a", MACHINE, digest, facts).statement(scene.notary.run)
+    scene.notary.log.append(SIGNERS["a"].sign(text))
+    found = scene.finding(USUAL)
+    assert found.verdict == "FAIL"
+    assert "it is of another start of the site" in found.reason
 
 
 def test_rounds_count_by_decided_steps() -> None:
