@@ -10,6 +10,7 @@ import pytest
 
 from dilocox.coordinator.client.errors import CoordinatorUnreachableError
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import Store, piece_path
 from dilocox.record.log.custody import Custody
@@ -149,6 +150,27 @@ def test_a_payload_that_is_gone_is_said_once_and_later_ones_are_cut(town: Town) 
     assert len(site.lines) == 1
     assert "not in the store" in site.lines[0]
     assert [each.held[0].exchange for each in book(site).statements] == [LATER.text]
+
+
+def test_a_store_that_was_away_gets_its_pieces_at_the_end(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = town.sites["a"]
+    put = site.store.put_piece
+
+    def away(*_: object) -> None:
+        raise RecordError("the store is away")
+
+    monkeypatch.setattr(site.store, "put_piece", away)
+    site.keep(KEY)
+    site.keep(LATER)
+    site.dispersal.wait(PATIENCE)
+    assert not book(site).statements
+    monkeypatch.setattr(site.store, "put_piece", put)
+    site.dispersal.wait(PATIENCE)
+    held = [each.exchange for said in book(site).statements for each in said.held]
+    assert sorted(held) == sorted([KEY.text, LATER.text])
+    assert len(site.lines) == 1
 
 
 def test_a_damaged_payload_is_not_signed(town: Town) -> None:

@@ -89,6 +89,24 @@ def test_the_log_says_who_has_signed_what(signed: SignedCuts) -> None:
     assert all(each.certified and set(each.sites) == set("abc") for each in signed.cuts)
 
 
+def test_a_run_in_progress_is_read_up_to_its_newest_checkpoint(
+    made: tuple[Town, SignedCuts], signed: SignedCuts, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made[0].scene.config.folder, tmp_path / "run")
+    with (folder / "record/statements.jsonl").open("a") as file:
+        file.write("a statement that no checkpoint covers yet")
+    assert read_cuts(folder) == signed
+
+
+def test_a_changed_log_is_refused(made: tuple[Town, SignedCuts], tmp_path: Path) -> None:
+    folder = shutil.copytree(made[0].scene.config.folder, tmp_path / "run")
+    path = folder / "record/statements.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-2], lines[-1], lines[-2]]) + "\n")
+    with pytest.raises(RecordError, match="a statement was changed or moved"):
+        read_cuts(folder)
+
+
 def test_whole_stores_answer_every_sample(signed: SignedCuts, stores: dict[str, Path]) -> None:
     found = asked(signed, *stores.values())
     assert found.passed

@@ -57,7 +57,7 @@ class Saves:
 
     def custody(self, request: CustodyRequest) -> CustodyReply:
         """Record a rank's signed custody of its pieces."""
-        self._budgets.spend(request.rank.site, "signed states")
+        self._budgets.spend(request.rank.site, "signed custody")
         return self._witness.custody(request)
 
     def spoiled(self, request: m.SpoiledRequest) -> m.Done:

@@ -92,6 +92,7 @@ class Dispersal:
         self._keep_whole = keep_whole
         self._cut: list[_Cut] = []
         self._whole: list[_Cut] = []
+        self._failed: list[tuple[Stored, Store]] = []
         self._done, self._warned = 0, False
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         for each in journal.left():
@@ -138,10 +139,13 @@ class Dispersal:
         while (item := self._queue.get()) is not None:
             try:
                 if isinstance(item, threading.Event):
+                    self._retry()
                     self._sign(self._cut)
                     self._end()
                 else:
-                    self._take(*item)
+                    own = self._try(item)
+                    # One statement per round: exchanges of earlier rounds have all ended.
+                    self._sign([each for each in self._cut if each.round < own.round])
             except Exception as error:  # a storage may raise any error, and training goes on
                 self._fail(error)
             finally:
@@ -149,7 +153,25 @@ class Dispersal:
                 if isinstance(item, threading.Event):
                     item.set()
 
-    def _take(self, stored: Stored, place: Store) -> None:
+    def _try(self, item: tuple[Stored, Store]) -> _Cut:
+        """Cut payloads, and note them if that fails."""
+        try:
+            return self._take(*item)
+        except Exception:
+            self._failed = [*self._failed, item][-MOST_UNSIGNED:]
+            raise
+
+    def _retry(self) -> None:
+        """Cut what could not be cut before: the store may be back."""
+        failed, self._failed = self._failed, []
+        for item in failed:
+            try:
+                self._try(item)
+            except Exception as error:  # as in `_run`
+                self._fail(error)
+
+    def _take(self, stored: Stored, place: Store) -> _Cut:
+        """Cut payloads and keep the site's piece. A storage may raise any error."""
         with tracing.span("cut payloads", key=stored.exchange):
             objects = [_part(place, digest, size) for digest, size in stored.objects]
             found = cut_parts(objects, self._code.needed, self._code.pieces, [self._index])
@@ -162,8 +184,7 @@ class Dispersal:
         held = Held(stored.exchange, content, found.root.hex(), leaf, len(file))
         own = _Cut(stored, held)
         self._cut = [*self._cut, own][-MOST_UNSIGNED:]
-        # One statement per round: exchanges of earlier rounds have all ended.
-        self._sign([each for each in self._cut if each.round < own.round])
+        return own
 
     def _sign(self, cuts: Sequence[_Cut]) -> None:
         """Sign and submit the custody of pieces; raise the first error after all were tried."""

@@ -10,7 +10,13 @@ from dilocox.config.availability import PieceCode
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.record.log.custody import cut_name
 from dilocox.record.log.signed_note import NoteKey
-from dilocox.record.log.transparency_log import as_signed, check_log, open_log
+from dilocox.record.log.transparency_log import (
+    PUBLIC,
+    as_signed,
+    check_log,
+    read_covered,
+    read_text,
+)
 from dilocox.record.verify.availability_claim import code_of, cuts_of
 from dilocox.record.verify.run_history import RunHistory, read_history
 
@@ -58,13 +64,13 @@ class SignedCuts:
 
 
 def read_cuts(run: Path, key: str | None = None) -> SignedCuts:
-    """Read the cuts of the run in a folder with `record/`, from its log.
+    """Read the cuts of the run in a folder with `record/`, from its log, which may still grow.
 
     `key`: the log's key, from another source than the record. Raises `RecordError` if the log is
     not what its key has signed, or if the run has no `[availability]`.
     """
-    content = open_log(run / "record")
-    log = NoteKey.parse(key or content.public)
+    log = NoteKey.parse(key or read_text(run / "record" / PUBLIC).strip())
+    content = read_covered(run / "record", log)
     check_log(content, log)
     return signed_cuts(read_history(as_signed(content, log), log))
 
