@@ -1,0 +1,70 @@
+"""The public run: its small form, and the whole of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.example_scripts import EXAMPLES
+
+pytestmark = pytest.mark.runs
+
+SCRIPT = str(EXAMPLES / "public-run" / "public_run.py")
+
+
+def told(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
+    """Run the example; its facts, and what it has printed."""
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--folder", str(folder), *words],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "public" / "facts.json").read_text(encoding="utf-8")), done.stdout
+
+
+def verdicts(facts: dict[str, Any]) -> dict[str, str]:
+    """Verdicts that are not PASS, by claim."""
+    found = facts["verdicts"]["claims"]
+    return {each["name"]: each["verdict"] for each in found if each["verdict"] != "PASS"}
+
+
+def test_the_small_form(tmp_path: Path) -> None:
+    sets = ("outer.rounds=4", "outer.inner_steps=6", "record.audit_rate=1.0")
+    words = [word for item in sets for word in ("--set", item)]
+    facts, _ = told(tmp_path / "run", "--small", *words)
+    assert verdicts(facts) == {"data": "NOT_RUN", "beacon": "NOT_RUN"}
+    page = (tmp_path / "run" / "public" / "index.md").read_text(encoding="utf-8")
+    for heading in ("Verdicts", "Convergence", "Text", "Members", "Audits", "Costs"):
+        assert f"## {heading}" in page
+    assert "PSF-2.0" in page
+    assert "| lyon | EXACT |" in page
+    assert page.count("| 3 | 24 |") == 1
+    assert (tmp_path / "run" / "public" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_the_whole_of_it(tmp_path: Path) -> None:
+    for needed in ("web3", "s3fs", "moto", "dcap_qvl", "gguf"):
+        pytest.importorskip(needed)
+    facts, said = told(tmp_path / "run")
+    assert verdicts(facts) == {
+        "audits": "FAIL", "data": "NOT_RUN", "beacon": "NOT_RUN", "attestations": "SIMULATED",
+    }  # fmt: skip
+    (audits,) = (each for each in facts["verdicts"]["claims"] if each["name"] == "audits")
+    assert "oslo" in audits["reason"]
+    assert "slashed" in facts["dispute"]
+    paid = {each["site"]: int(each["wei"]) for each in facts["account"]["sites"]}
+    assert min(paid["paris"], paid["lyon"], paid["rome"]) > paid["oslo"]
+    assert "staked, 2 coins" in (tmp_path / "run" / "logs" / "paris.log").read_text()
+    page = (tmp_path / "run" / "public" / "index.md").read_text(encoding="utf-8")
+    assert "## Payments" in page
+    assert "this run costs" in page
+    assert said.rstrip().splitlines()[-1], "the model has answered"
