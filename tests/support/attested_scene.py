@@ -24,10 +24,15 @@ from tests.support.machines import policy, snp
 from tests.support.record_scene import SIGNERS, Scene
 
 
+def policy_text(rules: Policy | None = None) -> bytes:
+    """The bytes of a policy's file; by default that of the pretended machines."""
+    found = (rules or policy()).model_dump(mode="json", exclude_none=True)
+    return tomli_w.dumps(found).encode()
+
+
 def policy_file(rules: Policy | None = None) -> PolicyFile:
     """A policy as a file has it; by default that of the pretended machines."""
-    found = (rules or policy()).model_dump(mode="json", exclude_none=True)
-    return PolicyFile.parse(tomli_w.dumps(found).encode(), "policy")
+    return PolicyFile.parse(policy_text(rules), "policy")
 
 
 class AttestedScene(Scene):

@@ -74,11 +74,11 @@ class Town:
         root: Path,
         own: Callable[[str], Coordinator | None] = lambda site: None,
         keep_whole: bool = True,
+        scene: Scene | None = None,
     ) -> None:
+        """`scene`: where all sites have enrolled, and a round is planned; None: a new one."""
         self.root = root
-        self.scene = Scene(root, availability={})
-        self.scene.enrol()
-        self.scene.driver.plan(0, "a")
+        self.scene = scene or _enrolled(root)
         self.sites = {name: Site(self, name, own(name), keep_whole) for name in "abc"}
 
     def exchange(self, *keys: ExchangeKey) -> None:
@@ -102,3 +102,10 @@ class Town:
     def stores(self, sites: str = "abc") -> list[str]:
         """The places of some sites' stores."""
         return [str(self.root / site) for site in sites]
+
+
+def _enrolled(root: Path) -> Scene:
+    scene = Scene(root, availability={})
+    scene.enrol()
+    scene.driver.plan(0, "a")
+    return scene

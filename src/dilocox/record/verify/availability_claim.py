@@ -56,10 +56,13 @@ def judge_availability(course: RunHistory) -> str:
     """Return a line on the certificates.
 
     Raises:
-        RecordError: Sites have signed different pieces of the same payloads.
+        RecordError: Sites have signed different pieces of the same payloads, or pieces of another
+            code than the run file's.
         NotRunError: A cut has no certificate (yet).
     """
     code, count, lacking = code_of(course), 0, []
+    if course.wrong_custody:
+        raise RecordError(course.wrong_custody[0])
     for exchange, shard, content in cuts_of(course):
         count += 1
         roots = course.custody.roots(exchange, shard, content)

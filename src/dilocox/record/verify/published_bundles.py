@@ -10,6 +10,7 @@ from dilocox.record.bundles.publication import Publication
 from dilocox.record.log.merkle import roots_at
 from dilocox.record.log.transparency_log import leaves_of, open_log
 from dilocox.record.verify import claims as c
+from dilocox.record.verify.machine_claims import REQUIRED
 from dilocox.record.verify.verify import Places, Progress, Report, verify
 
 ALWAYS = (c.LOG, c.SIGNATURES, c.COMPLETE, c.COMMITMENTS, c.RUN_FILE, c.PAYLOADS, c.REPLAY, c.MODEL)
@@ -22,9 +23,9 @@ def verify_fetched(found: Fetched, places: Places, progress: Progress) -> Report
     `places.run` is `found.folder`. Raises `RecordError` if the bundles hold no readable record.
     """
     if found.fault or found.publication is None:
-        return _unread(found)
+        return _unread(found, places)
     if found.publication.head is None or not (found.folder / "record" / "checkpoint").exists():
-        return _unread(replace(found, fault="no bundle holds statements of the log"))
+        return _unread(replace(found, fault="no bundle holds statements of the log"), places)
     report = verify(places, progress)
     inside = f"{found.folder}/"
     findings = [replace(each, reason=each.reason.replace(inside, "")) for each in report.findings]
@@ -68,7 +69,18 @@ def _told(where: str, publication: Publication) -> str:
     return f"{publication.counted} of {where}, {size:.1f} MB{newest}{lacking}{end}"
 
 
-def _unread(found: Fetched) -> Report:
+def _asked(places: Places) -> list[c.Claim]:
+    """Return the claims that the reader has asked for, beside those of every run."""
+    asked = {
+        c.RELEASE: places.release_key,
+        REQUIRED: places.machines,
+        c.ANCHORS: places.chain,
+        c.WITNESSES: places.witnesses,
+    }
+    return [claim for claim, given in asked.items() if given is not None]
+
+
+def _unread(found: Fetched, places: Places) -> Report:
     because = f"claim {c.BUNDLES.name} is FAIL"
     log = found.publication
     return Report(
@@ -79,6 +91,6 @@ def _unread(found: Fetched) -> Report:
         checkpoint="",
         findings=[
             c.Finding(c.BUNDLES, "FAIL", found.fault),
-            *(c.Finding(each, "NOT_RUN", because) for each in ALWAYS),
+            *(c.Finding(each, "NOT_RUN", because) for each in (*ALWAYS, *_asked(places))),
         ],
     )

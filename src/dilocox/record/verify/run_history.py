@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dilocox.config.availability import PieceCode
 from dilocox.config.methods import exchanges_gradients
 from dilocox.config.site import MOST_RANKS, SITE_NAME
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
@@ -98,6 +99,8 @@ class RunHistory:
     """SHA-256 of a site's reports, by (kind, round, site)."""
     custody: Certificates = field(default_factory=Certificates)
     """Custody of pieces, including that of cuts whose payloads no longer count."""
+    wrong_custody: list[str] = field(default_factory=list)
+    """One line for each custody that is not of the run's code; none of them counts."""
     verdicts: list[HandedIn] = field(default_factory=list)
     """Verdicts of auditors, including those from before a resume."""
     numbers: dict[str, int] = field(default_factory=dict)
@@ -405,7 +408,16 @@ def _reported(course: RunHistory, keys: dict[str, str], statement: s.Statement) 
 
 
 def _kept(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
-    course.custody.add(Custody.of(statement))
+    found = Custody.of(statement)
+    try:
+        code = PieceCode.of_run(course.config)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        code = None  # the claim `availability` says what is malformed
+    problem = None if code is None else found.problem(code)
+    if problem is None:
+        course.custody.add(found)
+    else:
+        course.wrong_custody.append(f"statement {course.read}, custody of {found.site}: {problem}")
 
 
 def _judged(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
