@@ -65,6 +65,11 @@ class DifferentAnchorsError(TrainingError):
         self.sites = sites
 
 
+class SupersededError(TrainingError):
+    """A coordinator's log is not the newest of its run: a standby has taken over, or a site has
+    seen more than this log has."""
+
+
 class RunEndedError(TrainingError):
     """The run has ended: no site can take part in it any more."""
 

@@ -13,6 +13,7 @@ from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.coordinator.server.http_server import CoordinatorServer
+from dilocox.coordinator.server.standby import StandbyLink
 from dilocox.record.log.acceptance import OwnFacts, accept
 from tests.support.coordinator_driver import VERSIONS, Clock, open_coordinator, run_config
 
@@ -28,8 +29,10 @@ class Run:
         outer: dict[str, Any] | None = None,
         run: dict[str, Any] | None = None,
         record: dict[str, Any] | None = None,
+        standby: StandbyLink | None = None,
         **options: Any,
     ) -> None:
+        self.standby = standby
         self.config = run_config(
             sites, shards=shards, outer=outer or {}, run=run or {}, record=record or {}
         )
@@ -48,7 +51,7 @@ class Run:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        self.server = CoordinatorServer(self.core)
+        self.server = CoordinatorServer(self.core, self.standby)
         self.port = self.call(self.server.start("127.0.0.1", self.port))
         self.url = f"https://127.0.0.1:{self.port}"
 

@@ -193,12 +193,26 @@ def _add_coordinator(
         help="start training when N sites have joined (default: all sites of the run file)",
     )
     coordinator.add_argument("--verbose", action="store_true", help="also print all time-outs")
+    coordinator.add_argument(
+        "--standby-of", metavar="HOST:PORT",
+        help="follow the coordinator at this address, to take over later",
+    )  # fmt: skip
+    coordinator.add_argument(
+        "--take-over", action="store_true", help="make a standby's folder that of the coordinator"
+    )
+    coordinator.add_argument(
+        "--gone", action="store_true",
+        help="with --take-over: you have made sure that the first coordinator has ended",
+    )  # fmt: skip
     coordinator.set_defaults(call=_coordinator)
 
 
 def _add_join(commands: Any, common: argparse.ArgumentParser) -> None:
     join = commands.add_parser("join", parents=[common], help="join a run as one site")
-    join.add_argument("address", metavar="HOST:PORT", help="the coordinator's address")
+    join.add_argument(
+        "address", metavar="HOST:PORT",
+        help="the coordinator's address; with a standby HOST:PORT,HOST:PORT",
+    )  # fmt: skip
     join.add_argument("--site", required=True, help="name of this site in the run file")
     join.add_argument(
         "--run-file", required=True, type=Path, metavar="RUN.toml", help="the run file"
@@ -357,6 +371,17 @@ def _coordinator(options: argparse.Namespace) -> int:
     from dilocox.config.run_config import load_run
 
     config = load_run(options.run, options.overrides)
+    if options.gone and not options.take_over:
+        raise ConfigError("--gone: is for --take-over; add it, or leave --gone out")
+    if options.standby_of is not None:
+        if options.take_over or options.resume or options.wait_for is not None:
+            raise ConfigError(
+                "--standby-of follows a coordinator: --take-over, --resume and --wait-for are for "
+                "one that serves"
+            )
+        from dilocox.training.launch.standby import follow
+
+        return follow(config, options.standby_of, lambda line: print(plain(line), flush=True))
     from dilocox.training.launch.coordinator_process import coordinate
 
     return coordinate(
@@ -366,6 +391,8 @@ def _coordinator(options: argparse.Namespace) -> int:
         wait_for=options.wait_for,
         resume=options.resume,
         verbose=options.verbose,
+        take_over=options.take_over,
+        gone=options.gone,
     )
 
 

@@ -25,6 +25,7 @@ from dilocox.coordinator.protocol import custody_messages as cm
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.attestation_messages import TokenAttestRequest
+from dilocox.coordinator.protocol import standby_messages as sm
 from dilocox.coordinator.protocol.site_reports import KINDS
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.coordinator.server.refusals import Caller, Refused
@@ -65,6 +66,8 @@ REQUESTS: dict[str, type[m.Message]] = {
     "verdict": am.HandInRequest,
     "verdict_by_token": am.TokenHandInRequest,
     "attest_by_token": TokenAttestRequest,
+    "follow": sm.FollowRequest,
+    "fence": sm.FenceRequest,
 }
 """All that changes something, but what ends the run or the site's part in it, as it may."""
 ENDS: dict[str, type[m.Message]] = {
@@ -226,7 +229,7 @@ def test_every_signed_verdict_is_answered_or_refused(
 
 def answered(run: Run, path: str, body: bytes) -> None:
     pool = run.clients[0]._transport._pool
-    answer = pool.request("POST", f"/v1/{path}", body=body)
+    answer = pool.urlopen("POST", f"/v1/{path}", body=body)
     content = json.loads(answer.data)
     if answer.status != 200:
         assert answer.status in (400, 403, 409, 410), (answer.status, content)

@@ -218,7 +218,7 @@ def test_who_is_busy_tries_again_and_who_has_no_quota_does_not(
         run.core.budgets._left.clear()
         for _ in range(3):
             clients["a"].kv_check(["run/x"])
-        answer = run.clients[0]._transport._pool.request(
+        answer = run.clients[0]._transport._pool.urlopen(
             "POST", "/v1/kv/check", body=b'{"keys": ["run/x"]}'
         )
         assert answer.status == 429

@@ -77,7 +77,7 @@ def test_a_thousand_idle_connections_are_few(
     # Who comes now is let in, and the member's connection is the same as before.
     run.enrol("b")
     member.beat(0, 0, 0)
-    assert member._transport._pool.num_connections == 1
+    assert member._transport._pool._pools[0].num_connections == 1
     # The oldest were closed, the newest are there.
     idle[0].settimeout(20.0)
     assert idle[0].recv(1) == b""
@@ -144,7 +144,7 @@ def test_a_body_has_its_time_and_a_stranger_one_request(
 def test_a_body_that_cannot_be_unpacked_is_malformed(run: Run, encoding: str) -> None:
     pool = pool_of_stranger(run.url, run.core.authority.fingerprint)
     headers = {"Content-Encoding": encoding}
-    answer = pool.request("POST", "/v1/enrol", body=b"rubbish", headers=headers)
+    answer = pool.urlopen("POST", "/v1/enrol", body=b"rubbish", headers=headers)
     assert answer.status == 400
     assert json.loads(answer.data)["kind"] == "malformed"
     pool.close()

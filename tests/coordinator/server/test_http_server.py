@@ -93,7 +93,7 @@ def test_wrong_secret_never_leaves_for_another_server(run: Run, tmp_path: Path) 
 def test_without_a_certificate_nothing_is_answered(run: Run) -> None:
     pool = pool_of_stranger(run.url, run.core.authority.fingerprint)
     for method, path in [("GET", "/v1/status"), ("POST", "/v1/beat"), ("GET", "/v1/plan/0")]:
-        answer = pool.request(method, path, body=b"{}" if method == "POST" else None)
+        answer = pool.urlopen(method, path, body=b"{}" if method == "POST" else None)
         assert answer.status == 403
         assert "join the run first" in json.loads(answer.data)["error"]
     pool.close()
@@ -149,12 +149,12 @@ def test_a_site_speaks_for_itself_only(run: Run) -> None:
 def test_malformed_requests_get_400_with_a_reason(run: Run, path: str, body: bytes) -> None:
     run.enrol("a")
     pool = run.client("a")._transport._pool
-    answer = pool.request("POST", f"/v1/{path}", body=body)
+    answer = pool.urlopen("POST", f"/v1/{path}", body=body)
     assert answer.status == 400
     refusal = m.Refusal.model_validate_json(answer.data)
     assert refusal.kind == "malformed"
     assert path.split("/")[0] in refusal.error or "bytes" in refusal.error
-    answer = pool.request("GET", "/v1/status?since=-1")
+    answer = pool.urlopen("GET", "/v1/status?since=-1")
     assert answer.status == 400
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import urllib3
 from pydantic import ValidationError
 
+from dilocox.coordinator.client.addresses import AddressPool
 from dilocox.coordinator.client.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
@@ -24,6 +25,7 @@ from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.calls import Call, Reply
 from dilocox.coordinator.protocol.round_plan import Message
+from dilocox.coordinator.protocol.standby_messages import POSITION, SEEN, Position
 from dilocox.errors import (
     DilocoxError,
     JoinError,
@@ -42,7 +44,7 @@ class Transport:
 
     def __init__(
         self,
-        pool: urllib3.HTTPSConnectionPool,
+        pool: AddressPool,
         *,
         request: float,
         away: float,
@@ -63,6 +65,8 @@ class Transport:
         self._pool, self._request, self._away, self._pause = pool, request, away, pause
         self._now, self._sleep = now, sleep
         self._closed = threading.Event()
+        self._seen = Position()
+        """Newest position of the coordinator's log that a reply has named."""
 
     def close(self) -> None:
         """Refuse further calls and retries, and close idle connections."""
@@ -94,7 +98,7 @@ class Transport:
                     call.method,
                     f"/v1/{name}",
                     body=content,
-                    headers={"Content-Type": "application/json"},
+                    headers={"Content-Type": "application/json", SEEN: self._seen.text},
                     timeout=urllib3.Timeout(connect=request, read=wait + request),
                     retries=False,
                 )
@@ -106,13 +110,18 @@ class Transport:
                         "use the join line that this run's coordinator printed"
                     ) from None
             else:
-                if answer.status < 400:
+                if self._is_older(answer):
+                    # Another coordinator has taken over, and this one does not know it yet.
+                    self._pool.turn()
+                    cause = CoordinatorError("an earlier coordinator answers")
+                elif answer.status < 400:
                     return _parse(call.reply(), answer.data, name)
                 # These statuses come from a server that is closing or from a proxy; BUSY means that
                 # this site asks too often.
-                if answer.status not in (BUSY, 502, 503, 504):
+                elif answer.status not in (BUSY, 502, 503, 504):
                     raise _refusal(answer.status, answer.data, name)
-                cause = CoordinatorError(f"status {answer.status}")
+                else:
+                    cause = CoordinatorError(f"status {answer.status}")
             pause = next(waits)
             if self._now() + pause >= end:
                 raise CoordinatorUnreachableError(
@@ -121,12 +130,22 @@ class Transport:
                 ) from None
             self._sleep(pause)
 
+    def _is_older(self, answer: urllib3.BaseHTTPResponse) -> bool:
+        """Return whether a reply is of an earlier generation than one before; note its position."""
+        position = Position.parse(answer.headers.get(POSITION))
+        if not position.generation:
+            return False  # a proxy, or an older dilocox
+        if position.generation < self._seen.generation:
+            return True
+        self._seen = max(self._seen, position)
+        return False
+
     @property
     def _where(self) -> str:
-        return f"{self._pool.host}:{self._pool.port}"
+        return self._pool.where
 
 
-def pool_of_site(url: str, identity: Identity, connections: int) -> urllib3.HTTPSConnectionPool:
+def pool_of_site(url: str, identity: Identity, connections: int) -> AddressPool:
     """Return connections that prove `identity` and accept only the run's own coordinator."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -142,27 +161,45 @@ def pool_of_site(url: str, identity: Identity, connections: int) -> urllib3.HTTP
     finally:
         os.unlink(path)
     # The certificate is pinned, so the host name is not checked: a coordinator may have any.
-    return urllib3.HTTPSConnectionPool(
-        *host_and_port(url),
-        maxsize=connections,
-        ssl_context=context,
-        assert_fingerprint=identity.fingerprint,
-        assert_hostname=False,
-        retries=False,
+    return AddressPool(
+        [
+            urllib3.HTTPSConnectionPool(
+                *address,
+                maxsize=connections,
+                ssl_context=context,
+                assert_fingerprint=identity.fingerprint,
+                assert_hostname=False,
+                retries=False,
+            )
+            for address in addresses_of(url)
+        ]
     )
 
 
-def pool_of_stranger(url: str, fingerprint: str) -> urllib3.HTTPSConnectionPool:
+def pool_of_stranger(url: str, fingerprint: str) -> AddressPool:
     """Return a connection without an identity to the server with this certificate fingerprint."""
-    return urllib3.HTTPSConnectionPool(
-        *host_and_port(url),
-        maxsize=1,
-        cert_reqs="CERT_NONE",
-        ssl_minimum_version=ssl.TLSVersion.TLSv1_3,
-        assert_fingerprint=fingerprint,
-        assert_hostname=False,
-        retries=False,
+    return AddressPool(
+        [
+            urllib3.HTTPSConnectionPool(
+                *address,
+                maxsize=1,
+                cert_reqs="CERT_NONE",
+                ssl_minimum_version=ssl.TLSVersion.TLSv1_3,
+                assert_fingerprint=fingerprint,
+                assert_hostname=False,
+                retries=False,
+            )
+            for address in addresses_of(url)
+        ]
     )
+
+
+def addresses_of(url: str) -> list[tuple[str, int]]:
+    """Return the (host, port) of each address of `url`, which commas separate.
+
+    Raises `JoinError` for what is not an address.
+    """
+    return [host_and_port(each.strip()) for each in url.split(",")]
 
 
 def host_and_port(url: str) -> tuple[str, int]:

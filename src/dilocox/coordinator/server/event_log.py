@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dilocox.coordinator.server import events as e
@@ -74,6 +74,12 @@ class EventLog:
             (last,) = self._database.execute("SELECT max(number) FROM events").fetchone()
             self.last: int = last or 0
             """Number of the last event, from 1."""
+            soft = ", ".join(f"'{kind.stored_as}'" for kind in _SOFT)
+            (hard,) = self._database.execute(
+                f"SELECT max(number) FROM events WHERE kind NOT IN ({soft})"  # noqa: S608
+            ).fetchone()
+            self.flushed: int = hard or 0
+            """Number of the last event that was flushed to disk; so are all before it."""
         except sqlite3.DatabaseError as error:
             self.close()
             raise self._damaged(str(error)) from None
@@ -91,6 +97,7 @@ class EventLog:
                 (self.last + 1, event.time, event.stored_as, data),
             )
             self.last += 1
+            self.flushed = self.last if hard else self.flushed
         except sqlite3.Error as error:
             raise TrainingError(
                 f"{self.path}: cannot be written ({error}); free the disk, then start the "
@@ -114,6 +121,45 @@ class EventLog:
                     raise self._damaged(f"event {number}: {error!r}") from None
         except sqlite3.DatabaseError as error:
             raise self._damaged(str(error)) from None
+
+    def rows(self, after: int, most: int) -> list[tuple[int, float, str, str]]:
+        """Return at most `most` events after number `after`, as (number, time, kind, JSON).
+
+        Raises `TrainingError` if they cannot be read.
+        """
+        try:
+            found = self._database.execute(
+                "SELECT number, time, kind, data FROM events WHERE number > ? ORDER BY number "
+                "LIMIT ?",
+                (after, most),
+            )
+            return [(int(n), float(time), str(kind), str(data)) for n, time, kind, data in found]
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(str(error)) from None
+
+    def row_digest(self, number: int) -> str:
+        """Return the SHA-256, hex, of an event as it is stored; empty if there is none."""
+        found = self.rows(number - 1, 1) if number > 0 else []
+        return "" if not found or found[0][0] != number else _digest_of(*found[0])
+
+    def copy(self, rows: Sequence[tuple[int, float, str, str]]) -> None:
+        """Append events of another log, and return when they would survive a power cut.
+
+        Raises `TrainingError` if they do not follow the last event, or cannot be written.
+        """
+        if [number for number, *_ in rows] != list(range(self.last + 1, self.last + 1 + len(rows))):
+            raise self._damaged(f"the events to copy do not follow event {self.last}")
+        try:
+            if not self._synchronous:
+                self._database.execute("PRAGMA synchronous=FULL")
+                self._synchronous = True
+            with self._transaction():
+                self._database.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", rows)
+        except sqlite3.Error as error:
+            raise TrainingError(
+                f"{self.path}: cannot be written ({error}); free the disk"
+            ) from None
+        self.last = self.flushed = self.last + len(rows)
 
     def last_kept(self, tick: int) -> int:
         """Return the number of the last event that committed the checkpoint at `tick`.
@@ -193,3 +239,7 @@ class EventLog:
         return TrainingError(
             f"{self.path}: not a readable event log ({reason}); restore it from a copy"
         )
+
+
+def _digest_of(number: int, time: float, kind: str, data: str) -> str:
+    return hashlib.sha256(f"{number} {time!r} {kind} {data}".encode()).hexdigest()

@@ -21,12 +21,15 @@ from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.attestation_messages import TokenAttestRequest
 from dilocox.coordinator.protocol.calls import Call, Route, Who
 from dilocox.coordinator.protocol.round_plan import Message
+from dilocox.coordinator.protocol.standby_messages import POSITION, SEEN, Position
 from dilocox.coordinator.protocol.timeouts import LOOKS
 from dilocox.coordinator.server import replies
 from dilocox.coordinator.server.background_tasks import repeat
 from dilocox.coordinator.server.door import Door, OneLineLog
 from dilocox.coordinator.server.refusals import Caller, Refused
 from dilocox.coordinator.server.service import Coordinator
+from dilocox.coordinator.server.standby import StandbyLink
+from dilocox.coordinator.server.standby_calls import StandbyCalls
 from dilocox.errors import TrainingError
 from dilocox.utils.storage import is_passing
 
@@ -43,6 +46,7 @@ MEMBER_BODY_SECONDS = 60.0
 """Time limit for a member's body of up to a mebibyte: the member's link may be slow."""
 _log = logging.getLogger(__name__)
 _DOOR: web.AppKey[Callable[[web.Request], None]] = web.AppKey("door")
+_CALLS: web.AppKey[StandbyCalls] = web.AppKey("standby")
 Model = TypeVar("Model", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
 Asked = TypeVar("Asked", m.BeginRequest, m.VoteRequest)
@@ -98,9 +102,11 @@ class Waiters:
 class CoordinatorServer:
     """Serves one `Coordinator` on one address."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, standby: StandbyLink | None = None) -> None:
+        """`standby`: copies the run's files to a standby; None: no standby may ask."""
         self.coordinator = coordinator
         self._waiters = Waiters()
+        self.standby = StandbyCalls(coordinator, standby, self._waiters.poll)
         self._runner: web.AppRunner | None = None
         self._door: Door | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -115,7 +121,7 @@ class CoordinatorServer:
         self.coordinator.on_change = self._changed
         app = web.Application(client_max_size=m.MAX_BODY, middlewares=[_refusals])
         app.add_routes(self._routes())
-        app[_DOOR] = self._asked
+        app[_DOOR], app[_CALLS] = self._asked, self.standby
         # No rank compresses requests, so the server does not decompress any.
         self._runner = web.AppRunner(
             app,
@@ -205,6 +211,7 @@ class CoordinatorServer:
             m.StoreDeleteRequest.route(store.delete),
             m.StoreCheckRequest.route(lambda r, c: store.check(r)),
             m.StoreGetRequest.route(self._store_get),
+            *self.standby.routes(),
         ]
         of_strangers: list[Route[None]] = [
             m.EnrolRequest.route(lambda r, _: core.enrol(r)),
@@ -233,6 +240,7 @@ class CoordinatorServer:
                 self.coordinator.check(caller, rank)
             else:
                 self.coordinator.check_site(caller)
+            self._check_seen(request)
             if route.request is not m.BeatRequest:
                 self.coordinator.budgets.charge(caller, len(await request.read()))
             return _reply(await _answered(route, message, caller))
@@ -245,10 +253,15 @@ class CoordinatorServer:
         async def handle(request: web.Request) -> web.Response:
             caller = _caller(request)
             self.coordinator.check_site(caller)
+            self._check_seen(request)
             self.coordinator.budgets.charge(caller)
             return _reply(look())
 
         return handle
+
+    def _check_seen(self, request: web.Request) -> None:
+        """Compare what a current caller has seen with this log (`StandbyCalls.check`)."""
+        self.standby.check(Position.parse(request.headers.get(SEEN)))
 
     def _look(self, request: m.LookRequest, _: None) -> m.Status:
         core = self.coordinator
@@ -297,6 +310,7 @@ class CoordinatorServer:
 
         def look() -> m.PlanReply:
             self.coordinator.check_site(caller)
+            self._check_seen(request)
             return self.coordinator.plan(round_, caller)
 
         reply = await self._waiters.poll(
@@ -357,7 +371,12 @@ async def _refusals(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     request.app[_DOOR](request)
+    calls = request.app[_CALLS]
     reply = await _answer(request, handler)
+    position = calls.position
+    if not await calls.may_leave(request.path):
+        reply = _not_now(TrainingError("another coordinator takes over"))
+    reply.headers[POSITION] = position.text
     if not _certificate(request):
         reply.force_close()
     return reply

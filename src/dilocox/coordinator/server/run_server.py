@@ -59,7 +59,8 @@ def serve(
         notary: Writer of the run's record.
         ready_file: File for the endpoint as JSON (mode 0600), written when the server listens.
 
-    Raises `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
+    Raises `TrainingError` (port taken, folder in use, log damaged), `CheckpointError`, and
+    `SupersededError` if a standby takes over.
     """
     raise_open_files()
     listener = listener or RunListener()
@@ -94,7 +95,8 @@ def serve(
             if listener.on_ready is not None:
                 listener.on_ready(endpoint)
 
-        asyncio.run(_serve(coordinator, *where, ready))
+        standby = None if start is None else start.standby
+        asyncio.run(_serve(CoordinatorServer(coordinator, standby), *where, ready))
         if listener.on_ledger is not None:
             listener.on_ledger(coordinator.state.ledger)
         return replies.status(coordinator.state, 0)
@@ -133,9 +135,9 @@ def reachable_name(host: str) -> str:
 
 
 async def _serve(
-    coordinator: Coordinator, host: str, port: int, ready: Callable[[int], None]
+    server: CoordinatorServer, host: str, port: int, ready: Callable[[int], None]
 ) -> None:
-    server = CoordinatorServer(coordinator)
+    coordinator, halted = server.coordinator, server.standby.halted
     bound = await server.start(host, port)
     quit_now = asyncio.Event()
     requests = Requests()
@@ -164,11 +166,11 @@ async def _serve(
                 loop.add_signal_handler(number, interrupted)
     try:
         ready(bound)
-        ends = [asyncio.create_task(event.wait()) for event in (server.over, quit_now)]
+        ends = [asyncio.create_task(event.wait()) for event in (server.over, quit_now, halted)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
-        if not quit_now.is_set():
+        if not quit_now.is_set() and not halted.is_set():
             # Ranks learn of the end by their next call, so the server stays for a while. If all
             # ranks are done and no site was entering, it stays only until they have disconnected.
             state = coordinator.state
@@ -179,3 +181,5 @@ async def _serve(
                     await asyncio.wait_for(quit_now.wait(), 2 * coordinator.timeouts.beat)
     finally:
         await server.stop()
+    if server.standby.error is not None:
+        raise server.standby.error

@@ -164,7 +164,7 @@ class Coordinator:
             self.reports.tell(self.listener.on_plan, self.state.plans[event.plan["round"]])
         if isinstance(event, e.Fetching | e.Decided | e.Retried):
             self.on_change(f"key/{event.key}")
-        for topic in TOPICS.get(type(event), ()):
+        for topic in ("log", *TOPICS.get(type(event), ())):
             self.on_change(topic)
         if self.state.sequence != sequence:
             self.on_change("status")

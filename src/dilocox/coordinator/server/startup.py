@@ -11,6 +11,7 @@ from typing import Any
 
 from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.server import events as e
+from dilocox.coordinator.server.standby import StandbyLink
 from dilocox.coordinator.server.state import CoordinatorState
 
 
@@ -36,6 +37,8 @@ class RunStart:
     `control.adapt = "link"` needs them."""
     earlier: Callable[[], EarlierRun] | None = None
     """Reads the earlier run that a new run with `model.handover` continues."""
+    standby: StandbyLink | None = None
+    """Copies the run's files to a standby that asks for them; None: no standby may ask."""
 
 
 def goes_on(state: CoordinatorState, site: str) -> bool:

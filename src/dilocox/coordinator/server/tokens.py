@@ -23,7 +23,7 @@ SECRET = "token-secret"  # noqa: S105  (a file's name)
 The secret itself is not a token."""
 SHARED_SECRET, SHARED_TOKEN = "secret", "token"
 """Files of an earlier dilocox with one token for all sites: the secret and the token."""
-_LABEL = b"dilocox join token 1"
+_LABEL, _SEAL = b"dilocox join token 1", b"dilocox position 1"
 
 
 class SiteTokens:
@@ -49,6 +49,15 @@ class SiteTokens:
         said = b"\0".join((_LABEL, site.encode(), str(issue).encode()))
         mac = hmac.new(self._secret, said, hashlib.sha256)
         return JoinToken(self.fingerprint, mac.hexdigest()[:32])
+
+    def seal(self, text: str) -> str:
+        """Return a proof, hex, that a coordinator of this run has said `text`."""
+        said = b"\0".join((_SEAL, text.encode()))
+        return hmac.new(self._secret, said, hashlib.sha256).hexdigest()
+
+    def is_sealed(self, text: str, seal: str) -> bool:
+        """Return whether `seal` is that of `text`."""
+        return _same(self.seal(text), seal)
 
     def holder(self, token: str, issues: Mapping[str, int]) -> str | None:
         """Return the site that `token` admits, or None if it is not a valid token of this run.

@@ -62,6 +62,7 @@ class TransparencyLogSink:
     def __post_init__(self) -> None:
         self.log = PatientLog(self.writer, self.on_message)
         self._next_mark = self.writer.size + MARK_EVERY
+        self._abandoned = False
 
     @property
     def run(self) -> str:
@@ -118,8 +119,14 @@ class TransparencyLogSink:
         return self.memory.acceptances.manifest
 
     def close(self) -> None:
-        """Sign and publish a last checkpoint, and close the log."""
-        self.log.close()
+        """Sign and publish a last checkpoint, and close the log, unless `abandon` was called."""
+        if not self._abandoned:
+            self.log.close()
+
+    def abandon(self) -> None:
+        """Close the log without another signature: another coordinator goes on with it."""
+        self._abandoned = True
+        self.log.abandon()
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """See `RecordSink`."""

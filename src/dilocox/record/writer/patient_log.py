@@ -31,6 +31,8 @@ class PatientLog:
         self.writer, self._say = writer, say
         self.anchor: CheckpointPublisher | None = None
         """Publishes checkpoints; None if the run file has no `record.anchor`."""
+        self.hold: Callable[[str], None] | None = None
+        """Called in place of `anchor.take`, if checkpoints must wait before they are published."""
         self._owed: deque[str] = deque()
         """Entries that could not be written yet."""
         self._heard = True
@@ -134,6 +136,13 @@ class PatientLog:
             self.anchor.close()
         self._tell()
 
+    def abandon(self) -> None:
+        """Close the log, and sign and publish nothing more: another process goes on with it."""
+        self._beside.shutdown(cancel_futures=True)
+        self.writer.release()
+        if self.anchor is not None:
+            self.anchor.close()
+
     def _pay(self) -> None:
         while self._owed:
             self.writer.append(self._owed[0])
@@ -161,7 +170,7 @@ class PatientLog:
         try:
             note = self.writer.cover()
             if self.anchor is not None:
-                self.anchor.take(note)
+                (self.hold or self.anchor.take)(note)
             if then is not None:
                 then()
             self._uncovered = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,23 @@ from dilocox.coordinator.metrics.run_metrics import Record, RunMetrics
 from dilocox.coordinator.protocol.messages import StandingChange
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.event_log import NAME as EVENTS
+from dilocox.coordinator.server.generations import refuse_fenced
 from dilocox.coordinator.server.ledger import Ledger
 from dilocox.coordinator.server.ledger_audit import audit
 from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.run_server import serve
+from dilocox.coordinator.server.standby import SHARE, HeldBack, StandbyLink
 from dilocox.coordinator.server.startup import EarlierRun, RunStart
 from dilocox.coordinator.server.tokens import FOLDER as TOKENS
-from dilocox.errors import ConfigError, TrainingError
+from dilocox.errors import ConfigError, SupersededError, TrainingError
+from dilocox.record.log.signed_note import LogCheckpoint, split_note
 from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.record.writer.one_writer import held
-from dilocox.training.launch import preflight
+from dilocox.training.launch import preflight, standby
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_check import ENDPOINT
 from dilocox.training.launch.run_folder import claim_folder
+from dilocox.training.launch.standby import refuse_standby
 from dilocox.training.portable_checkpoint import Handover
 
 LOG_PATIENCE = 3.0
@@ -49,6 +53,8 @@ def coordinate(
     wait_for: int | None,
     resume: bool,
     verbose: bool = False,
+    take_over: bool = False,
+    gone: bool = False,
 ) -> int:
     """`dilocox coordinator`: serve a run whose sites join from other machines.
 
@@ -56,17 +62,24 @@ def coordinate(
     the same port. Sites that are still training then reach it again. `resume` goes back to the
     last checkpoint instead. `run_file` and `overrides` appear in the printed join lines. The run
     starts with `wait_for` sites; None means all. `verbose` also prints the table of time-outs.
+    `take_over`: the folder is a standby's, which takes over; `gone`: see `standby.take_over`.
 
     Returns the exit code: 0 if the run is finished, 130 if it was stopped. Raises `DilocoxError`
     if the run cannot start, or if it failed.
     """
     display = Display(config)
+    refuse_fenced(config.folder / "coordinator")
+    if not take_over:
+        refuse_standby(config.folder)
     role = preflight.Role("coordinator", resume=resume, wait_for=wait_for)
     prepared = preflight.check(config, role)
     config, folder = prepared.config, config.folder
+    go_on_ending = standby.take_over(config, gone, display.line) if take_over else None
     claim_folder(config, prepared.begun)
 
     def ready(endpoint: Endpoint) -> None:
+        if go_on_ending is not None:
+            go_on_ending()
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
         tokens = folder / "coordinator" / TOKENS
         # An IPv6 address keeps its brackets, as `dilocox join` expects.
@@ -166,6 +179,7 @@ def serve_run(
     Raises:
         TrainingError: another coordinator runs on this folder.
     """
+    patience = SHARE * Timeouts.derive(config.network).heartbeat
     with contextlib.ExitStack() as ends:
         if not ends.enter_context(held(folder / "coordinator", LOG_PATIENCE)):
             raise TrainingError(
@@ -176,14 +190,18 @@ def serve_run(
         warning = config.admission.warning(len(config.sites))
         if warning is not None:
             recorder.message(warning)
+        link = StandbyLink(folder, patience, recorder.message)
         notary = None
         if config.record.enabled:
             notary = TransparencyLogSink.open(config, folder / "coordinator", recorder.message)
             ends.callback(notary.close)
+            if notary.log.anchor is not None:
+                notary.log.hold = HeldBack(notary.log.anchor, link, _statements_of).take
+            ends.enter_context(_abandoned_if_superseded(notary))
         status = serve(
             config,
             folder / "coordinator",
-            RunStart(wait_for, payloads, lambda: earlier_run(config)),
+            RunStart(wait_for, payloads, lambda: earlier_run(config), link),
             RunListener(
                 on_report=recorder.report,
                 on_message=recorder.happened,
@@ -199,6 +217,20 @@ def serve_run(
         )
     summary = recorder.finish(status.phase, status.reason)
     return {"phase": status.phase, "reason": status.reason, "summary": summary}
+
+
+def _statements_of(checkpoint: str) -> int:
+    return LogCheckpoint.parse(split_note(checkpoint)[0]).size
+
+
+@contextlib.contextmanager
+def _abandoned_if_superseded(notary: TransparencyLogSink) -> Iterator[None]:
+    """Sign nothing more once another coordinator goes on with the log."""
+    try:
+        yield
+    except SupersededError:
+        notary.abandon()
+        raise
 
 
 def earlier_run(config: RunConfig) -> EarlierRun:

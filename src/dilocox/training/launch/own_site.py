@@ -19,7 +19,7 @@ from torch import Tensor
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.client.heartbeat import RankControl
-from dilocox.coordinator.client.transport import host_and_port
+from dilocox.coordinator.client.transport import addresses_of
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.data import TokenFiles
@@ -84,7 +84,7 @@ def endpoint_of(
         raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
     if address is not None:
         url = f"https://{address.removeprefix('https://')}"
-        host_and_port(url)
+        addresses_of(url)
         token = read_token(None if token_file is None else Path(token_file))
         return Endpoint(url, {site: token}, "")
     path = config.folder / "coordinator" / ENDPOINT

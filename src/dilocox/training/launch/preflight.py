@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dilocox.config.run_config import RunConfig
-from dilocox.coordinator.client.transport import host_and_port
+from dilocox.coordinator.client.transport import addresses_of
 from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.metrics.privacy import check_accountant
 from dilocox.data import TokenFiles
@@ -148,7 +148,7 @@ def check_process(config: RunConfig, role: Role) -> None:
         if role.site not in config.sites:
             known = ", ".join(config.sites)
             raise JoinError(f"site {role.site!r}: not in the run file, which names: {known}")
-        host_and_port(role.url)
+        addresses_of(role.url)
     check_versions()
     check_stakes(config, role.command)
     if config.data.own and role.trains:

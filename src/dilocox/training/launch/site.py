@@ -27,7 +27,7 @@ from dilocox.coordinator.client.errors import (
     SiteGoneError,
 )
 from dilocox.coordinator.client.stake_file import read_stake_proof
-from dilocox.coordinator.client.transport import host_and_port
+from dilocox.coordinator.client.transport import addresses_of
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.coordinator.protocol.timeouts import Timeouts
@@ -321,12 +321,12 @@ def exchange_address(config: RunConfig, site: str, url: str) -> str:
     """Return the interface name or IP address that this site's exchange binds to.
 
     It is the one in the run file, otherwise this machine's address on the route to the
-    coordinator. Raises `RetryLaterError` if there is no route.
+    coordinator's first address. Raises `RetryLaterError` if there is no route.
     """
     chosen = config.sites[site].interface or config.network.interface
     if chosen:
         return chosen
-    host, port = host_and_port(url)
+    host, port = addresses_of(url)[0]
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
