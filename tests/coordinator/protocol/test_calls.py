@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -28,10 +29,12 @@ def calls(base: type[Call[Any]] = Call) -> Iterator[type[Call[Any]]]:
         yield from calls(each)
 
 
-def test_every_call_has_one_path_and_one_route() -> None:
+def test_every_call_has_one_path_and_one_route(tmp_path: Path) -> None:
     declared = {(each.method, f"/v1/{each.path}") for each in calls()}
     assert len(declared) == len(list(calls())) == 33
-    routes = CoordinatorServer(MagicMock())._routes()
+    core = MagicMock()
+    core.log.path = tmp_path / "coordinator.sqlite"
+    routes = CoordinatorServer(core)._routes()
     assert {(each.method, each.path) for each in routes} == declared
     assert len(routes) == len(declared)
 
