@@ -24,8 +24,8 @@ from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import custody_messages as cm
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
-from dilocox.coordinator.protocol.attestation_messages import TokenAttestRequest
 from dilocox.coordinator.protocol import standby_messages as sm
+from dilocox.coordinator.protocol.attestation_messages import TokenAttestRequest
 from dilocox.coordinator.protocol.site_reports import KINDS
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.coordinator.server.refusals import Caller, Refused
