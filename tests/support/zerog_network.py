@@ -16,7 +16,7 @@ import importlib.util
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -87,19 +87,25 @@ class StoredFile:
     size: int
     sequence: int
     start: int
+    shard: tuple[int, int] = (0, 1)
     segments: dict[int, bytes] = field(default_factory=dict)
+
+    def kept(self, number: int) -> bool:
+        """Whether the node keeps a segment."""
+        return (self.start // SEGMENT_CHUNKS + number) % self.shard[1] == self.shard[0]
 
     @property
     def whole(self) -> bool:
-        return len(self.segments) == -(-self.size // (CHUNK * SEGMENT_CHUNKS))
+        count = -(-self.size // (CHUNK * SEGMENT_CHUNKS))
+        return all(number in self.segments for number in range(count) if self.kept(number))
 
 
 class StorageNode:
-    """A storage node that keeps everything in memory."""
+    """A storage node that keeps everything, or a part of all segments, in memory."""
 
-    def __init__(self, flow: Any) -> None:
-        """`flow`: the contract whose events it reads."""
-        self._flow, self._from = flow, 0
+    def __init__(self, flow: Any, shard: tuple[int, int] = (0, 1)) -> None:
+        """`flow`: the contract whose events it reads. `shard`: number and count of the parts."""
+        self._flow, self._from, self.shard = flow, 0, shard
         self._lock = threading.Lock()
         self.files: dict[int, StoredFile] = {}
         self.behind = False
@@ -120,7 +126,7 @@ class StorageNode:
             case "zgs_getStatus":
                 return {"connectedPeers": 0, "nextTxSeq": len(self.files)}
             case "zgs_getShardConfig":
-                return {"shardId": 0, "numShard": 1}
+                return {"shardId": self.shard[0], "numShard": self.shard[1]}
             case "zgs_getFileInfo":
                 return self._info(self._newest(params[0]))
             case "zgs_downloadSegment":
@@ -141,7 +147,11 @@ class StorageNode:
                 root = keccak(node + root)
             sequence = said["submissionIndex"]
             self.files[sequence] = StoredFile(
-                f"0x{root.hex()}", said["submission"]["length"], sequence, said["startPos"]
+                f"0x{root.hex()}",
+                said["submission"]["length"],
+                sequence,
+                said["startPos"],
+                self.shard,
             )
         self._from = newest + 1
 
@@ -163,6 +173,8 @@ class StorageNode:
         if not 0 <= first < end <= -(-file.size // CHUNK) or end - first > SEGMENT_CHUNKS:
             raise RefusedCallError("Invalid params: range")
         number, begin = divmod(first, SEGMENT_CHUNKS)
+        if not file.kept(number):
+            return None
         data = file.segments[number][begin * CHUNK : (begin + end - first) * CHUNK]
         return base64.b64encode(data).decode()
 
@@ -173,6 +185,8 @@ class StorageNode:
             raise RefusedCallError("Invalid params: root; data: already uploaded and finalized")
         for each in segments:
             number, data = each["index"], base64.b64decode(each["data"], validate=True)
+            if not file.kept(number):
+                raise RefusedCallError("Invalid params: segment of another shard")
             if self.check:
                 self._check(file, each, number, data)
             with self._lock:
@@ -196,6 +210,31 @@ class StorageNode:
             now = keccak(now + other) if left else keccak(other + now)
         if not f"0x{now.hex()}" == said["root"] == file.root or said["fileSize"] != file.size:
             raise RefusedCallError("Invalid params: root")
+
+
+class Indexer:
+    """Knows storage nodes by their URLs."""
+
+    def __init__(self, nodes: Mapping[str, StorageNode]) -> None:
+        self.nodes = dict(nodes)
+
+    def call(self, method: str, params: list[Any]) -> Any:
+        """Answer a call."""
+        told = [
+            {"url": url, "config": dict(zip(("shardId", "numShard"), node.shard, strict=True)),
+             "latency": 1, "since": 0}
+            for url, node in self.nodes.items()
+        ]  # fmt: skip
+        match method:
+            case "indexer_getSelectedNodes":
+                return {"trusted": told, "discovered": []}
+            case "indexer_getFileLocations":
+                has = [self.nodes[each["url"]].files.values() for each in told]
+                return [
+                    each for each, files in zip(told, has, strict=True)
+                    if any(file.root == params[0] and file.whole for file in files)
+                ]  # fmt: skip
+        raise RefusedCallError("Method not found")
 
 
 UTILS = reference()

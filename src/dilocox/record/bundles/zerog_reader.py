@@ -10,13 +10,14 @@ from dilocox.errors import RecordError
 from dilocox.record.bundles.place import CALL_SECONDS
 from dilocox.record.bundles.publication import INDEX, INDEX_BYTES, Bundle
 from dilocox.record.bundles.tar_members import MalformedError
-from dilocox.record.bundles.zerog_node import ZerogNode, ZerogUrl
+from dilocox.record.bundles.zerog_network import ZerogNetwork
+from dilocox.record.bundles.zerog_node import ZerogUrl
 from dilocox.record.bundles.zerog_root import SEGMENT, keccak_256, tree_of
 from dilocox.record.log.blob_store import MissingError
 
 
 class ZerogReader:
-    """A published run at a storage node."""
+    """A published run at storage nodes."""
 
     def __init__(self, url: str, patience: float = 0.0, seconds: float = CALL_SECONDS) -> None:
         """Look at a URL; the node is not asked yet.
@@ -38,7 +39,7 @@ class ZerogReader:
         keccak_256()
         self.url = where.at(where.root)
         self._root = where.root
-        self._node = ZerogNode(where, patience, seconds)
+        self._nodes = ZerogNetwork(where, patience, seconds)
 
     def get_index(self) -> bytes:
         """Return the index of the published run.
@@ -46,13 +47,13 @@ class ZerogReader:
         Raises `MissingError` if the node does not have it, and `RecordError` if the node fails or
         gives other bytes than the root stands for.
         """
-        about = self._node.info(self._root)
+        about = self._nodes.info(self._root)
         if about is None:
-            raise MissingError(f"{self.url}: the node does not know a file of this root")
+            raise MissingError(f"{self.url}: no node knows a file of this root")
         if not 0 < about.size <= INDEX_BYTES:
             raise RecordError(f"{self.url}: a file of {about.size:,} bytes is no {INDEX}")
         count = -(-about.size // SEGMENT)
-        data = b"".join(self._node.segment(self._root, n, about.size) for n in range(count))
+        data = b"".join(self._nodes.segment(self._root, n, about.size) for n in range(count))
         if tree_of(data[: about.size]).root.hex() != self._root:
             raise RecordError(f"{self.url}: the node gives other bytes than the root stands for")
         return data[: about.size]
@@ -69,5 +70,5 @@ class ZerogReader:
         size = min(bundle.part_size, bundle.size - begin)
         first, end = begin // SEGMENT, -(-(begin + size) // SEGMENT)
         root = bundle.zerog.root
-        data = b"".join(self._node.segment(root, n, bundle.size) for n in range(first, end))
+        data = b"".join(self._nodes.segment(root, n, bundle.size) for n in range(first, end))
         return data[:size]

@@ -8,7 +8,7 @@ even without this folder the chain's events tell what was paid.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,8 @@ from dilocox.errors import RecordError, SettlementError
 from dilocox.record.bundles.fetch import BadBundleError
 from dilocox.record.bundles.place import AT_ONCE, CALL_SECONDS, in_order
 from dilocox.record.bundles.publication import INDEX, Bundle, Publication, ZerogFile
-from dilocox.record.bundles.zerog_node import FileInfo, ZerogNode, ZerogUrl
+from dilocox.record.bundles.zerog_network import ZerogNetwork
+from dilocox.record.bundles.zerog_node import FileInfo, ZerogUrl
 from dilocox.record.bundles.zerog_root import CHUNK, SEGMENT, FileTree, RootBuilder, tree_of
 from dilocox.record.log.blob_store import MissingError
 from dilocox.tools.settlement.journal import Journal, append_lines, read_lines
@@ -74,7 +75,7 @@ class ZerogDestination:
     """Called with a line for each payment and each new index."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
-    _node: ZerogNode = field(init=False)
+    _nodes: ZerogNetwork = field(init=False)
     _flow: Flow = field(init=False)
     _folder: Path | None = None
     _known: dict[str, Submitted] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class ZerogDestination:
     def __post_init__(self) -> None:
         """Look at node and contract; nothing is asked. Raises `RecordError` for a bad address."""
         access = self.access
-        self._node = ZerogNode(access.url, self.patience, self.seconds)
+        self._nodes = ZerogNetwork(access.url, self.patience, self.seconds)
         web3 = connect(access.rpc)
         self._flow = Flow(web3, access.contract, access.account, access.fee)
 
@@ -152,7 +153,7 @@ class ZerogDestination:
             except SettlementError as error:
                 raise RecordError(str(error)) from None
             self._flow.check()
-            self._node.check_whole()
+            self._nodes.takers()
             folder = self.coordinator / FOLDER / f"{chain}-{self._flow.address}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -171,19 +172,22 @@ class ZerogDestination:
         Returns the submission, and the number of bytes that were uploaded.
         """
         root = tree.root.hex()
-        info = self._node.info(root)  # and nothing is paid before the node answers
+        infos = self._nodes.infos(root)  # and nothing is paid before the nodes answer
         submitted = self._known.get(root)
         if submitted is None:
-            submitted = self._submit(name, tree, info)
-        info = self._seen(submitted, root)
-        if info.finalized:
+            submitted = self._submit(name, tree, any(infos))
+        seen = self._seen(submitted, root)
+        if all(info.finalized for info in seen):
             return submitted, 0
-        sent = self._upload(tree, submitted, info, pieces, uplink)
+        sent = self._upload(tree, submitted, seen, pieces, uplink)
         self._await_whole(name, root)
         return submitted, sent
 
-    def _submit(self, name: str, tree: FileTree, info: FileInfo | None) -> Submitted:
-        """Submit a file unless the chain has it, and write that down."""
+    def _submit(self, name: str, tree: FileTree, known: bool) -> Submitted:
+        """Submit a file unless the chain has it, and write that down.
+
+        `known`: a node says that it was submitted.
+        """
         folder, root, account = self._opened(), tree.root.hex(), self.access.account
         journal = Journal(folder / f"journal-{account.address}.jsonl")
         try:
@@ -191,11 +195,11 @@ class ZerogDestination:
             try:
                 found = self._flow.find(tree)
             except UnknownError as error:
-                if info is not None:
+                if known:
                     raise RecordError(f"{name}: was submitted before, but {error}") from None
                 found = None
             else:
-                if found is None and info is not None:
+                if found is None and known:
                     raise RecordError(
                         f"{name}: the node says that it was submitted, and the chain's server says "
                         "that it was not; name another server, as nothing is paid twice"
@@ -213,56 +217,57 @@ class ZerogDestination:
         self._known[root] = found
         return found
 
-    def _seen(self, submitted: Submitted, root: str) -> FileInfo:
-        """Wait until the node knows a submission."""
+    def _seen(self, submitted: Submitted, root: str) -> list[FileInfo]:
+        """Wait until all nodes know a submission."""
         end = self.clock() + NODE_SECONDS
-        while (info := self._node.info(root)) is None:
+        while True:
+            found = self._nodes.infos(root)
+            known = [info for info in found if info is not None]
+            if len(known) == len(found):
+                return known
             if self.clock() > end:
                 raise RecordError(
                     f"{self.url}: does not know transaction {submitted.transaction} after "
                     f"{NODE_SECONDS:.0f} s; it is paid, so publish again later, or to another node"
                 )
             self.sleep(POLL)
-        return info
 
     def _upload(
-        self, tree: FileTree, submitted: Submitted, info: FileInfo, pieces: Pieces, uplink: Uplink
-    ) -> int:
-        """Upload the segments that the node may lack; return the bytes that were sent.
+        self, tree: FileTree, submitted: Submitted, seen: Sequence[FileInfo], pieces: Pieces,
+        uplink: Uplink,
+    ) -> int:  # fmt: skip
+        """Upload the segments that the nodes may lack; return the bytes that were sent.
 
         A node tells only how many segments it has. Uploads go in order, so most of these are the
-        first ones: the upload begins after them, and comes back to them if the file is not whole.
+        first ones: the upload to one node begins after them, and comes back to them if the file is
+        not whole.
         """
-        begin = max(0, min(info.segments, tree.count) // _segments_of_part() - AT_ONCE)
-        sent = self._upload_parts(tree, submitted, pieces, uplink, begin, None)
-        if begin:
-            again = self._node.info(tree.root.hex())
-            if again is None or not again.finalized:
-                sent += self._upload_parts(tree, submitted, pieces, uplink, 0, begin)
-        return sent
+        begin, info = 0, seen[0]
+        if len(seen) == 1:
+            begin = max(0, min(info.segments, tree.count) // _segments_of_part() - AT_ONCE)
 
-    def _upload_parts(
-        self, tree: FileTree, submitted: Submitted, pieces: Pieces, uplink: Uplink, begin: int,
-        end: int | None,
-    ) -> int:  # fmt: skip
         def send(part: tuple[int, bytes]) -> int:
             number, data = part
-            size = len(data)
+            size, first = len(data), number * _segments_of_part()
             data = data.ljust(-(-size // CHUNK) * CHUNK, b"\0")
             segments = [data[at : at + SEGMENT] for at in range(0, len(data), SEGMENT)]
             uplink.take(size * 4 // 3)  # base64
-            self._node.upload(tree, submitted.sequence, number * _segments_of_part(), segments)
+            self._nodes.upload(tree, info, submitted.sequence, list(enumerate(segments, first)))
             return size
 
-        return sum(in_order(send, islice(enumerate(pieces()), begin, end)))
+        sent = sum(in_order(send, islice(enumerate(pieces()), begin, None)))
+        if begin and not self._whole(tree.root.hex()):
+            sent += sum(in_order(send, islice(enumerate(pieces()), 0, begin)))
+        return sent
+
+    def _whole(self, root: str) -> bool:
+        """Return whether all nodes say that they have all of a file."""
+        return all(info is not None and info.finalized for info in self._nodes.infos(root))
 
     def _await_whole(self, name: str, root: str) -> None:
         """Wait until the node says that it has all of a file."""
         end = self.clock() + NODE_SECONDS
-        while True:
-            info = self._node.info(root)
-            if info is not None and info.finalized:
-                return
+        while not self._whole(root):
             if self.clock() > end:
                 raise RecordError(
                     f"{self.url}: has not all of {name} {NODE_SECONDS:.0f} s after it was "
