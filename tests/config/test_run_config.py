@@ -99,6 +99,7 @@ REFUSED = [
     ('control.pinned=["slots"]', 'got "slots", expected a list, each one of: "inner_steps"'),
     ("model.path=somewhere", "model: give exactly one of path and architecture"),
     ("record.states_keep=3", "record.states_keep limits the states that are kept"),
+    ("record.published=zerog://node:5678", "record.published: a URL of 0G Storage names one state"),
     ("network.heartbeat=1000.0", "network.heartbeat 1000 s is above link_timeout 120 s"),
     # overrides that are none
     ("outer.rounds", "--set 'outer.rounds': write it as section.key=value"),

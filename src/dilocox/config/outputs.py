@@ -140,6 +140,16 @@ class RecordSection(Section):
         found: dict[str, Any] = usual(self)
         return {name: each for name, each in found.items() if name != "tee" or each is not None}
 
+    @field_validator("published")
+    @classmethod
+    def _grows(cls, url: str) -> str:
+        if url.startswith("zerog"):
+            raise ValueError(
+                "a URL of 0G Storage names one state of the publication, and a late site needs the "
+                "rounds until it enters: publish to a folder or object storage, too"
+            )
+        return url
+
     @field_validator("keep")
     @classmethod
     def _bound(cls, keep: int | str) -> int | str:

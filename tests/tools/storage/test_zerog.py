@@ -327,6 +327,19 @@ def test_costs_have_a_limit(run: Path, network: Network, who: LocalAccount) -> N
     assert "\n" not in str(refused.value)
 
 
+def test_a_node_that_has_dropped_a_file_is_named(
+    run: Path, network: Network, who: LocalAccount
+) -> None:
+    publish_once(network.publisher(run, who))
+    next((run / "coordinator").rglob(INDEX)).unlink()
+    network.asked.change = lambda method, said: (
+        {**said, "pruned": True} if method == "zgs_getFileInfo" else said
+    )
+    with pytest.raises(RecordError, match="has not all of bundles/000000-"):
+        publish_once(network.publisher(run, who))
+    assert len(network.submissions(who)) == 4
+
+
 def test_a_node_that_is_behind_is_named(run: Path, network: Network, who: LocalAccount) -> None:
     network.node.behind = True
     with pytest.raises(RecordError, match=r"does not know transaction [0-9a-f]{64} after"):

@@ -73,7 +73,7 @@ class FileInfo:
     sequence: int
     """Number of the submission at the contract."""
     finalized: bool
-    """Whether the node has all of the file."""
+    """Whether the node has all of the file that it keeps, and has not dropped it."""
     segments: int
     """Number of segments that the node has."""
     start: int
@@ -132,7 +132,8 @@ class ZerogNode:
             if not all(type(each) is int and 0 <= each < _MOST_SIZE for each in numbers):
                 raise ValueError(f"numbers {numbers}")
             size, sequence, start, segments = numbers
-            return FileInfo(size, sequence, said["finalized"] is True, segments, start)
+            whole = said["finalized"] is True and said.get("pruned") is not True
+            return FileInfo(size, sequence, whole, segments, start)
 
         return self._rpc.call("zgs_getFileInfo", [f"0x{root}", False], parse, "looked up", root)
 
