@@ -19,6 +19,7 @@ from tests.support.zerog_network import Indexer, RefusedCallError, RpcServer, St
 from tests.support.zerog_scene import Cut, Network
 
 from dilocox.errors import RecordError
+from dilocox.record.bundles.zerog_node import ZerogUrl, is_zerog
 from dilocox.tools.storage import bundle_file
 from dilocox.tools.storage.follow import publish_once
 
@@ -74,6 +75,34 @@ def test_nodes_of_an_indexer_share_the_segments(
     with pytest.raises(RecordError, match="names no nodes that take files and keep all parts"):
         publish_once(network.publisher(run, who, url=url))
     assert len(network.submissions(who)) == found.bundles + 1
+
+
+def test_urls() -> None:
+    root = "ab" * 32
+    for text, node, named in (
+        ("zerog://node:5678", "http://node:5678", ""),
+        ("zerog+https://node/", "https://node", ""),
+        (f"zerog://{root}@[::1]:5678", "http://[::1]:5678", root),
+        (f"zerog://0x{root}@10.0.0.1", "http://10.0.0.1", root),
+    ):
+        url = ZerogUrl.parse(text)
+        assert (url.node, url.root) == (node, named)
+        assert ZerogUrl.parse(url.at(root)).root == root
+        assert is_zerog(text)
+    for text in ("zerog", "file:///zerog", "zerog:/x", "s3://zerog"):
+        assert not is_zerog(text)
+    for text in (
+        "zerog://",
+        "zerog://a b",
+        "zerog://node/path",
+        "zerog://node?x",
+        f"zerog://{root[1:]}@node",
+    ):
+        with pytest.raises(RecordError, match="not a URL of 0G Storage"):
+            ZerogUrl.parse(text)
+    with pytest.raises(RecordError, match="holds a password") as refused:
+        ZerogUrl.parse("zerog://user:geheim@node")
+    assert "geheim" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ class ZerogUrl:
 
 def is_zerog(url: str) -> bool:
     """Return whether a URL has a protocol of 0G Storage."""
-    return url.partition("://")[0] in SCHEMES
+    scheme, mark, _ = url.partition("://")
+    return bool(mark) and scheme in SCHEMES
 
 
 @dataclass(frozen=True)
