@@ -58,9 +58,9 @@ def run(options: argparse.Namespace) -> int:
     """Sample or rebuild, and print the result. Returns 0 if it is PASS, 1 if it is FAIL."""
     # Imported here, because no other command needs these modules.
     from dilocox.record.pieces import erasure
+    from dilocox.record.verify.piece_stores import PieceStores
     from dilocox.record.verify.remote import fetched_log
-    from dilocox.tools.availability.cuts import read_cuts
-    from dilocox.tools.availability.piece_stores import PieceStores
+    from dilocox.record.verify.signed_cuts import read_cuts
     from dilocox.tools.availability.restore import restore
     from dilocox.tools.availability.sampling import sample
 

@@ -22,8 +22,8 @@ from dilocox.errors import RecordError
 from dilocox.record.log.blob_store import Store, piece_path
 from dilocox.record.pieces.cut import cut
 from dilocox.record.pieces.piece import Piece
-from dilocox.tools.availability.cuts import SignedCut, SignedCuts, read_cuts
-from dilocox.tools.availability.piece_stores import PieceStores
+from dilocox.record.verify.piece_stores import PieceStores
+from dilocox.record.verify.signed_cuts import SignedCut, SignedCuts, read_cuts
 from dilocox.tools.availability.restore import EVIDENCE, restore
 from dilocox.tools.availability.sampling import Sampled, sample
 

@@ -15,6 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.record.log import bounded_reads
@@ -332,6 +333,19 @@ def widened(data: bytes) -> bytes:
     return bytes(found)
 
 
+class Besides(Protocol):
+    """Gives objects that no store has."""
+
+    def has(self, digest: str) -> bool:
+        """Return True if `get` would probably return the object."""
+
+    def get(self, digest: str) -> bytes | None:
+        """Return an object; None if it is not known.
+
+        Raises `MissingError` if it is known, but cannot be given.
+        """
+
+
 class Stores:
     """Several stores, read as one: reads take the first store that has the correct bytes."""
 
@@ -343,6 +357,8 @@ class Stores:
         self._stores = stores
         self._most = most
         self._sizes: dict[str, int] = {}
+        self.besides: Besides | None = None
+        """Asked for objects that no store has."""
 
     def allow(self, state: int) -> None:
         """Raise the limit for a run with a signed state of `state` bytes.
@@ -371,7 +387,8 @@ class Stores:
 
     def has(self, digest: str) -> bool:
         """Return True if a store has a file for this digest; only `get` checks its bytes."""
-        return any(store.has(digest) for store in self._stores)
+        there = any(store.has(digest) for store in self._stores)
+        return there or (self.besides is not None and self.besides.has(digest))
 
     def get(self, digest: str) -> bytes:
         """Return the bytes with this digest.
@@ -392,7 +409,14 @@ class Stores:
         if problems:
             raise problems[0]
         where = ", ".join(store.where for store in self._stores)
-        raise MissingError(f"{digest[:12]}…: in none of {where}")
+        missing = f"{digest[:12]}…: in none of {where}"
+        try:
+            found = None if self.besides is None else self.besides.get(digest)
+        except MissingError as error:
+            raise MissingError(f"{missing}; {error}") from None
+        if found is None:
+            raise MissingError(missing)
+        return found
 
 
 class MissingError(RecordError):

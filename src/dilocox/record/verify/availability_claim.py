@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 from dilocox.config.availability import PieceCode
@@ -37,19 +36,6 @@ def cuts_of(course: RunHistory) -> Iterator[tuple[str, int, str]]:
             content = content_of_step(step, shard)
             if content is not None:
                 yield step.key.text, shard, content
-
-
-@contextlib.contextmanager
-def told_of_pieces(course: RunHistory) -> Iterator[None]:
-    """Say in a `NotRunError` on missing payloads that pieces may give them back, if they do."""
-    try:
-        yield
-    except NotRunError as why:
-        if course.config.get("availability") is None:
-            raise
-        raise NotRunError(
-            f"{why}, or rebuild payloads from pieces with `dilocox availability --rebuild`"
-        ) from None
 
 
 def judge_availability(course: RunHistory) -> str:

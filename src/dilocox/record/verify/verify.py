@@ -25,7 +25,7 @@ from dilocox.record.log.transparency_log import (
 from dilocox.record.verify import claims as c
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code
 from dilocox.record.verify.audit_claims import Audits
-from dilocox.record.verify.availability_claim import judge_availability, told_of_pieces
+from dilocox.record.verify.availability_claim import judge_availability
 from dilocox.record.verify.chain_anchors import ChainHeads
 from dilocox.record.verify.completeness import broken_commitments, gaps, need_extensions
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
@@ -33,6 +33,7 @@ from dilocox.record.verify.further_claims import further
 from dilocox.record.verify.machine_claims import MachineJudge, machine_checks
 from dilocox.record.verify.model_files import check_other_files, check_plain_files, published_files
 from dilocox.record.verify.outside_claims import outside
+from dilocox.record.verify.rebuilt_payloads import rebuilt_payloads
 from dilocox.record.verify.release_signature import check_release, is_released
 from dilocox.record.verify.run_history import RunHistory, read_history
 from dilocox.record.verify.witness_claims import Witnesses
@@ -212,6 +213,8 @@ class _Verification:
         self._need_log()
         key = NoteKey.parse(self.content.public)
         self.course = read_history(as_signed(self.content, key), key)
+        own = str(self.places.run / "record" / "store")
+        self.stores.besides = rebuilt_payloads(self.course, [own, *self.places.stores])
         return told_signers(self.course)
 
     def _need_log(self) -> None:
@@ -266,8 +269,7 @@ class _Verification:
             self.origins = origins_of(course, self.stores.has, self._get)
         needed = Needed(self._get)
         done = partial(self.progress, "checking payloads")
-        with told_of_pieces(course):
-            read_needed(course, self.origins, self._listing, needed, done)
+        read_needed(course, self.origins, self._listing, needed, done)
         return f"{needed.count} objects, {needed.size / 1e6:.1f} MB{self._since()}"
 
     def _since(self) -> str:

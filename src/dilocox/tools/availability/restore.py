@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dilocox.errors import RecordError
 from dilocox.record.log.blob_store import Store, piece_path
-from dilocox.record.log.custody import content_of
-from dilocox.record.pieces.errors import WrongEncodingError
+from dilocox.record.pieces.errors import TooFewPiecesError
 from dilocox.record.pieces.piece import Piece
-from dilocox.record.pieces.rebuild import rebuild
-from dilocox.tools.availability.cuts import SignedCut, SignedCuts
-from dilocox.tools.availability.piece_stores import PieceStores
+from dilocox.record.verify.piece_stores import PieceStores, WrongPiecesError
+from dilocox.record.verify.signed_cuts import SignedCut, SignedCuts
 from dilocox.utils.storage import replace_file
 
 EVIDENCE = "wrong-encoding"
@@ -57,60 +55,30 @@ def restore(
     store = Store(str(target))
     for number, cut in enumerate(signed.cuts):
         try:
-            objects = _objects(signed, cut, stores, store, target)
-            found.size += sum(objects)
+            found.size += _restore(signed, cut, stores, store)
             found.rebuilt += 1
-        except WrongEncodingError as error:
-            found.wrong.append(f"{cut.name}: {error}; signed by {', '.join(cut.sites)}")
-        except _LostError as error:
+        except WrongPiecesError as error:
+            found.wrong.append(str(error))
+            _keep_evidence(error.pieces, cut, target)
+        except TooFewPiecesError as error:
             found.lost.append(str(error))
         progress((number + 1) / max(1, len(signed.cuts)))
     found.wrong, found.dead = [*stores.wrong, *found.wrong], dict(stores.dead)
     return found
 
 
-class _LostError(Exception):
-    """The stores have too few pieces of a cut."""
-
-
-def _objects(
-    signed: SignedCuts, cut: SignedCut, stores: PieceStores, store: Store, target: Path
-) -> list[int]:
+def _restore(signed: SignedCuts, cut: SignedCut, stores: PieceStores, store: Store) -> int:
     """Rebuild the payloads of a cut; return their bytes. What is there already is left as it is."""
-    code = signed.code
-    pieces = stores.first(cut, range(code.pieces), 1)
-    if pieces and all(store.has(digest) for digest, _ in pieces[0].layout.objects):
-        return [size for _, size in pieces[0].layout.objects]
-    if pieces:
-        after = range(pieces[0].index + 1, code.pieces)
-        pieces += stores.first(cut, after, code.needed - 1)
-    if len(pieces) < code.needed:
-        there = ", ".join(code.sites[each.index] for each in pieces) or "none"
-        raise _LostError(
-            f"{cut.name}: {code.needed} pieces are needed, {len(pieces)} are there ({there})"
-        )
-    root = bytes.fromhex(cut.root)
-    try:
-        objects = rebuild(pieces, root, code.needed)
-        _check_content(cut, pieces[0])
-    except WrongEncodingError:
-        _keep_evidence(pieces, cut, target)
-        raise
-    for data, (digest, _) in zip(objects, pieces[0].layout.objects, strict=True):
+    known = stores.first(cut, range(signed.code.pieces), 1)
+    if known and all(store.has(digest) for digest, _ in known[0].layout.objects):
+        return known[0].layout.size
+    layout, objects = stores.rebuilt(cut, signed.code)
+    for data, (digest, _) in zip(objects, layout.objects, strict=True):
         store.put(data, digest)
-    return [len(each) for each in objects]
+    return layout.size
 
 
-def _check_content(cut: SignedCut, piece: Piece) -> None:
-    """Raise `WrongEncodingError` unless a piece's layout begins with the payloads of its cut."""
-    digests = [digest for digest, _ in piece.layout.objects]
-    if not any(content_of(digests[:count]) == cut.content for count in range(1, len(digests) + 1)):
-        raise WrongEncodingError(
-            f"the pieces under root {cut.root[:12]}… are of other payloads than those that count"
-        )
-
-
-def _keep_evidence(pieces: list[Piece], cut: SignedCut, target: Path) -> None:
+def _keep_evidence(pieces: Sequence[Piece], cut: SignedCut, target: Path) -> None:
     for each in pieces:
         path = target / EVIDENCE / piece_path(cut.root, each.index)
         try:

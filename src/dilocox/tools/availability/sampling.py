@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from dilocox.errors import RecordError
 from dilocox.record.pieces.chance import pass_chance
-from dilocox.tools.availability.cuts import SignedCut, SignedCuts
-from dilocox.tools.availability.piece_stores import PieceStores
+from dilocox.record.verify.piece_stores import PieceStores
+from dilocox.record.verify.signed_cuts import SignedCut, SignedCuts
 
 
 @dataclass

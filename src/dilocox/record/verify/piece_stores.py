@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from dilocox.config.availability import PieceCode
 from dilocox.errors import RecordError
 from dilocox.record.bundles.place import CALL_SECONDS, DeniedError, Place
 from dilocox.record.log import bounded_reads
 from dilocox.record.log.blob_store import MissingError, piece_path
-from dilocox.record.pieces.errors import BadPieceError
+from dilocox.record.log.custody import content_of
+from dilocox.record.pieces.errors import BadPieceError, TooFewPiecesError, WrongEncodingError
+from dilocox.record.pieces.layout import Layout
 from dilocox.record.pieces.piece import Piece
-from dilocox.tools.availability.cuts import SignedCut
+from dilocox.record.pieces.rebuild import rebuild
+from dilocox.record.verify.signed_cuts import SignedCut
 
 _SLACK = 1 << 16
 """Bytes beyond a piece's signed size that are read, so that a longer file fails by its content."""
+
+
+class WrongPiecesError(WrongEncodingError):
+    """The pieces of a cut prove that whoever has signed their root has encoded wrongly."""
+
+    def __init__(self, cut: SignedCut, error: WrongEncodingError, pieces: Sequence[Piece]) -> None:
+        super().__init__(f"{cut.name}: {error}; signed by {', '.join(cut.sites)}")
+        self.pieces = pieces
+        """The evidence."""
 
 
 class PieceStores:
@@ -58,6 +71,26 @@ class PieceStores:
                 found.append(piece)
         return found
 
+    def rebuilt(self, cut: SignedCut, code: PieceCode) -> tuple[Layout, list[bytes]]:
+        """Return the layout and the objects of a cut, rebuilt from the first pieces that are there.
+
+        Raises:
+            TooFewPiecesError: The stores have fewer pieces than are needed.
+            WrongPiecesError: The pieces prove a wrong encoding.
+        """
+        pieces = self.first(cut, range(code.pieces), code.needed)
+        if len(pieces) < code.needed:
+            there = ", ".join(code.sites[each.index] for each in pieces) or "none"
+            raise TooFewPiecesError(
+                f"{cut.name}: {code.needed} pieces are needed, {len(pieces)} are there ({there})"
+            )
+        try:
+            objects = rebuild(pieces, bytes.fromhex(cut.root), code.needed)
+            _check_content(cut, pieces[0])
+        except WrongEncodingError as error:
+            raise WrongPiecesError(cut, error, pieces) from None
+        return pieces[0].layout, objects
+
     def _find(self, cut: SignedCut, index: int) -> Piece | None:
         if not cut.root:
             return None
@@ -88,3 +121,12 @@ class PieceStores:
         line = f"{place.url}: piece {index} of {cut.name}: {why}"
         if line not in self.wrong:
             self.wrong.append(line)
+
+
+def _check_content(cut: SignedCut, piece: Piece) -> None:
+    """Raise `WrongEncodingError` unless a piece's layout begins with the payloads of its cut."""
+    digests = [digest for digest, _ in piece.layout.objects]
+    if not any(content_of(digests[:count]) == cut.content for count in range(1, len(digests) + 1)):
+        raise WrongEncodingError(
+            f"the pieces under root {cut.root[:12]}… are of other payloads than those that count"
+        )
