@@ -10,7 +10,7 @@ from dilocox.tools.attestation.evidence import Evidence
 from dilocox.tools.attestation.policy import Policy
 from dilocox.tools.attestation.runtime_data import RuntimeData, gpu_nonce, report_data
 from dilocox.tools.attestation.simulated_machine import MEASUREMENT, SimulatedMachine
-from tests.support.simulated_gpu import SimulatedGpus, manifest
+from tests.support.simulated_gpu import DRIVER, VBIOS, SimulatedGpus, manifest
 from tests.support.simulated_tdx import SimulatedTdx
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -18,7 +18,7 @@ SAID = RuntimeData("1" * 64, "2" * 64, "paris", 3, 0, 1, "4" * 64, "5" * 64)
 SNP = SimulatedMachine.new(bytes(range(64)))
 TDX = SimulatedTdx(NOW)
 GPUS = SimulatedGpus()
-RIM = manifest()
+RIMS = [manifest(DRIVER, range(2)), manifest(VBIOS, range(2, 4))]
 REGISTERS = {
     "mrtd": "91eb2b44d141d4ece09f0c75c2c53d247a3c68edd7fafe8a3520c942a604a407de03ae6dc5f87f27428b25"
     "38873118b7",
@@ -44,8 +44,8 @@ def policy(**sections: Any) -> Policy:
 
 def gpu_rules(**keys: Any) -> dict[str, Any]:
     """The section `[gpu]` for one pretended GPU."""
-    digest = hashlib.sha256(RIM.encode()).hexdigest()
-    return {"count": 1, "manifests": [digest], "revocation": "not-run", **keys}
+    digests = [hashlib.sha256(each.encode()).hexdigest() for each in RIMS]
+    return {"count": 1, "manifests": digests, "revocation": "not-run", **keys}
 
 
 def snp(said: RuntimeData = SAID, **changes: Any) -> Evidence:
@@ -70,4 +70,4 @@ def with_gpus(count: int = 1, said: RuntimeData = SAID, **keys: Any) -> Evidence
     """Evidence of a machine with pretended GPUs, whose reports are bound to it."""
     nonce = gpu_nonce(said.to_bytes())
     gpus = [GPUS.evidence(nonce, **keys) for _ in range(count)]
-    return snp(said, gpus=gpus, manifests=[RIM])
+    return snp(said, gpus=gpus, manifests=RIMS)

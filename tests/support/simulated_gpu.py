@@ -19,14 +19,15 @@ DRIVER, VBIOS = "545.00", "96.00.5E.00.01"
 MEASUREMENTS = [hashlib.sha384(bytes((number,))).hexdigest() for number in range(4)]
 
 
-def manifest(measurements: list[str] = MEASUREMENTS) -> str:
-    """A reference manifest with these measurements."""
+def manifest(version: str, places: range) -> str:
+    """A reference manifest of a version of driver or VBIOS, with some of `MEASUREMENTS`."""
     space = "http://www.w3.org/2001/04/xmlenc#sha384"
     rows = "".join(
-        f'<Resource active="True" index="{number}" h:Hash0="{value}"/>'
-        for number, value in enumerate(measurements)
+        f'<Resource active="True" index="{number}" h:Hash0="{MEASUREMENTS[number]}"/>'
+        for number in places
     )
-    return f'<SoftwareIdentity xmlns="urn:x" xmlns:h="{space}">{rows}</SoftwareIdentity>'
+    meta = f'<Meta colloquialVersion="{version}"/>'
+    return f'<SoftwareIdentity xmlns="urn:x" xmlns:h="{space}">{meta}{rows}</SoftwareIdentity>'
 
 
 @dataclass

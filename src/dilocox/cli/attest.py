@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     if every is None and filing.policy is not None:
         every = max(1, filing.policy.policy.max_age_rounds // 2)
     with contextlib.suppress(KeyboardInterrupt):
-        filing.follow(every, _usual().link, _say)
+        filing.follow(every, _usual().rejoin, _say)
     return 0 if filing.filed else 3
 
 
@@ -202,20 +202,26 @@ def _caller(options: argparse.Namespace) -> Callable[[str | None], AttestReply]:
     from dilocox.coordinator.client.enrolment import attest
     from dilocox.training.launch.join_token import read_token
 
+    patience = replace(_usual(), coordinator=PATIENCE)
     if options.coordinator is None:
-        try:
-            endpoint = Endpoint.load(options.run / "coordinator" / "endpoint.json")
-            url, token = endpoint.url, endpoint.tokens[options.site]
-        except (OSError, ValueError, TypeError, KeyError):
-            raise ConfigError(
-                f"{options.run}: not the folder of a running coordinator that knows site "
-                f"{options.site}; give --coordinator HOST:PORT and --token-file"
-            ) from None
-    elif _ADDRESS.fullmatch(options.coordinator):
+
+        def own(statement: str | None) -> AttestReply:
+            # Read at every call: a coordinator that starts anew may listen elsewhere.
+            try:
+                endpoint = Endpoint.load(options.run / "coordinator" / "endpoint.json")
+                url, token = endpoint.url, endpoint.tokens[options.site]
+            except (OSError, ValueError, TypeError, KeyError):
+                raise ConfigError(
+                    f"{options.run}: not the folder of a running coordinator that knows site "
+                    f"{options.site}; give --coordinator HOST:PORT and --token-file"
+                ) from None
+            return attest(url, token, patience, statement)
+
+        return own
+    if _ADDRESS.fullmatch(options.coordinator):
         url, token = f"https://{options.coordinator}", read_token(options.token_file)
     else:
         raise ConfigError(f"--coordinator {options.coordinator}: not an address; give HOST:PORT")
-    patience = replace(_usual(), coordinator=PATIENCE)
     return lambda statement: attest(url, token, patience, statement)
 
 

@@ -174,8 +174,8 @@ def test_evidence_is_renewed_by_rounds_and_with_each_start(tmp_path: Path, machi
     rounds = [answer(each) for each in (0, 1, 2, 3, 3, 5, 6)]
     again = [answer(6, incarnation=2), answer(7, incarnation=2), answer(9, 2, over=True)]
     said, call = followed(tmp_path, machine, 3, *rounds, *again)
-    assert [line.split("round ")[1] for line in said] == ["0", "3", "6", "6"]
-    assert len(call.filed) == 4
+    assert [line.split("round ")[1] for line in said] == ["0", "3", "6", "6", "9"]
+    assert len(call.filed) == 5
 
 
 def test_a_failure_is_said_once_and_tried_again(tmp_path: Path, machine: Path) -> None:
@@ -204,9 +204,49 @@ def test_a_coordinator_that_is_away_ends_it_in_the_end(tmp_path: Path, machine: 
     )
     assert said[1:] == [
         "not filed: no answer; it is tried again",
-        "the coordinator has not answered for 100 s: the run is over",
+        "the coordinator has not answered for 100 s; if the run goes on, start this command again",
     ]
     assert len(call.filed) == 1
+
+
+def test_a_coordinator_that_answers_is_not_away(tmp_path: Path, machine: Path) -> None:
+    """The command is started long before the site joins, and beside an agent that is dead."""
+    times = iter(range(0, 10_000, 90))
+    waiting = [answer(0, incarnation=0)] * 9
+    said, call = followed(
+        tmp_path, machine, 3, *waiting, answer(0), answer(1, over=True),
+        clock=lambda: next(times),
+    )  # fmt: skip
+    assert said[0] == "not filed: site a has not joined the run yet: join first; it is tried again"
+    assert len(said) == 2
+    assert len(call.filed) == 1
+
+
+def test_a_start_in_the_last_rounds_is_attested_at_the_end(tmp_path: Path, machine: Path) -> None:
+    said, call = followed(tmp_path, machine, 9, answer(0), answer(3, incarnation=2, over=True))
+    assert len(call.filed) == 2
+    assert said[1].startswith("machine 0 of 1 of a: evidence ")
+
+
+def test_rounds_that_pass_quickly_are_looked_at_often(tmp_path: Path, machine: Path) -> None:
+    """Else more rounds than the policy allows could pass between two looks."""
+    pauses: list[float] = []
+    own = Filing(
+        Scripted(*map(answer, range(6)), *[answer(6)] * 4, answer(7, over=True)),
+        Collector.simulated(machine), Store(str(tmp_path / "s")), Signer.from_hex("11" * 32),
+    )  # fmt: skip
+    own.follow(100, 1000.0, lambda text: None, sleep=pauses.append, now=lambda: 0.0)
+    assert pauses == [1, 1, 1, 1, 1, 1, 1, 2, 4, 8]
+
+
+def test_another_policy_than_the_agreed_one_ends_it_at_once(tmp_path: Path, machine: Path) -> None:
+    own = Filing(
+        Scripted(answer(0).model_copy(update={"policy": "9" * 64, "incarnation": 0})),
+        Collector.simulated(machine), Store(str(tmp_path / "s")), Signer.from_hex("11" * 32),
+        policy_file(),
+    )  # fmt: skip
+    with pytest.raises(AttestationError, match="the run file names 999999999999"):
+        own.follow(3, 100.0, print, sleep=lambda seconds: None)
 
 
 def command(*words: object) -> int:

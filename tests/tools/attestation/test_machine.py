@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import datetime
@@ -9,6 +10,8 @@ import json
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.attestation_vectors import TDX_TIME, at, document, vector
@@ -16,7 +19,7 @@ from tests.support.machines import (
     GPUS,
     NOW,
     REGISTERS,
-    RIM,
+    RIMS,
     SAID,
     SNP,
     TDX,
@@ -26,6 +29,7 @@ from tests.support.machines import (
     tdx,
     with_gpus,
 )
+from tests.support.simulated_gpu import MEASUREMENTS
 
 from dilocox.errors import AttestationError
 from dilocox.tools.attestation.event_log import DSTACK_EVENT, replay
@@ -90,8 +94,6 @@ def test_the_binding_is_checked_before_fields_are_read() -> None:
 
 
 def test_bound_data_of_another_form_is_refused() -> None:
-    from tests.support.machines import SNP
-
     from dilocox.tools.attestation.runtime_data import report_data
 
     for data in (b"no json", SAID.to_bytes() + b" ", b"{}", b"[]", b"5"):
@@ -212,7 +214,14 @@ def test_a_spliced_gpu_report_is_found() -> None:
         (with_gpus(), gpu_rules(vbios=["1.0"]), "VBIOS '96.00.5E.00.01' is not accepted"),
         (with_gpus(measurements=["ab" * 48] * 4), gpu_rules(), "measurement 0 is not the ref"),
         (dataclasses.replace(with_gpus(), manifests=[]), gpu_rules(), "no reference manifest"),
-        (dataclasses.replace(with_gpus(), manifests=[RIM + " "]), gpu_rules(), "manifest .* is"),
+        (dataclasses.replace(with_gpus(), manifests=[RIMS[0] + " "]), gpu_rules(),
+         "manifest .* is"),
+        # A site leaves out the manifest that would accuse its GPU.
+        (dataclasses.replace(with_gpus(measurements=[*MEASUREMENTS[:2], "ab" * 48, "cd" * 48]),
+                             manifests=RIMS[:1]), gpu_rules(),
+         "no reference manifest of its VBIOS"),
+        (dataclasses.replace(with_gpus(), manifests=RIMS[1:]), gpu_rules(),
+         "no reference manifest of its driver"),
     ],
 )  # fmt: skip
 def test_rules_of_gpus(evidence: Evidence, rules: dict[str, Any], reason: str) -> None:
@@ -292,6 +301,33 @@ def test_evidence_is_one_document() -> None:
 def test_what_is_no_document_of_evidence_is_refused(data: bytes) -> None:
     with pytest.raises(AttestationError, match="evidence: "):
         Evidence.from_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["certificates", "collateral", "manifests", "event_log"])
+def test_halves_of_characters_are_no_evidence(name: str) -> None:
+    said = json.loads(tdx(event_log=log_of("cd" * 32)).to_bytes())
+    half = "\ud800"
+    values = {"collateral": {"pck_crl_issuer_chain": half}, "manifests": [half],
+              "event_log": [{"imr": 0, "event": half}]}  # fmt: skip
+    said[name] = values.get(name, half)
+    with pytest.raises(AttestationError, match="evidence: not a document"):
+        Evidence.from_bytes(json.dumps(said).encode())
+
+
+def test_a_certificate_that_no_parser_takes_is_refused() -> None:
+    """Versions and names of certificates are read late, and fail in their own ways."""
+    first = x509.load_pem_x509_certificate(SNP.certificates.encode())
+    rest = SNP.certificates.split("-----END CERTIFICATE-----\n", 1)[1]
+    der = first.public_bytes(serialization.Encoding.DER)
+    for old, new in (
+        (b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x07"),
+        (b"SEV-VCEK", b"\xff\xfe\xff\xfe\xff\xfe\xff\xfe"),
+    ):
+        assert old in der
+        body = base64.encodebytes(der.replace(old, new)).decode()
+        chain = f"-----BEGIN CERTIFICATE-----\n{body}-----END CERTIFICATE-----\n{rest}"
+        with pytest.raises(AttestationError, match="certificate"):
+            judge_machine(snp(certificates=chain), policy(), NOW)
 
 
 @settings(max_examples=60, deadline=None)

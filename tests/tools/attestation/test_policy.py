@@ -34,6 +34,7 @@ def test_a_policy_is_known_by_the_digest_of_its_bytes(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("", "environment: Field required"),
+        ("a = " + "[" * 10**5, "not a policy: nested too deeply"),
         (HEAD, "name accepted machines: add"),
         (HEAD + SNP + f'[simulation]\nroots = ["{"0" * 64}"]\n', "the environment is production"),
         (HEAD + "[snp]\nmeasurements = []\n", "snp.measurements: List should have at least 1"),

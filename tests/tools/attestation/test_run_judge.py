@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 from tests.support.attested_scene import AttestedScene, policy_file
-from tests.support.machines import SNP, gpu_rules, policy, snp, with_gpus
+from tests.support.machines import SNP, gpu_rules, policy, snp, tdx, with_gpus
 from tests.support.record_scene import SIGNERS
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.record.log.attestation_statements import MACHINE, Attestation, MachineFacts
+from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.verify import Places, verify
 from dilocox.tools.attestation.certificates import AMD
 from dilocox.tools.attestation.renewal import Filed, check_renewed, round_at
+from dilocox.tools.attestation.run_judge import _need_steps
 from dilocox.tools.attestation.runtime_data import nonce_of
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -82,7 +84,7 @@ def test_a_run_that_owes_evidence_has_the_claim(scene: AttestedScene) -> None:
 def test_nothing_is_owed_before_the_first_step(scene: AttestedScene) -> None:
     found = scene.finding(USUAL)
     assert (found.verdict, found.reason) == (
-        "NOT_RUN", "no site has filed evidence, and none has contributed yet",
+        "NOT_RUN", "no site has filed evidence, and no site has contributed yet",
     )  # fmt: skip
     assert scene.exit_code == 3
 
@@ -173,6 +175,54 @@ def test_missing_evidence_is_not_judged_and_changed_evidence_fails(scene: Attest
     found = scene.finding(USUAL)
     assert found.verdict == "FAIL"
     assert "holds other bytes than its name says" in found.reason
+
+
+def test_evidence_that_is_kept_back_hides_no_fault_of_others(scene: AttestedScene) -> None:
+    digest = scene.file("a")
+    scene.file("b", make=lambda said: snp(said, debug=True))
+    attested(scene, "a", "b")
+    Path(scene.store.path(digest)).unlink()
+    found = scene.finding(USUAL)
+    assert found.verdict == "FAIL"
+    assert "of b: SNP: the guest can be debugged" in found.reason
+
+
+def test_evidence_that_is_kept_back_hides_no_site_without_any(scene: AttestedScene) -> None:
+    digest = scene.file("a")
+    attested(scene, "a", "c")
+    Path(scene.store.path(digest)).unlink()
+    found = scene.finding(USUAL)
+    assert (found.verdict, found.reason) == ("FAIL", "c filed no evidence for its rounds 0 to 0")
+
+
+def test_a_reader_without_the_library_cannot_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = AttestedScene(tmp_path, USUAL)
+    scene.enrol()
+    for site in "abc":
+        scene.file(site, make=tdx)
+    scene.exchange()
+    assert scene.finding(USUAL).verdict == "SIMULATED"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = scene.finding(USUAL)
+    assert found.verdict == "NOT_RUN"
+    assert "of a: TDX quotes need dcap-qvl: pip install" in found.reason
+    assert "(and 2 more)" in found.reason
+
+
+def test_evidence_of_some_sites_is_no_verdict_on_a_run_without_steps(tmp_path: Path) -> None:
+    """Without outer steps nothing shows who owes evidence: it is no PASS."""
+    scene = AttestedScene(tmp_path, USUAL)
+    scene.enrol()
+    scene.file("a")
+    found = scene.finding(USUAL)
+    assert (found.verdict, found.reason) == (
+        "NOT_RUN", "1 pieces of evidence, and no site has contributed yet",
+    )  # fmt: skip
+    course = SimpleNamespace(steps={}, config={"outer": {"method": "allreduce"}})
+    with pytest.raises(NotRunError, match="method allreduce has no outer steps"):
+        _need_steps(course, 2)  # type: ignore[arg-type]
 
 
 def test_a_guest_that_can_be_debugged_fails(scene: AttestedScene) -> None:

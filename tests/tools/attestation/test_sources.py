@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.machines import NOW, RIM, SAID, SNP, TDX, gpu_rules, policy, with_gpus
+from tests.support.machines import NOW, RIMS, SAID, SNP, TDX, gpu_rules, policy, with_gpus
 
 from dilocox.errors import AttestationError
 from dilocox.tools.attestation.collecting import Collector
@@ -242,14 +242,15 @@ def test_gpu_reports_come_from_the_command(tmp_path: Path, formats: bool) -> Non
 
 def test_all_evidence_is_bound_to_one_machine(tmp_path: Path) -> None:
     text, _ = printed()
-    (tmp_path / "rim.xml").write_text(RIM)
+    for number, each in enumerate(RIMS):
+        (tmp_path / f"rim{number}.xml").write_text(each)
     (tmp_path / "chain.pem").write_text(SNP.certificates)
     with configfs(tmp_path / "tsm", SNP.report) as folder:
         own = Collector(
             lambda data: tsm_quote(data, folder),
             certificates=tmp_path / "chain.pem",
             gpus=lambda nonce: collect_gpus(nonce, nvattest(tmp_path, text)),
-            manifests=[tmp_path / "rim.xml"],
+            manifests=[tmp_path / "rim0.xml", tmp_path / "rim1.xml"],
         ).collect(SAID.to_bytes())
     assert judge_machine(own, policy(gpu=gpu_rules()), NOW).simulated
 

@@ -23,9 +23,11 @@ from dilocox.record.bundles.fetch import fetched, is_bundled
 from dilocox.record.bundles.place import Place
 from dilocox.record.bundles.publication import INDEX, Publication
 from dilocox.record.log import statements as s
+from dilocox.record.log.blob_store import Store, Stores
 from dilocox.record.log.transparency_log import read_log
 from dilocox.record.verify.verify import Places, verify
 from dilocox.tools.storage import bundle_file
+from dilocox.tools.storage.contents import Contents
 from dilocox.tools.storage.follow import publish_once, publish_to_the_end
 from dilocox.tools.storage.uplink import Uplink
 
@@ -228,6 +230,16 @@ def test_missing_payloads_are_not_passed_over(run: Path, url: str) -> None:
     with pytest.raises(RecordError, match=f"{digest[:12]}….*in no store; name the sites'"):
         publish_once(publisher(run, Place(url)))
     assert not at(url).exists()
+
+
+def test_evidence_of_machines_may_be_missing(tmp_path: Path) -> None:
+    """It lies in the store of its site, who can keep it back: publishing must not depend on it."""
+    here = Store(str(tmp_path / "store"))
+    digests = [here.put(b"evidence"), "9" * 64]
+    said = {"site": "a", "format": "any/kind"}
+    statements = [s.Statement(s.ATTESTATION, {"evidence": each}, said) for each in digests]
+    found, missing = Contents().named(statements, Stores([here]))
+    assert ([each.digest for each in found], missing) == (digests[:1], [])
 
 
 def test_two_publishers_do_not_meet(run: Path, url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import socket
 import threading
@@ -164,6 +165,49 @@ def test_a_witness_that_lies(
         raise RecordError(found.trouble)
     assert found.trouble.isprintable()
     assert not cosigned.path_of(tmp_path / "record", KEY).exists()
+
+
+def test_an_answer_may_arrive_in_pieces(tmp_path: Path) -> None:
+    """Web servers before a witness divide answers as they like."""
+    write_log(tmp_path, entries(4))
+
+    class Pieces(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            line = cosignature(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(line)))
+            self.end_headers()
+            for each in (line[:30], line[30:]):
+                self.wfile.write(each)
+                self.wfile.flush()
+                time.sleep(0.1)  # else the kernel joins them
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pieces) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert ask(tmp_path, [WitnessAddress(KEY, url)]) == [Answer(WitnessAddress(KEY, url), 4)]
+        server.shutdown()
+
+
+def test_a_witness_cannot_forge_the_cosignature_of_another(tmp_path: Path) -> None:
+    """Readers would take the forgery for one of the log's owner, and judge FAIL."""
+    write_log(tmp_path, entries(4))
+    honest = WitnessKey("honest", Ed25519PrivateKey.generate().public_key().public_bytes_raw())
+    forged = base64.b64encode(honest.hash + bytes(8 + 64)).decode()
+    log = base64.b64encode(LOG.hash + bytes(64)).decode()
+
+    def answer(body: bytes) -> tuple[int, bytes]:
+        return 200, cosignature(body) + f"— honest {forged}\n— {LOG.name} {log}\n".encode()
+
+    with lying(answer) as url:
+        assert ask(tmp_path, [WitnessAddress(KEY, url)])[0].trouble == ""
+    asked = Witnesses.parse([str(KEY), str(honest)], 1, [])
+    assert asked is not None
+    told = judge_witnesses(asked, tmp_path / "record", LOG, entries(4))
+    assert told.startswith("1 of 2 witnesses")
 
 
 def test_dead_and_hanging_witnesses_hold_nobody_up(

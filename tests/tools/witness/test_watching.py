@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,33 @@ def test_what_is_not_cosigned(tmp_path: Path, witness: Witness) -> None:
         look(witness, str(tmp_path / "nowhere"), beside=False)
     with pytest.raises(RecordError, match="cannot be read"):
         look(witness, f"file://{tmp_path}/nowhere", beside=False)
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_a_web_server_that_fails_does_not_end_the_watch(
+    tmp_path: Path, witness: Witness, status: int
+) -> None:
+    """It is overloaded, or dies in the middle of an answer."""
+
+    class Failing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"part")
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/run"
+        with pytest.raises(RecordError, match="/run: cannot be read"):
+            look(witness, url, beside=False)
+        server.shutdown()
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 from pathlib import Path
 
@@ -150,6 +151,48 @@ def test_a_fork_is_refused_and_kept_as_evidence(tmp_path: Path) -> None:
     assert error.value.status == 422
     assert len(list((tmp_path / "w" / "evidence").iterdir())) == 1
     witness.add(5, proof(entries(7), 5), signed(entries(7)))
+
+
+def test_evidence_of_which_a_half_was_written_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full, or the process was killed, between the two files."""
+    witness = Witness(witness_folder(tmp_path / "w"))
+    witness.add(0, [], signed(entries(5)))
+    whole = WitnessFolder._write
+
+    def full(self: WitnessFolder, path: Path, text: str) -> None:
+        if path.name == "other":
+            raise OSError(28, "No space left on device")
+        whole(self, path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WitnessFolder, "_write", full)
+        with pytest.raises(OSError, match="No space"):
+            witness.add(5, [], signed(entries(5, fork=3)))
+    with pytest.raises(RefusedError, match="both checkpoints are in"):
+        witness.add(5, [], signed(entries(5, fork=3)))
+    (kept,) = (tmp_path / "w" / "evidence").iterdir()
+    assert sorted(each.name for each in kept.iterdir()) == ["other", "seen"]
+
+
+def test_signatures_of_strangers_are_not_kept(tmp_path: Path) -> None:
+    """Anybody can add lines to a log's checkpoint."""
+    witness = Witness(witness_folder(tmp_path / "w"))
+    note = signed(entries(2))
+    more = f"— {ORIGIN} {base64.b64encode(b'abcd' * 17).decode()}\n— x AAAAAAAA\n"
+    line = witness.add(0, [], note + more)
+    assert witness.folder.path(ORIGIN).read_text() == note + line
+
+
+@pytest.mark.parametrize("character", "\r\t\0\x1b\x0b")
+def test_a_checkpoint_with_control_characters_is_refused(tmp_path: Path, character: str) -> None:
+    """C2SP's signed notes have none. A file with a carriage return would be read differently."""
+    witness = Witness(witness_folder(tmp_path / "w"))
+    text = LogCheckpoint(ORIGIN, 1, root_of(hashes(entries(1)))).text + f"more{character}\n"
+    body = request_body(0, [], sign_note(text, ORIGIN, LOG_KEY))
+    assert refusal(witness, body)[0] == 400
+    assert witness.folder.newest(LOG) is None
 
 
 @pytest.mark.parametrize(

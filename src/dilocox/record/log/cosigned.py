@@ -17,6 +17,7 @@ from dilocox.record.log.signed_note import (
     WitnessKey,
     cosigned_at,
     open_note,
+    signed_only,
 )
 from dilocox.record.log.transparency_log import read_text
 from dilocox.utils.storage import replace_file
@@ -36,6 +37,9 @@ def path_of(record: Path, witness: WitnessKey) -> Path:
 def keep(record: Path, log: NoteKey, witness: WitnessKey, note: str) -> bool:
     """Keep a cosigned checkpoint beside the log, unless a newer one is there.
 
+    Only signature lines of the two keys are kept: a dishonest witness could add a line in the name
+    of another one, and readers would take it for a forgery of the log's owner.
+
     Args:
         record: The record's folder.
         log: The log's key.
@@ -49,6 +53,7 @@ def keep(record: Path, log: NoteKey, witness: WitnessKey, note: str) -> bool:
         RecordError: The note is not signed by both.
         OSError: The file cannot be written.
     """
+    note = signed_only(note, log, witness)
     fresh = _order(note, log, witness)
     path = path_of(record, witness)
     try:

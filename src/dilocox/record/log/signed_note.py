@@ -101,6 +101,8 @@ def split_note(note: str) -> tuple[str, list[tuple[str, bytes]]]:
 
     A signature is (name, key hash ‖ signature). Raises `RecordError` if the note is malformed.
     """
+    if any(each < " " and each != "\n" for each in note):
+        raise RecordError("not a signed note: it has control characters")
     text, separator, tail = note.rpartition("\n\n")
     lines = tail.split("\n")
     if not separator or lines.pop() != "" or not lines:
@@ -113,6 +115,18 @@ def split_note(note: str) -> tuple[str, list[tuple[str, bytes]]]:
             raise RecordError("not a signed note: a signature line is malformed")
         found.append((match[1], signature))
     return text + "\n", found
+
+
+def signed_only(note: str, *keys: NoteKey) -> str:
+    """Return a note with the signature lines of `keys` alone, which are not checked.
+
+    Lines of others may be anything. Raises `RecordError` if the note is malformed.
+    """
+    text, signatures = split_note(note)
+    own = {(key.name, key.hash) for key in keys}
+    lines = [f"— {name} {_base64(signature)}\n"
+             for name, signature in signatures if (name, signature[:4]) in own]  # fmt: skip
+    return f"{text}\n{''.join(lines)}"
 
 
 def cosign(text: str, name: str, key: Ed25519PrivateKey, time: int) -> str:

@@ -39,7 +39,7 @@ def read_certificates(data: bytes, what: str) -> list[x509.Certificate]:
                 found = x509.load_pem_x509_certificates(data)
             else:
                 found = [x509.load_der_x509_certificate(data)]
-        except ValueError:
+        except (ValueError, x509.InvalidVersion):
             raise AttestationError(f"{what}: not certificates in PEM or DER") from None
     if len(found) > MOST_CERTIFICATES:
         raise AttestationError(f"{what}: more than {MOST_CERTIFICATES} certificates")
@@ -73,24 +73,30 @@ def check_chain(
     """
     if len(chain) < 2:
         raise AttestationError(f"{what}: the chain has no root")
-    for each, issuer in zip(chain, [*chain[1:], chain[-1]], strict=True):
-        name = each.subject.rfc4514_string()
+    names = [_name(each, what) for each in chain]
+    for number, each in enumerate(chain):
+        name, above = names[number], min(number + 1, len(chain) - 1)
         if not each.not_valid_before_utc <= when <= each.not_valid_after_utc:
             raise AttestationError(f"{what}: certificate {name} is not valid at {when:%Y-%m-%d}")
         try:
-            each.verify_directly_issued_by(issuer)
+            each.verify_directly_issued_by(chain[above])
         except (InvalidSignature, UnsupportedAlgorithm, ValueError, TypeError):
             raise AttestationError(
-                f"{what}: certificate {name} is not signed by {issuer.subject.rfc4514_string()}"
+                f"{what}: certificate {name} is not signed by {names[above]}"
             ) from None
         if each is not chain[0] and not _is_authority(each):
             raise AttestationError(f"{what}: certificate {name} is not one of an authority")
     root = fingerprint(chain[-1])
     if root not in roots:
-        raise AttestationError(
-            f"{what}: its root {chain[-1].subject.rfc4514_string()} ({root[:12]}…) is not accepted"
-        )
+        raise AttestationError(f"{what}: its root {names[-1]} ({root[:12]}…) is not accepted")
     return root
+
+
+def _name(certificate: x509.Certificate, what: str) -> str:
+    try:
+        return certificate.subject.rfc4514_string()
+    except ValueError:  # names are parsed only when they are asked for
+        raise AttestationError(f"{what}: a certificate has a malformed name") from None
 
 
 def _is_authority(certificate: x509.Certificate) -> bool:

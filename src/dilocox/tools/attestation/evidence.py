@@ -71,6 +71,8 @@ class Evidence:
             raise AttestationError(f"evidence: larger than {MOST_BYTES >> 20} MiB")
         try:
             said = json.loads(data)
+            # JSON can name halves of characters, which no encoding has.
+            json.dumps(said, ensure_ascii=False).encode()
             if said["v"] != VERSION or said["tee"] not in ("tdx", "snp"):
                 raise AttestationError("evidence: of another version or kind of machine")
             gpus = [

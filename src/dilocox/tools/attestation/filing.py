@@ -49,16 +49,19 @@ class Filing:
         Raises `AttestationError` if the site has not joined, training has not begun, or the run has
         another policy.
         """
-        reply = self.call(None)
+        return self._checked(self.call(None))
+
+    def _checked(self, reply: AttestReply) -> AttestReply:
+        """Return `reply`. Raises like `asked`, and `WrongPolicyError` for another policy."""
+        if self.policy is not None and reply.policy not in (None, self.policy.digest):
+            raise WrongPolicyError(
+                f"--policy: has SHA-256 {self.policy.digest[:12]}…, the run file names "
+                f"{reply.policy[:12]}… (record.tee)"
+            )
         if reply.incarnation < 1:
             raise AttestationError(f"site {reply.site} has not joined the run yet: join first")
         if reply.size < 1:
             raise AttestationError("training has not begun: the log has no signed checkpoint yet")
-        if self.policy is not None and reply.policy not in (None, self.policy.digest):
-            raise AttestationError(
-                f"--policy: has SHA-256 {self.policy.digest[:12]}…, the run file names "
-                f"{reply.policy[:12]}… (record.tee)"
-            )
         return reply
 
     def file(self, reply: AttestReply) -> str:
@@ -108,6 +111,8 @@ class Filing:
         """File evidence until the run ends, or its coordinator is gone for `patience` seconds.
 
         A failure is said once, until it changes or ends; what could not be filed is tried again.
+        Evidence that is due at the run's end is filed then: a site may have begun anew in its last
+        rounds. Raises `WrongPolicyError`, since no new attempt would help.
 
         Args:
             every: Rounds after which evidence is renewed.
@@ -116,25 +121,61 @@ class Filing:
             sleep: Waits for a number of seconds.
             now: Monotonic clock, in seconds.
         """
-        trouble, heard, pauses = "", now(), _pauses()
+        told, heard, pauses, round_ = _Troubles(say), now(), _pauses(), -1
         while True:
             try:
-                reply = self.asked()
+                reply = self.call(None)
+            except DilocoxError as error:
+                told.tell(str(error))
+                if now() > heard + patience:
+                    say(
+                        f"the coordinator has not answered for {patience:g} s; if the run goes "
+                        "on, start this command again"
+                    )
+                    return
+            else:
                 heard = now()
+                told.note(self._filed_if_due(reply, every, say))
                 if reply.over:
                     return
-                if self.is_due(reply, every):
-                    say(self.file(reply))
-                    pauses = _pauses()
-                trouble = ""
-            except DilocoxError as error:
-                if str(error) != trouble:
-                    trouble = str(error)
-                    say(f"not filed: {trouble}; it is tried again")
-                if now() > heard + patience:
-                    say(f"the coordinator has not answered for {patience:g} s: the run is over")
-                    return
+                if reply.round != round_:  # look more often while rounds pass
+                    round_, pauses = reply.round, _pauses()
             sleep(min(next(pauses), patience / 4))
+
+    def _filed_if_due(self, reply: AttestReply, every: int, say: Callable[[str], None]) -> str:
+        """File evidence if it is due. Returns the trouble, or an empty text."""
+        try:
+            self._checked(reply)
+            if self.is_due(reply, every):
+                say(self.file(reply))
+        except WrongPolicyError:
+            raise
+        except DilocoxError as error:
+            return str(error)
+        return ""
+
+
+class WrongPolicyError(AttestationError):
+    """The operator's policy is not the one that the sites agreed on."""
+
+
+class _Troubles:
+    """Says each trouble once, until it is another one or over."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._last = say, ""
+
+    def tell(self, trouble: str) -> None:
+        if trouble != self._last:
+            self._last = trouble
+            self._say(f"not filed: {trouble}; it is tried again")
+
+    def note(self, trouble: str) -> None:
+        """Tell `trouble`; empty: there is none."""
+        if trouble:
+            self.tell(trouble)
+        else:
+            self._last = ""
 
 
 def _pauses() -> Iterator[float]:

@@ -113,10 +113,26 @@ def golden_measurements(manifest: bytes) -> dict[int, frozenset[str]]:
     return found
 
 
+def manifest_version(manifest: bytes) -> str:
+    """Return the version of the driver or VBIOS that a reference manifest describes.
+
+    The caller knows the manifest's digest. Raises `AttestationError` if it names none.
+    """
+    try:
+        tree = ElementTree.fromstring(manifest)  # noqa: S314
+    except ElementTree.ParseError:
+        raise AttestationError("reference manifest: not a RIM in XML") from None
+    for each in tree.iter():
+        if each.tag.endswith("}Meta") and each.attrib.get("colloquialVersion"):
+            return each.attrib["colloquialVersion"]
+    raise AttestationError("reference manifest: it names no version")
+
+
 def check_measurements(report: GpuReport, manifests: Sequence[bytes]) -> int:
     """Check a report's measurements against all reference manifests; return how many were compared.
 
-    Raises `AttestationError` if a measurement differs, is missing, or is in two manifests.
+    Both the GPU's driver and its VBIOS must have a manifest. Raises `AttestationError` if one has
+    none, or if a measurement differs, is missing, or is in two manifests.
     """
     golden: dict[int, frozenset[str]] = {}
     for manifest in manifests:
@@ -125,6 +141,13 @@ def check_measurements(report: GpuReport, manifests: Sequence[bytes]) -> int:
         if both:
             raise AttestationError(f"reference manifests: two of them have measurement {both[0]}")
         golden |= own
+    # Who makes the evidence chooses its manifests, and could leave out the one that accuses.
+    versions = {manifest_version(each).upper() for each in manifests}
+    for what, version in (("driver", report.driver), ("VBIOS", report.vbios)):
+        if version.upper() not in versions:
+            raise AttestationError(
+                f"GPU report: the evidence has no reference manifest of its {what} {version!r}"
+            )
     counted = sorted(golden.keys() - report.uncounted)
     for index in counted:
         if report.measurements.get(index) not in golden[index]:

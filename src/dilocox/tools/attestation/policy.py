@@ -141,6 +141,8 @@ class PolicyFile:
             raw = tomllib.loads(data.decode())
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise AttestationError(f"{where}: not valid TOML: {error}") from None
+        except RecursionError:
+            raise AttestationError(f"{where}: not a policy: nested too deeply") from None
         try:
             return cls(Policy.model_validate(raw), hashlib.sha256(data).hexdigest())
         except ValidationError as error:

@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dilocox.config.methods import exchanges_gradients
 from dilocox.errors import AttestationError, DilocoxError, RecordError
 from dilocox.record.log.attestation_statements import Attestation, MachineFacts
 from dilocox.record.log.blob_store import MissingError
@@ -20,6 +21,7 @@ from dilocox.tools.attestation.machine import Machine, judge_machine
 from dilocox.tools.attestation.policy import PolicyFile
 from dilocox.tools.attestation.renewal import Filed, check_renewed, round_at
 from dilocox.tools.attestation.runtime_data import RuntimeData, nonce_of
+from dilocox.tools.attestation.tdx import MissingLibraryError
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,12 @@ class RunJudge:
         if not filed and agreed is None:
             raise NotRunError("no site has filed evidence that dilocox judges")
         roots = roots_at(leaves_of(entries), {facts.size for _, facts in filed})
-        machines = [self._one(each, facts, course, roots, get) for each, facts in filed]
+        machines, lacking = list[Machine](), list[str]()
+        for each, facts in filed:
+            try:
+                machines.append(self._one(each, facts, course, roots, get))
+            except NotRunError as why:  # a later piece may be a FAIL, which counts for more
+                lacking.append(str(why))
         late = check_renewed(
             course,
             [
@@ -57,8 +64,10 @@ class RunJudge:
         if late:
             # Sites that have agreed on a policy owe evidence; other sites never promised it.
             raise NotRunError(late) if agreed is None else AttestationError(late)
-        if not filed:
-            raise NotRunError("no site has filed evidence, and none has contributed yet")
+        if lacking:
+            more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
+            raise NotRunError(f"{lacking[0]}{more}")
+        _need_steps(course, len(filed))
         told = self._told([facts for _, facts in filed], machines, agreed is not None)
         reasons = [each.not_run for each in machines if each.not_run]
         if reasons:
@@ -80,13 +89,15 @@ class RunJudge:
             if facts.size > filed.number or roots[facts.size].hex() != facts.root:
                 raise AttestationError("it names a moment that this log never had")
             self._check_randomness(course, facts)
+            age = round_at(course, filed.number) - round_at(course, facts.size)
+            if age > self.file.policy.max_age_rounds:
+                raise AttestationError(f"stale: made {age} rounds before it was filed")
             evidence = Evidence.from_bytes(get(filed.evidence))
             when = datetime.datetime.fromtimestamp(facts.time, datetime.UTC)
             machine = judge_machine(evidence, self.file.policy, when)
             _check_said(machine.said, filed, facts, course, roots[facts.size])
-            age = round_at(course, filed.number) - round_at(course, facts.size)
-            if age > self.file.policy.max_age_rounds:
-                raise AttestationError(f"stale: made {age} rounds before it was filed")
+        except MissingLibraryError as error:
+            raise NotRunError(f"{what}: {error}") from None
         except MissingError:
             raise NotRunError(
                 f"{what}: its evidence {filed.evidence[:12]}… is not here; name site "
@@ -117,6 +128,19 @@ class RunJudge:
             f"{len(machines)} pieces of evidence ({', '.join(notes)}) as of their filing, {first} "
             f"to {last}{since}; read {self.now:%Y-%m-%d %H:%M} UTC{whose}"
         )
+
+
+def _need_steps(course: RunHistory, filed: int) -> None:
+    """Raise `NotRunError` if nothing shows which sites owe evidence, and in which rounds."""
+    if course.steps:
+        return
+    pieces = f"{filed} pieces of evidence" if filed else "no site has filed evidence"
+    if exchanges_gradients(course.config["outer"]["method"]):
+        raise NotRunError(
+            f"{pieces}; method {course.config['outer']['method']} has no outer steps, which would "
+            "show whose evidence must be renewed, and when"
+        )
+    raise NotRunError(f"{pieces}, and no site has contributed yet")
 
 
 def _moment(seconds: int) -> datetime.datetime:

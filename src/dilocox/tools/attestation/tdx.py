@@ -28,6 +28,10 @@ _NO_LIMIT = 1 << 33
 """Seconds: a policy that accepts platforms that are out of date sets no limit in time."""
 
 
+class MissingLibraryError(AttestationError):
+    """This machine cannot judge the evidence, which may be sound."""
+
+
 @dataclass(frozen=True)
 class TdxQuote:
     """What a verified quote says. Registers are SHA-384, hex."""
@@ -64,10 +68,11 @@ def verify_tdx(
 
     Raises:
         AttestationError: The quote or the collateral is not authentic, the guest can be debugged,
-            the status is not accepted, or dcap-qvl is not installed.
+            the status is not accepted.
+        MissingLibraryError: dcap-qvl is not installed.
     """
     if importlib.util.find_spec("dcap_qvl") is None:
-        raise AttestationError(MISSING)
+        raise MissingLibraryError(MISSING)
     import dcap_qvl
 
     root, authority = _root(collateral, further_roots)

@@ -96,7 +96,10 @@ def _objects(
         if state.kind == "initial":
             yield from _tensors(stores, state.listing, state.root)
     elif statement.kind == s.ATTESTATION:
-        yield StoredObject(Attestation.of(statement).evidence, False)
+        # No replay needs it, and a site may keep its evidence to itself: it is not missed.
+        evidence = Attestation.of(statement).evidence
+        if stores.has(evidence):
+            yield StoredObject(evidence, False)
     elif statement.kind == s.ANCHOR and anchors:
         anchor = AnchorState.of(statement)
         if stores.has(anchor.listing):

@@ -124,6 +124,14 @@ async def _ask(log: _Log, witness: WitnessAddress, seconds: float) -> Answer:
     return Answer(witness, log.checkpoint.size)
 
 
+async def _body(reply: aiohttp.ClientResponse) -> bytes:
+    """Return an answer's first `MOST_BYTES` bytes, however they arrive."""
+    found = bytearray()
+    while len(found) < MOST_BYTES and (chunk := await reply.content.read(MOST_BYTES - len(found))):
+        found += chunk
+    return bytes(found)
+
+
 async def _cosignature(session: aiohttp.ClientSession, log: _Log, witness: WitnessAddress) -> str:
     """Return the signature lines that the witness answers. Raises `RecordError` if it refuses."""
     old = log.known(witness.key)
@@ -131,7 +139,7 @@ async def _cosignature(session: aiohttp.ClientSession, log: _Log, witness: Witne
         url = f"{witness.url.rstrip('/')}/add-checkpoint"
         body = await asyncio.to_thread(log.body, old)
         async with session.post(url, data=body, allow_redirects=False) as reply:
-            text = (await reply.content.read(MOST_BYTES)).decode(errors="replace")
+            text = (await _body(reply)).decode(errors="replace")
             if reply.status == 200:
                 return text if text.endswith("\n") else text + "\n"
             said = plain(text.strip())[:300]

@@ -111,12 +111,15 @@ class WitnessFolder:
     def accuse(self, origin: str, size: int, own: str, other: str) -> Path:
         """Keep two notes of a log that contradict each other; return their folder.
 
-        Of one size the first two notes are kept.
+        Of one size the first two notes are kept. Raises `OSError` if they cannot be written; the
+        next call writes what is missing.
         """
         folder = self.folder / EVIDENCE / f"{_digest(origin)}-{size}"
-        if not folder.exists():
+        # The other note is written last: if it is there, the evidence is whole.
+        if not (folder / "other").exists():
             self._write(folder / "seen", own)
             self._write(folder / "other", other)
+            sync_folder(folder.parent)
         return folder
 
     def path(self, origin: str) -> Path:

@@ -128,5 +128,8 @@ def _copy(place: str, name: str, folder: Path, most: int) -> None:
     try:
         files, root = fsspec.core.url_to_fs(place.rstrip("/"))
         bounded_reads.copy(files, f"{root}/record/{name}", folder / name, most)
-    except (OSError, ValueError, ImportError) as error:
-        raise RecordError(f"{place}: cannot be read ({error})") from None
+    except RecordError:
+        raise
+    except Exception as error:  # every kind of storage has errors of its own
+        reason = str(error) or type(error).__name__
+        raise RecordError(f"{place}: cannot be read ({reason})") from None

@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 
 from dilocox.errors import RecordError
 from dilocox.record.log.merkle import EMPTY, is_consistent
-from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, cosign, open_note, split_note
+from dilocox.record.log.signed_note import (
+    LogCheckpoint,
+    NoteKey,
+    cosign,
+    open_note,
+    signed_only,
+    split_note,
+)
 from dilocox.tools.witness.folder import WitnessFolder
 
 MOST_PROOF = 63
@@ -65,7 +72,8 @@ class Witness:
             self._check(newest, old, proof, checkpoint, note)
             line = cosign(text, self.folder.name, self.folder.private, int(self._clock()))
             if newest is None or newest[0].size != checkpoint.size:
-                self.folder.keep(key.name, _with(note, key, line))
+                # Signatures of others are not checked, so they are not kept.
+                self.folder.keep(key.name, signed_only(note, key) + line)
         return line
 
     def _opened(self, note: str) -> tuple[NoteKey, LogCheckpoint, str]:
@@ -118,11 +126,3 @@ class Witness:
                 f"the proof does not show that these {checkpoint.size} statements continue the "
                 f"{size} that were cosigned",
             )
-
-
-def _with(note: str, key: NoteKey, line: str) -> str:
-    """Return a note with the log's signature and the witness's alone: others are not checked."""
-    text, _ = split_note(note)
-    own = [each for each in note.removeprefix(text + "\n").splitlines(keepends=True)
-           if each.startswith(f"— {key.name} ")]  # fmt: skip
-    return f"{text}\n{''.join(own)}{line}"
