@@ -111,8 +111,8 @@ def _told_sampled(
         f"{verdict}  {answered} of {found.samples} samples of {of} answered ({by_site}); "
         f"{found.needed} of {found.pieces} pieces give a cut back"
     ]
-    if round_ is None and found.cuts < cuts:
-        lines.append(f"not sampled: {cuts - found.cuts} cuts without a certificate")
+    if found.uncertified:
+        lines.append(f"not sampled: {found.uncertified} cuts without a certificate")
     lines += [f"lost: {each}" for each in found.lost]
     lines += _told_stores(found.wrong, found.dead)
     if found.passed:
@@ -122,7 +122,8 @@ def _told_sampled(
             f"{found.chance(_FEW):.1e}."
         )
     return lines, {
-        "verdict": verdict, "cuts": cuts, "sampled_cuts": found.cuts, "samples": found.samples,
+        "verdict": verdict, "cuts": cuts, "sampled_cuts": found.cuts,
+        "uncertified": found.uncertified, "samples": found.samples,
         "answered": dict(found.answered), "asked": dict(found.asked), "lost": found.lost,
         "wrong": found.wrong, "dead": found.dead, "chance": found.chance(),
     }  # fmt: skip

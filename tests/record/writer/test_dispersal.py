@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -195,7 +196,41 @@ def test_payloads_of_a_window_are_cut_into_the_record_s_own_store(town: Town) ->
     site.dispersal.wait(PATIENCE)
     site.store.drop_window("a/0.0", 3)
     (said,) = book(site).statements
-    assert site.store.has_piece(said.held[0].root, 0)
+    assert (town.root / "a" / piece_path(said.held[0].root, 0)).is_file()
+
+
+def test_a_piece_that_the_store_refused_is_kept_later(town: Town) -> None:
+    """The folder of pieces cannot be written for a while, as on a store that is not mounted."""
+    site, blocked = town.sites["a"], town.root / "a" / "pieces"
+    site.dispersal.wait(PATIENCE)
+    shutil.rmtree(blocked, ignore_errors=True)
+    blocked.write_text("in the way")
+    site.keep(KEY)
+    site.keep(NEXT)
+    site.dispersal.wait(PATIENCE)
+    assert len(site.lines) == 1
+    assert not book(site).statements
+    blocked.unlink()
+    site.keep(LATER)
+    site.dispersal.wait(PATIENCE)
+    held = [each.exchange for said in book(site).statements for each in said.held]
+    assert sorted(held) == sorted([KEY.text, NEXT.text, LATER.text])
+    assert len(site.lines) == 1
+
+
+def test_a_damaged_payload_is_not_in_the_way_of_later_ones(town: Town) -> None:
+    site, bad = town.sites["a"], payload("b", KEY)
+    site.store.put(b"x" * len(bad), sha256(bad))
+    for each in "ac":
+        site.store.put(payload(each, KEY))
+    site.dispersal.stored(KEY, 1, [(sha256(payload(e, KEY)), len(bad)) for e in "abc"])
+    for key in (NEXT, LATER):
+        site.keep(key)
+    site.dispersal.wait(PATIENCE)
+    held = [each.exchange for said in book(site).statements for each in said.held]
+    assert held == [NEXT.text, LATER.text]
+    assert len(site.lines) == 1
+    assert "damaged" in site.lines[0]
 
 
 def test_an_exchange_without_payloads_is_not_cut(town: Town) -> None:
@@ -287,6 +322,85 @@ def test_a_store_that_sites_share_keeps_all(sparing: Town) -> None:
     sparing.wait()
     assert whole(sparing.sites["a"]) == [True] * 3
     assert not any(site.lines for site in sparing.sites.values())
+
+
+def test_a_store_that_some_sites_share_keeps_all_for_the_slowest(sparing: Town) -> None:
+    """b and c have a certificate with their own stores' pieces; c shares the store of a."""
+    slow, fast = sparing.sites["a"], sparing.sites["c"]
+    for site in (slow, fast):
+        site.store = Store(str(sparing.root / "shared"))
+        site.begin()
+    slow.dispersal.wait(PATIENCE)
+    sparing.scene.exchange(KEY)
+    for site in (sparing.sites["b"], fast):
+        site.keep(KEY)
+        site.dispersal.wait(PATIENCE)
+    fast.dispersal.wait(PATIENCE)
+    assert whole(fast) == [True] * 3
+    slow.keep(KEY)
+    slow.dispersal.wait(PATIENCE)
+    assert not slow.lines
+
+
+def test_a_rank_killed_while_it_removes_says_nothing_of_lost_pieces(
+    sparing: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparing.scene.exchange(KEY)
+    site = sparing.sites["a"]
+    site.keep(KEY)
+    site.dispersal.wait(PATIENCE)
+    sparing.sites["b"].keep(KEY)
+    sparing.sites["b"].dispersal.wait(PATIENCE)
+    drop, journal = Store.drop, sparing.root / "custody-a.jsonl"
+    kept = list[bytes]()
+
+    def noted(self: Store, digest: str) -> None:
+        drop(self, digest)
+        kept.append(journal.read_bytes())
+
+    monkeypatch.setattr(Store, "drop", noted)
+    site.dispersal.wait(PATIENCE)
+    assert whole(site) == [False] * 3
+    journal.write_bytes(kept[0])  # what the disk has if the process ends after the first removal
+    site.begin()
+    site.dispersal.wait(PATIENCE)
+    assert not site.lines
+
+
+def test_a_payload_that_cannot_be_removed_is_removed_later(
+    sparing: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparing.scene.exchange(KEY)
+    site, drop = sparing.sites["a"], Store.drop
+    site.keep(KEY)
+    site.dispersal.wait(PATIENCE)
+    sparing.sites["b"].keep(KEY)
+    sparing.sites["b"].dispersal.wait(PATIENCE)
+
+    def refuse(self: Store, digest: str) -> None:
+        raise RecordError("read-only")
+
+    monkeypatch.setattr(Store, "drop", refuse)
+    site.dispersal.wait(PATIENCE)
+    monkeypatch.setattr(Store, "drop", drop)
+    site.dispersal.wait(PATIENCE)
+    assert whole(site) == [False] * 3
+
+
+def test_the_certificate_of_a_repeated_exchange_is_that_of_its_newest_payloads(
+    sparing: Town,
+) -> None:
+    """A resume repeats an exchange, with other sites in its set. Both have a certificate."""
+    sparing.scene.exchange(KEY)
+    sites = [sparing.sites[name] for name in "abc"]
+    for contributors in ("abc", "ab"):
+        for site in sites:
+            site.keep(KEY, sites=contributors, more=[b"basis " + contributors.encode()])
+        sparing.wait()
+    sparing.wait()
+    for site in sites:
+        assert whole(site) == [False] * 3
+        assert not site.store.has(sha256(b"basis ab"))
 
 
 def test_a_killed_rank_removes_what_was_left_to_remove(sparing: Town) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -303,3 +304,52 @@ def test_pieces_of_other_payloads_are_a_wrong_encoding(
     found = restore(cuts, PieceStores(list(map(str, stores.values()))), tmp_path / "rebuilt")
     assert not found.passed
     assert "of other payloads" in found.wrong[0]
+
+
+def test_pieces_of_no_payloads_at_all_are_not_taken_for_rebuilt_ones(
+    signed: SignedCuts, tmp_path: Path
+) -> None:
+    """A site that was the only one to sign could have signed the root of an empty layout."""
+    empty, store = cut([], 2, 3), Store(str(tmp_path / "liar"))
+    store.put_piece(empty.root.hex(), 0, empty.pieces[0].to_bytes())
+    old = signed.cuts[0]
+    said = SignedCut(old.exchange, 0, old.content, empty.root.hex(), ("a",), old.size, False)
+    cuts = SignedCuts(signed.run, signed.code, (said,))
+    found = restore(cuts, PieceStores([str(tmp_path / "liar")]), tmp_path / "rebuilt")
+    assert (found.passed, found.rebuilt) == (False, 0)
+    assert "of other payloads" in found.wrong[0]
+
+
+def test_a_damaged_payload_in_the_target_is_rebuilt(
+    signed: SignedCuts, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    target, places = tmp_path / "rebuilt", list(map(str, stores.values()))
+    assert restore(signed, PieceStores(places), target).passed
+    digest = own_digest("b", NEXT)
+    path = Path(Store(str(target)).path(digest))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert not restore(signed, PieceStores(places[:1]), target).passed
+    assert restore(signed, PieceStores(places), target).passed
+    assert Store(str(target)).get(digest) == payload("b", NEXT)
+
+
+def test_a_cut_that_nobody_has_signed_names_where_its_payloads_may_be(
+    signed: SignedCuts, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    old = signed.cuts[0]
+    said = SignedCut(old.exchange, 0, old.content, "", (), 0, False)
+    cuts = SignedCuts(signed.run, signed.code, (said,))
+    found = restore(cuts, PieceStores(list(map(str, stores.values()))), tmp_path / "rebuilt")
+    assert not found.passed
+    assert "no certificate" in found.lost[0]
+    assert "dilocox verify --store" in found.lost[0]
+
+
+def test_a_sample_of_a_round_counts_its_cuts_without_a_certificate(
+    signed: SignedCuts, stores: dict[str, Path]
+) -> None:
+    one, other = signed.cuts
+    late = replace(other, certified=False)
+    cuts = SignedCuts(signed.run, signed.code, (one, late))
+    found = sample(cuts, PieceStores([str(stores["a"])]), 3, random.Random(0), round_=one.round)
+    assert (found.cuts, found.uncertified) == (1, 1)

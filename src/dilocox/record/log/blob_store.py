@@ -34,6 +34,8 @@ DOCUMENT_BYTES = 1 << 28
 """Limit in bytes of an object that is neither tensor nor payload, such as a list of tensors."""
 PIECES = "pieces"
 """Folder of erasure-coded pieces (see `dilocox.record.pieces`), by root and number."""
+SITES = "sites"
+"""Folder in that of the pieces: a file for each site that writes to the store."""
 WINDOWS = "windows"
 """Folder of payloads that are removed later, together with the start states of their replay."""
 
@@ -150,9 +152,16 @@ class Store:
         """
         self._keep(f"{self._root.rstrip('/')}/{piece_path(root, index)}", data)
 
-    def has_piece(self, root: str, index: int) -> bool:
-        """Return True if the store has a file for this piece, with the arguments of `put_piece`."""
-        return bool(self._files.exists(f"{self._root.rstrip('/')}/{piece_path(root, index)}"))
+    def put_site(self, index: int) -> None:
+        """Note that the site with piece `index` writes to this store. Raises like `put`."""
+        self._keep(self._site_path(index), b"1\n")
+
+    def has_site(self, index: int) -> bool:
+        """Return True if the site with piece `index` has said that it writes to this store."""
+        return bool(self._files.exists(self._site_path(index)))
+
+    def _site_path(self, index: int) -> str:
+        return f"{self._root.rstrip('/')}/{PIECES}/{SITES}/{index:03d}"
 
     def drop(self, digest: str) -> None:
         """Remove an object, if it is there; not its copies in windows. Raises `RecordError`."""

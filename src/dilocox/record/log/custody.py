@@ -164,11 +164,13 @@ class Certificates:
     def certified(
         self, exchange: str, shard: int, quorum: int, content: str | None = None
     ) -> str | None:
-        """Return the root that at least `quorum` sites have signed for a cut; None without one."""
-        for root, sites in self.roots(exchange, shard, content).items():
-            if len(set(sites)) >= quorum:
-                return root
-        return None
+        """Return the root that at least `quorum` sites have signed for a cut; None without one.
+
+        Of several contents, as after a resume, it is the root of the one that was signed last.
+        """
+        roots = self.roots(exchange, shard, content)
+        found = [root for root, sites in roots.items() if len(set(sites)) >= quorum]
+        return found[-1] if found else None
 
     def forget(self, oldest: int) -> None:
         """Forget cuts of rounds before `oldest`."""

@@ -23,8 +23,8 @@ _SLACK = 1 << 16
 class WrongPiecesError(WrongEncodingError):
     """The pieces of a cut prove that whoever has signed their root has encoded wrongly."""
 
-    def __init__(self, cut: SignedCut, error: WrongEncodingError, pieces: Sequence[Piece]) -> None:
-        super().__init__(f"{cut.name}: {error}; signed by {', '.join(cut.sites)}")
+    def __init__(self, cut: SignedCut, why: str, pieces: Sequence[Piece]) -> None:
+        super().__init__(f"{cut.name}: {why}; signed by {', '.join(cut.sites)}")
         self.pieces = pieces
         """The evidence."""
 
@@ -84,11 +84,11 @@ class PieceStores:
             raise TooFewPiecesError(
                 f"{cut.name}: {code.needed} pieces are needed, {len(pieces)} are there ({there})"
             )
+        check_content(cut, pieces)
         try:
             objects = rebuild(pieces, bytes.fromhex(cut.root), code.needed)
-            _check_content(cut, pieces[0])
         except WrongEncodingError as error:
-            raise WrongPiecesError(cut, error, pieces) from None
+            raise WrongPiecesError(cut, str(error), pieces) from None
         return pieces[0].layout, objects
 
     def _find(self, cut: SignedCut, index: int) -> Piece | None:
@@ -123,10 +123,9 @@ class PieceStores:
             self.wrong.append(line)
 
 
-def _check_content(cut: SignedCut, piece: Piece) -> None:
-    """Raise `WrongEncodingError` unless a piece's layout begins with the payloads of its cut."""
-    digests = [digest for digest, _ in piece.layout.objects]
+def check_content(cut: SignedCut, pieces: Sequence[Piece]) -> None:
+    """Raise `WrongPiecesError` unless the first piece is one of the payloads that count."""
+    digests = [digest for digest, _ in pieces[0].layout.objects]
     if not any(content_of(digests[:count]) == cut.content for count in range(1, len(digests) + 1)):
-        raise WrongEncodingError(
-            f"the pieces under root {cut.root[:12]}… are of other payloads than those that count"
-        )
+        why = f"the pieces under root {cut.root[:12]}… are of other payloads than those that count"
+        raise WrongPiecesError(cut, why, pieces)

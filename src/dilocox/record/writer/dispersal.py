@@ -12,28 +12,28 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from dilocox.config.availability import PieceCode
-from dilocox.coordinator.protocol.custody_messages import MOST_ASKED
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import DilocoxError, RecordError
-from dilocox.record.log.blob_store import Store
+from dilocox.record.log.blob_store import MissingError, Store
 from dilocox.record.log.custody import MOST_HELD, Custody, Held, content_of
 from dilocox.record.pieces.content import InMemory, OnDisk, Part
 from dilocox.record.pieces.cut import cut_parts
 from dilocox.record.writer.dispersal_journal import Journal, Stored
 from dilocox.record.writer.signing_identity import SigningIdentity
+from dilocox.record.writer.whole_payloads import OwnCut, WholePayloads
 from dilocox.utils import tracing
 
 log = logging.getLogger(__name__)
 
 MOST_UNSIGNED = 1000
 """Newest cuts whose custody is tried again after an error."""
-MOST_WHOLE = 1000
-"""Newest cuts that wait for a certificate. The payloads of older ones stay."""
+MOST_UNCUT = 1000
+"""Newest exchanges whose payloads are cut again after an error of the store."""
 ENDS = (0.0, 0.2, 0.5, 1.0, 2.0)
 """Seconds before each call that asks for the last certificates, at the end of a run."""
 
@@ -43,19 +43,6 @@ class Coordinator(Protocol):
 
     def custody(self, statement: str | None, asked: Sequence[str]) -> Mapping[str, str]:
         """Submit a signed custody (None: only ask); return certified roots of `asked` exchanges."""
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A cut whose piece is stored."""
-
-    stored: Stored
-    held: Held
-
-    @property
-    def round(self) -> int:
-        """Round of the exchange."""
-        return ExchangeKey.parse(self.stored.exchange).round
 
 
 _Item = tuple[Stored, Store] | threading.Event | None
@@ -89,10 +76,12 @@ class Dispersal:
         self._author, self._store, self._coordinator = author, store, coordinator
         self._warn, self._code, self._journal = warn, code, journal
         self._index = code.sites.index(author.rank.site)
-        self._keep_whole = keep_whole
-        self._cut: list[_Cut] = []
-        self._whole: list[_Cut] = []
-        self._failed: list[tuple[Stored, Store]] = []
+        self._whole = None
+        if not keep_whole:
+            self._whole = WholePayloads(store, journal, self._index, code.pieces)
+        self._uncut: list[tuple[Stored, Store]] = []
+        self._cut: list[OwnCut] = []
+        self._marked = False
         self._done, self._warned = 0, False
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         for each in journal.left():
@@ -136,42 +125,49 @@ class Dispersal:
         self._queue.put(None)
 
     def _run(self) -> None:
+        self._attempt(self._mark)
         while (item := self._queue.get()) is not None:
-            try:
-                if isinstance(item, threading.Event):
-                    self._retry()
-                    self._sign(self._cut)
-                    self._end()
-                else:
-                    own = self._try(item)
-                    # One statement per round: exchanges of earlier rounds have all ended.
-                    self._sign([each for each in self._cut if each.round < own.round])
-            except Exception as error:  # a storage may raise any error, and training goes on
-                self._fail(error)
-            finally:
-                self._done += 1
-                if isinstance(item, threading.Event):
-                    item.set()
+            if not isinstance(item, threading.Event):
+                self._uncut = [item, *self._uncut][:MOST_UNCUT]
+            self._attempt(self._take_all)
+            if isinstance(item, threading.Event):
+                self._attempt(lambda: self._sign(self._cut))
+                self._attempt(self._end)
+                item.set()
+            else:
+                # One statement per round: exchanges of earlier rounds have all ended.
+                newest = ExchangeKey.parse(item[0].exchange).round
+                older = [each for each in self._cut if each.round < newest]
+                self._attempt(partial(self._sign, older))
+            self._done += 1
 
-    def _try(self, item: tuple[Stored, Store]) -> _Cut:
-        """Cut payloads, and note them if that fails."""
+    def _attempt(self, step: Callable[[], None]) -> None:
         try:
-            return self._take(*item)
-        except Exception:
-            self._failed = [*self._failed, item][-MOST_UNSIGNED:]
-            raise
+            step()
+        except Exception as error:  # a storage may raise any error, and training goes on
+            self._fail(error)
 
-    def _retry(self) -> None:
-        """Cut what could not be cut before: the store may be back."""
-        failed, self._failed = self._failed, []
-        for item in failed:
+    def _mark(self) -> None:
+        """Say in the store that this site writes to it."""
+        if not self._marked:
+            self._store.put_site(self._index)
+            self._marked = True
+
+    def _take_all(self) -> None:
+        """Cut what is not cut yet, until the store fails."""
+        self._mark()
+        for _ in range(len(self._uncut)):
+            item = self._uncut.pop(0)
             try:
-                self._try(item)
-            except Exception as error:  # as in `_run`
+                self._take(*item)
+            except MissingError as error:  # a later attempt would not find them either
                 self._fail(error)
+            except Exception:
+                self._uncut.append(item)  # as the last one: others are tried before it
+                raise
+            self._done += 1
 
-    def _take(self, stored: Stored, place: Store) -> _Cut:
-        """Cut payloads and keep the site's piece. A storage may raise any error."""
+    def _take(self, stored: Stored, place: Store) -> None:
         with tracing.span("cut payloads", key=stored.exchange):
             objects = [_part(place, digest, size) for digest, size in stored.objects]
             found = cut_parts(objects, self._code.needed, self._code.pieces, [self._index])
@@ -182,17 +178,15 @@ class Dispersal:
         content = content_of([digest for digest, _ in stored.objects[: stored.contributors]])
         leaf = found.leaves[self._index].hex()
         held = Held(stored.exchange, content, found.root.hex(), leaf, len(file))
-        own = _Cut(stored, held)
-        self._cut = [*self._cut, own][-MOST_UNSIGNED:]
-        return own
+        self._cut = [*self._cut, OwnCut(stored, held)][-MOST_UNSIGNED:]
 
-    def _sign(self, cuts: Sequence[_Cut]) -> None:
+    def _sign(self, cuts: Sequence[OwnCut]) -> None:
         """Sign and submit the custody of pieces; raise the first error after all were tried."""
         errors: list[DilocoxError] = []
         left = list(cuts)
         while left:
             # An exchange that a resume has repeated is in a statement of its own.
-            batch: dict[str, _Cut] = {}
+            batch: dict[str, OwnCut] = {}
             for each in left:
                 if len(batch) < MOST_HELD:
                     batch.setdefault(each.stored.exchange, each)
@@ -204,7 +198,7 @@ class Dispersal:
         if errors:
             raise errors[0]
 
-    def _submit(self, batch: Sequence[_Cut]) -> None:
+    def _submit(self, batch: Sequence[OwnCut]) -> None:
         author, rank = self._author, self._author.rank
         said = Custody(
             site=rank.site,
@@ -217,18 +211,13 @@ class Dispersal:
             held=tuple(each.held for each in batch),
         )
         text = author.signer.sign(said.statement(author.run))
-        certified = self._coordinator.custody(text, self._asked())
+        certified = self._coordinator.custody(text, self._whole.asked if self._whole else [])
         self._cut = [each for each in self._cut if each not in batch]
-        if self._keep_whole:
+        if self._whole is None:
             self._journal.done([each.stored for each in batch])
             return
-        self._whole += batch
-        self._drop(certified)
-        older, self._whole = self._whole[:-MOST_WHOLE], self._whole[-MOST_WHOLE:]
-        self._journal.done([each.stored for each in older])
-
-    def _asked(self) -> list[str]:
-        return [each.stored.exchange for each in self._whole[-MOST_ASKED:]]
+        self._whole.add(batch)
+        self._whole.remove(certified)
 
     def _end(self) -> None:
         """Ask for the last certificates: the other sites sign theirs at about the same time."""
@@ -236,27 +225,7 @@ class Dispersal:
             if not self._whole:
                 return
             time.sleep(pause)
-            self._drop(self._coordinator.custody(None, self._asked()))
-
-    def _drop(self, certified: Mapping[str, str]) -> None:
-        """Remove the payloads of cuts that have a certificate for the root of this site."""
-        ready = [
-            each for each in self._whole if certified.get(each.stored.exchange) == each.held.root
-        ]
-        self._whole = [each for each in self._whole if each not in ready]
-        for each in ready:
-            own = {digest for digest, _ in each.stored.objects}
-            others = [stored for stored in self._journal.left() if stored != each.stored]
-            left = {digest for stored in others for digest, _ in stored.objects}
-            if not self._is_shared(each.held.root):
-                for digest in sorted(own - left):
-                    self._store.drop(digest)
-            self._journal.done([each.stored])
-
-    def _is_shared(self, root: str) -> bool:
-        """Return True if another site writes to this store, and may still need the payloads."""
-        others = (index for index in range(self._code.pieces) if index != self._index)
-        return any(self._store.has_piece(root, index) for index in others)
+            self._whole.remove(self._coordinator.custody(None, self._whole.asked))
 
     def _fail(self, error: Exception) -> None:
         log.error("availability: %s", error)

@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.log.blob_store import Store, piece_path
+from dilocox.record.log.blob_store import MissingError, Store, piece_path
 from dilocox.record.pieces.errors import TooFewPiecesError
 from dilocox.record.pieces.piece import Piece
-from dilocox.record.verify.piece_stores import PieceStores, WrongPiecesError
+from dilocox.record.verify.piece_stores import PieceStores, WrongPiecesError, check_content
 from dilocox.record.verify.signed_cuts import SignedCut, SignedCuts
 from dilocox.utils.storage import replace_file
 
 EVIDENCE = "wrong-encoding"
 """Folder, below that of the rebuilt store, of the pieces that prove a wrong encoding."""
+_WHOLE = (
+    "; it has no certificate, so the sites still have its payloads whole: give their stores to "
+    "`dilocox verify --store`, too"
+)
 
 
 @dataclass
@@ -70,12 +74,31 @@ def restore(
 def _restore(signed: SignedCuts, cut: SignedCut, stores: PieceStores, store: Store) -> int:
     """Rebuild the payloads of a cut; return their bytes. What is there already is left as it is."""
     known = stores.first(cut, range(signed.code.pieces), 1)
-    if known and all(store.has(digest) for digest, _ in known[0].layout.objects):
-        return known[0].layout.size
-    layout, objects = stores.rebuilt(cut, signed.code)
+    if known:
+        # First of all: an empty layout would name nothing that could be missing.
+        check_content(cut, known)
+        lacking = [each for each in known[0].layout.objects if not _is_there(store, *each)]
+        if not lacking:
+            return known[0].layout.size
+    try:
+        layout, objects = stores.rebuilt(cut, signed.code)
+    except TooFewPiecesError as error:
+        raise TooFewPiecesError(f"{error}{'' if cut.certified else _WHOLE}") from None
     for data, (digest, _) in zip(objects, layout.objects, strict=True):
         store.put(data, digest)
     return layout.size
+
+
+def _is_there(store: Store, digest: str, size: int) -> bool:
+    """Return True if a store has an object; remove what it has if its bytes are damaged."""
+    try:
+        store.get(digest, size)
+    except MissingError:
+        return False
+    except RecordError:
+        store.drop(digest)
+        return False
+    return True
 
 
 def _keep_evidence(pieces: Sequence[Piece], cut: SignedCut, target: Path) -> None:

@@ -22,6 +22,8 @@ class Sampled:
     needed: int
     pieces: int
     samples: int
+    uncertified: int = 0
+    """Cuts that have no certificate, and were not sampled."""
     answered: Counter[str] = field(default_factory=Counter)
     """Samples that were answered, by site."""
     asked: Counter[str] = field(default_factory=Counter)
@@ -75,6 +77,7 @@ def sample(
         )
     code = signed.code
     found = Sampled(len(cuts), code.needed, code.pieces, samples)
+    found.uncertified = sum(round_ in (None, each.round) for each in signed.cuts) - len(cuts)
     judged: set[str] = set()
     for number in range(samples):
         cut, index = draw.choice(cuts), draw.randrange(code.pieces)
