@@ -134,6 +134,29 @@ def test_a_transaction_that_waits_for_a_block_is_not_sent_as_another(
     assert len(network.submissions(who)) == 4
 
 
+def test_a_transaction_with_a_late_block_is_paid_once_though_events_lag(
+    run: Path, network: Network, who: LocalAccount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receipt is there, and neither the index of events nor the node has seen its block."""
+    monkeypatch.setattr(ledger, "PATIENCE", 0.2)
+    monkeypatch.setattr(resending, "PATIENCE", 0.2)
+    tester = network.chain.web3.provider.ethereum_tester  # type: ignore[union-attr]
+    tester.disable_auto_mine_transactions()
+    with pytest.raises(RecordError, match="the chain's server failed"):
+        publish_once(network.publisher(run, who))
+    tester.enable_auto_mine_transactions()
+    network.node.behind = True
+    network.rpc.change = lambda method, said: [] if method == "eth_getLogs" else said
+    for _ in range(2):
+        with pytest.raises(RecordError, match="does not know transaction"):
+            publish_once(network.publisher(run, who))
+        # A crash before the note of what was submitted.
+        next((run / "coordinator").rglob("files.jsonl")).unlink()
+    network.node.behind, network.rpc.change = False, lambda method, said: said
+    publish_once(network.publisher(run, who))
+    assert len(network.submissions(who)) == 4
+
+
 def test_an_upload_goes_on_where_it_was_cut(
     network: Network, who: LocalAccount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

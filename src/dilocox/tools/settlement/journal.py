@@ -105,6 +105,17 @@ class Journal:
             raise SettlementError(f"{self._path}: not a journal ({error})") from None
         return found
 
+    def sent(self) -> list[Signed]:
+        """Return all transactions of the journal, the newest last, whatever became of them.
+
+        Raises `SettlementError` if the journal cannot be read.
+        """
+        try:
+            lines = [said for said in read_lines(self._path) if "signed" in said]
+            return [Signed(*map(bytes.fromhex, (said["hash"], said["signed"]))) for said in lines]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SettlementError(f"{self._path}: not a journal ({error})") from None
+
     def contracts(self) -> list[str]:
         """Return addresses of contracts that the account has created, the newest last.
 

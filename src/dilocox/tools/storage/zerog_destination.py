@@ -192,29 +192,40 @@ class ZerogDestination:
         journal = Journal(folder / f"journal-{account.address}.jsonl")
         try:
             journal.catch_up(self._flow.web3, account, self._flow.fee)
-            try:
-                found = self._flow.find(tree)
-            except UnknownError as error:
-                if known:
-                    raise RecordError(f"{name}: was submitted before, but {error}") from None
-                found = None
-            else:
-                if found is None and known:
-                    raise RecordError(
-                        f"{name}: the node says that it was submitted, and the chain's server says "
-                        "that it was not; name another server, as nothing is paid twice"
-                    )
+            found = self._flow.among(tree, journal.sent()) or self._searched(name, tree, known)
             if found is None:
                 found = self._flow.submit(tree, journal.keep)
-                journal.done(found.transaction)
             said = {"root": root, "transaction": found.transaction, "sequence": found.sequence}
             append_lines(folder / FILES, [said])
+            if found.paid:  # only now: until then the next start looks at the transaction again
+                journal.done(found.transaction)
+        except OSError as error:
+            raise RecordError(f"{folder}: cannot be written ({error.strerror})") from None
         except SettlementError as error:
             raise RecordError(str(error)) from None
         if found.paid:
             paid = Web3.from_wei(found.paid, "ether")
             self.tell(f"{name}: {paid:f} coins for its storage, transaction {found.transaction}")
         self._known[root] = found
+        return found
+
+    def _searched(self, name: str, tree: FileTree, known: bool) -> Submitted | None:
+        """Search the chain for a submission of a file; None if there was none.
+
+        `known`: whether a node says that there was one. Raises `RecordError` if node and chain's
+        server contradict each other.
+        """
+        try:
+            found = self._flow.find(tree)
+        except UnknownError as error:
+            if known:
+                raise RecordError(f"{name}: was submitted before, but {error}") from None
+            return None
+        if found is None and known:
+            raise RecordError(
+                f"{name}: the node says that it was submitted, and the chain's server says that it "
+                "was not; name another server, as nothing is paid twice"
+            )
         return found
 
     def _seen(self, submitted: Submitted, root: str) -> list[FileInfo]:

@@ -6,15 +6,16 @@ paid. Whoever submits a root, storage nodes take the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eth_account.signers.local import LocalAccount
 from eth_utils.abi import function_signature_to_4byte_selector
 from hexbytes import HexBytes
 from web3 import Web3
+from web3.exceptions import TransactionNotFound
 from web3.logs import DISCARD
 
 from dilocox.errors import RecordError, SettlementError
@@ -27,6 +28,7 @@ from dilocox.tools.settlement.ledger import (
     one_line,
     transact,
 )
+from dilocox.tools.settlement.resending import Signed
 
 MOST_SEARCHES = 500
 """Requests for events of one file, after which a search ends without an answer."""
@@ -134,13 +136,31 @@ class Flow:
                 step = max(LEAST_BLOCKS, step // 2)
                 continue
             # A server that ignores the filter must not make another file of this one.
-            found = [each for each in found if bytes(each["args"]["identity"]) == name]
+            found = [each for each in found if self._is_of(tree, each)]
             if found:
                 return _submitted(found[-1])
             if begin == first:
                 return None
             last = begin - 1
         raise UnknownError(f"the chain's server gives {step} blocks at once; name another server")
+
+    def among(self, tree: FileTree, sent: Sequence[Signed]) -> Submitted | None:
+        """Return the submission of a file by one of the account's own transactions, or None.
+
+        A receipt is there at once. Events and storage nodes may be behind.
+
+        Raises:
+            RecordError: The server fails.
+        """
+        data = bytes(HexBytes(self._contract.encode_abi("submit", [self._said(tree)])))
+        for each in reversed(sent):
+            if each.data != data:
+                continue
+            with _flow_errors("search"), suppress(TransactionNotFound):
+                found = self._received(tree, each.hash)
+                if found is not None:
+                    return found
+        return None
 
     def submit(self, tree: FileTree, keep: Keep) -> Submitted:
         """Submit a file, pay for its storage, and wait until a block has the transaction.
@@ -159,18 +179,30 @@ class Flow:
                 f"to store {tree.size:,} bytes costs {coins(value)}, more than {coins(self.fee)}: "
                 "allow it with --most-fee"
             )
-        nodes = [(node.root, node.height) for node in tree.nodes]
-        data = ((tree.size, b"", nodes), self.account.address)
         with _flow_errors("submit"):
-            call = self._contract.functions.submit(data)
+            call = self._contract.functions.submit(self._said(tree))
             base = {"value": value, "chainId": int(self.web3.eth.chain_id)}
             sent = transact(self.web3, self.account, call, base, keep, self.fee - value)
-            receipt = self.web3.eth.get_transaction_receipt(HexBytes(sent.hash))
-            for each in self._contract.events.Submit().process_receipt(receipt, errors=DISCARD):
-                if bytes(each["args"]["identity"]) == identity(tree):
-                    found = _submitted(each)
-                    return Submitted(found.transaction, found.sequence, value)
+            found = self._received(tree, bytes(HexBytes(sent.hash)))
+            if found is not None:
+                return replace(found, paid=value)
         raise RecordError(f"submit: transaction {sent.hash} has no event of {self.address}")
+
+    def _said(self, tree: FileTree) -> Any:
+        """Return what a submission says."""
+        nodes = [(node.root, node.height) for node in tree.nodes]
+        return (tree.size, b"", nodes), self.account.address
+
+    def _received(self, tree: FileTree, hash_: bytes) -> Submitted | None:
+        """Return the submission of a file by a transaction in a block; None if it made none."""
+        receipt = self.web3.eth.get_transaction_receipt(HexBytes(hash_))
+        found = self._contract.events.Submit().process_receipt(receipt, errors=DISCARD)
+        return next((_submitted(each) for each in found if self._is_of(tree, each)), None)
+
+    def _is_of(self, tree: FileTree, event: Any) -> bool:
+        """Return True if an event is this contract's, of a submission of this file."""
+        named = bytes(event["args"]["identity"]) == identity(tree)
+        return named and Web3.to_checksum_address(event["address"]) == self.address
 
     def _price(self) -> int:
         """Return the price of a chunk, wei."""
