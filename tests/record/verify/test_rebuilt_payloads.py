@@ -88,6 +88,16 @@ def test_pieces_of_other_payloads_are_a_fail_that_names_the_signers(town: Town) 
     assert not isinstance(raised.value, MissingError)
 
 
+def test_a_root_that_one_site_alone_has_signed_makes_nothing_fail(town: Town) -> None:
+    course = town.scene.course()
+    ((named, _),) = course.custody.signed[f"{KEY.text}#0"].items()
+    ((other, _),) = course.custody.signed[f"{NEXT.text}#0"].items()
+    content, wrong = named.split(" ")[0], other.split(" ")[1]
+    course.custody.signed[f"{KEY.text}#0"] = {f"{content} {wrong}": ["b"]}
+    with pytest.raises(MissingError, match="signed by b"):
+        stores(town, course, "abc").get(own_digest("a"))
+
+
 def test_a_wrong_piece_of_one_store_is_replaced_by_another(town: Town) -> None:
     course = town.scene.course()
     root = town.scene.notary.memory.custody.certified(KEY.text, 0, 2)

@@ -9,7 +9,7 @@ from dilocox.errors import RecordError
 from dilocox.record.log.blob_store import MissingError
 from dilocox.record.pieces import erasure
 from dilocox.record.pieces.errors import TooFewPiecesError
-from dilocox.record.verify.piece_stores import PieceStores
+from dilocox.record.verify.piece_stores import PieceStores, WrongPiecesError
 from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.verify.signed_cuts import SignedCut, signed_cuts
 
@@ -49,7 +49,7 @@ class RebuiltPayloads:
 
         Objects beside payloads, such as a codec's basis, are known once a payload of the same
         exchange was rebuilt. Raises `MissingError` if too few pieces are there or the package zfec
-        is missing, and `RecordError` if the pieces prove a wrong encoding.
+        is missing, and `RecordError` if the pieces under a certified root prove a wrong encoding.
         """
         cut = self._where.get(digest)
         if cut is None:
@@ -59,6 +59,11 @@ class RebuiltPayloads:
         try:
             return self._objects(cut)[digest]
         except TooFewPiecesError as error:
+            raise MissingError(str(error)) from None
+        except WrongPiecesError as error:
+            if cut.certified:
+                raise
+            # One dishonest site alone cannot make a record FAIL: honest sites have the payloads.
             raise MissingError(str(error)) from None
 
     def _objects(self, cut: SignedCut) -> dict[str, bytes]:
