@@ -28,7 +28,7 @@ from dilocox.record.log.attestation_statements import Attestation
 from dilocox.record.log.blob_store import piece_path
 from dilocox.record.log.custody import Custody
 from dilocox.record.log.transparency_log import PUBLIC, read_log
-from dilocox.tools.availability.cuts import read_cuts
+from dilocox.record.verify.signed_cuts import read_cuts
 from dilocox.tools.settlement import ledger, run_on_chain
 
 Change = Callable[[PublicRun], object]
