@@ -20,6 +20,8 @@ HELP = "cosign checkpoints of logs as a witness, and have a run's log cosigned"
 HOST, PORT = "127.0.0.1", 8643
 EVERY = 60.0
 """Seconds between two looks of `watch`."""
+MOST_EVERY = 1e6
+"""Most seconds between two looks or questions."""
 LAST_TRIES = 5
 """Tries of `ask --every` after the run's end, if a witness does not cosign."""
 
@@ -102,6 +104,8 @@ def _serve(options: argparse.Namespace) -> int:
     from dilocox.tools.witness.server import serve
     from dilocox.tools.witness.witness import Witness
 
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port {options.port}: give 1 to 65535, or 0 for any free port")
     with WitnessFolder.opened(options.folder) as folder:
 
         def ready(url: str) -> None:
@@ -117,6 +121,7 @@ def _watch(options: argparse.Namespace) -> int:
     from dilocox.tools.witness.watching import look
     from dilocox.tools.witness.witness import Witness
 
+    _check_every(options.every)
     if options.beside and any("://" in place for place in options.places):
         raise ConfigError("--beside: needs folders, since it writes into them; leave it out")
     troubles = _Troubles()
@@ -141,6 +146,7 @@ def _ask(options: argparse.Namespace) -> int:
     """Return 0 if every witness has cosigned the newest checkpoint, else 1."""
     from dilocox.tools.witness.asking import ask
 
+    _check_every(options.every)
     witnesses, troubles = _addresses(options.witness), _Troubles()
     known: dict[str, int] = {}
     tries = LAST_TRIES
@@ -168,6 +174,11 @@ def _ask(options: argparse.Namespace) -> int:
         if not options.every or (ended and not (troubles.left and tries > 0)):
             return 1 if troubles.left else 0
         time.sleep(options.every)
+
+
+def _check_every(seconds: float) -> None:
+    if not 0 <= seconds <= MOST_EVERY:
+        raise ConfigError(f"--every {seconds:g}: give a number of seconds from 0 to {MOST_EVERY:g}")
 
 
 def _has_ended(run: Path) -> bool:

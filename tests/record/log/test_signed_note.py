@@ -109,9 +109,9 @@ WITNESS = "remora.n621.de+da77ade7+BOvN63jn/bLvkieywe8R6UYAtVtNbZpXh34x7onlmtw2"
 def test_keys_of_witnesses_are_not_those_of_logs() -> None:
     assert str(WitnessKey.parse(WITNESS)) == WITNESS
     assert WitnessKey.parse(WITNESS).hash.hex() == "da77ade7"
-    with pytest.raises(RecordError, match="is not a log key"):
+    with pytest.raises(RecordError, match="is a key of a witness, not a log key"):
         NoteKey.parse(WITNESS)
-    with pytest.raises(RecordError, match="is not a key of a witness"):
+    with pytest.raises(RecordError, match="is a log key, not a key of a witness"):
         WitnessKey.parse(PETER)
 
 

@@ -131,6 +131,8 @@ def test_options_that_do_not_fit() -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=reason):
             Witnesses.parse(keys, quorum, [])
+    with pytest.raises(ConfigError, match="no: not a file; name a cosigned checkpoint"):
+        Witnesses.parse(TEXTS, None, [Path("no")])
     with pytest.raises(RecordError, match="not a key of a witness"):
         Witnesses.parse([str(LOG)], None, [])
 
@@ -145,7 +147,10 @@ def test_verify_judges_the_claim_of_a_run(tmp_path: Path) -> None:
 
     def verdict(witnesses: Witnesses | None = asked) -> str | None:
         report = verify(Places(run, witnesses=witnesses), lambda what, share: None)
-        return {each.claim.name: each.verdict for each in report.findings}.get("witnesses")
+        found = {each.claim.name: each for each in report.findings}.get("witnesses")
+        # Who names witnesses wants to know by the exit code that they have not cosigned.
+        assert found is None or found.claim.required
+        return found and found.verdict
 
     assert (verdict(), verdict(None)) == ("PASS", None)
     # The log's owner writes another log with the same key.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import socket
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.witnessed import (
     LOG,
@@ -28,9 +30,12 @@ from dilocox.errors import RecordError
 from dilocox.record.log import cosigned
 from dilocox.record.log.signed_note import LogCheckpoint, WitnessKey, cosign, cosigned_at, open_note
 from dilocox.record.verify.witness_claims import Witnesses, judge_witnesses
+from dilocox.tools.witness import server
 from dilocox.tools.witness.asking import Answer, WitnessAddress, ask
 from dilocox.tools.witness.folder import WitnessFolder
-from dilocox.tools.witness.requests import parse_request
+from dilocox.tools.witness.requests import parse_request, request_body
+from dilocox.tools.witness.server import application, serve
+from dilocox.tools.witness.witness import Witness
 
 pytestmark = pytest.mark.waits
 
@@ -208,6 +213,73 @@ def test_a_witness_cannot_forge_the_cosignature_of_another(tmp_path: Path) -> No
     assert asked is not None
     told = judge_witnesses(asked, tmp_path / "record", LOG, entries(4))
     assert told.startswith("1 of 2 witnesses")
+
+
+def test_a_request_that_is_repeated_is_told_once(tmp_path: Path) -> None:
+    """Anybody can repeat what is public, as often as they like."""
+    witness, said = Witness(witness_folder(tmp_path / "w")), list[str]()
+    fork = entries(7, fork=3)
+    requests = [
+        request_body(0, [], signed(entries(5))),
+        *[request_body(5, [], signed(entries(5)))] * 3,
+        *[request_body(5, proof(fork, 5), signed(fork))] * 3,
+        *[request_body(5, [], signed(entries(5, fork=3)))] * 3,
+        *[b"nonsense", request_body(0, [], signed(entries(1), "another/log"))] * 2,
+    ]
+
+    async def ask_all() -> list[int]:
+        async with TestClient(TestServer(application(witness, said.append))) as client:
+            found = [await client.post("/add-checkpoint", data=body) for body in requests]
+            return [each.status for each in found]
+
+    assert asyncio.run(ask_all()) == [*[200] * 4, *[422] * 3, *[409] * 3, *[400, 404] * 2]
+    assert [line.split(": ")[0] for line in said] == [
+        "cosigned 5 statements of log dilocox/test/log",
+        *["not cosigned, log dilocox/test/log"] * 2,
+    ]
+    assert "both checkpoints are in" in said[-1]
+
+
+def test_a_witness_that_has_forgotten_is_named(tmp_path: Path) -> None:
+    """Its folder was put back from an old copy, so it could sign another history."""
+    write_log(tmp_path, entries(3))
+    with lying(lambda body: (200, cosignature(body))) as url:
+        assert ask(tmp_path, [WitnessAddress(KEY, url)])[0].trouble == ""
+    write_log(tmp_path, entries(5))
+    with lying(lambda body: (409, b"2\n")) as url:
+        (found,) = ask(tmp_path, [WitnessAddress(KEY, url)])
+    assert found.trouble.startswith(
+        "it has cosigned 3 statements, and says now that it knows 2: it has forgotten"
+    )
+
+
+def test_strangers_that_connect_and_say_nothing_keep_nobody_out(tmp_path: Path) -> None:
+    write_log(tmp_path, entries(4))
+    witness = Witness(witness_folder(tmp_path / "w"))
+    said: list[str] = []
+
+    async def crowded() -> Answer:
+        ready = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve(witness, "127.0.0.1", 0, said.append, ready.set_result))
+        address = WitnessAddress(witness.folder.key, await ready)
+        port = int(address.url.rpartition(":")[2])
+        open_ = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
+        # The oldest are closed first, and then all that stay silent.
+        assert await asyncio.wait_for(open_[0][0].read(), 20) == b""
+        (found,) = await asyncio.to_thread(ask, tmp_path, [address])
+        assert await asyncio.wait_for(open_[-1][0].read(), 20) == b""
+        for _, writer in open_:
+            writer.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("MOST_OPEN", 4), ("OPEN_SECONDS", 0.5), ("LOOK_SECONDS", 0.05)):
+            patch.setattr(server, name, value)
+        assert asyncio.run(crowded()).trouble == ""
+    assert said == ["cosigned 4 statements of log dilocox/test/log"]
 
 
 def test_dead_and_hanging_witnesses_hold_nobody_up(

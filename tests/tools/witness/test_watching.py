@@ -12,9 +12,11 @@ from tests.support.witnessed import LOG, entries, witness_folder, write_log
 
 from dilocox.cli.main import main
 from dilocox.errors import RecordError
+from dilocox.record.bundles.publication import INDEX
 from dilocox.record.log import cosigned
 from dilocox.record.log.signed_note import LogCheckpoint, cosigned_at, open_note
 from dilocox.record.log.transparency_log import check_grown, read_log
+from dilocox.tools.witness.folder import WitnessFolder
 from dilocox.tools.witness.watching import look
 from dilocox.tools.witness.witness import Witness
 
@@ -129,3 +131,20 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 1
     assert "signed two logs" in said
     assert run("watch", path, "s3://a/b", "--beside")[0] == 1
+    key = str(WitnessFolder(tmp_path / "w").key)
+    for words, reason in (
+        (("watch", path, str(log), "--every", "-1"), "--every -1: give a number of seconds"),
+        (("watch", path, str(log), "--every", "nan"), "--every nan: give a number of seconds"),
+        (("ask", str(log), "--witness", key, "http://a", "--every", "-1"), "--every -1: give"),
+        (("serve", path, "--port", "99999"), "--port 99999: give 1 to 65535"),
+        (("trust", path, key), "is a key of a witness, not a log key"),
+        (("ask", str(log), "--witness", str(LOG), "http://a"), "is a log key, not a key of a wit"),
+    ):
+        code, _, said = run(*words)
+        assert (code, reason in said) == (1, True), said
+
+
+def test_a_run_in_bundles_is_named(tmp_path: Path, witness: Witness) -> None:
+    (tmp_path / INDEX).write_text("{}")
+    with pytest.raises(RecordError, match="was published in bundles, which a witness does not"):
+        look(witness, f"file://{tmp_path}", beside=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,27 @@ def test_one_process_at_a_time_and_a_key_that_only_its_owner_reads(tmp_path: Pat
     (path / "key").write_text("PRIVATE+KEY+a+00000000+AAAA\n")
     with pytest.raises(RecordError, match="not the key of a witness"):
         WitnessFolder(path)
+
+
+def test_logs_that_are_added_at_once_are_all_kept(tmp_path: Path) -> None:
+    folder = witness_folder(tmp_path / "w")
+    keys = [NoteKey(f"log/{number}", bytes([number]) * 32) for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda key: WitnessFolder(folder.folder).trust(key), keys))
+    assert {key.name for key in folder.logs()} == {ORIGIN, *(key.name for key in keys)}
+
+
+def test_an_error_of_the_server_is_not_one_of_the_folder(tmp_path: Path) -> None:
+    witness_folder(tmp_path / "w")
+    with pytest.raises(OSError, match="of the body"), WitnessFolder.opened(tmp_path / "w"):
+        raise OSError(5, "of the body")
+    (tmp_path / "w" / "witness.lock").unlink()
+    (tmp_path / "w" / "witness.lock").mkdir()
+    with (
+        pytest.raises(RecordError, match="cannot be used"),
+        WitnessFolder.opened(tmp_path / "w"),
+    ):
+        pass
 
 
 def test_a_log_has_one_key(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ class NoteKey:
             key = cls(match[1], data[1:])
             if key.hash.hex() == match[2]:
                 return key
+        if len(data) == 33 and data[:1] in (_ED25519, _COSIGNATURE) and data[:1] != cls.KIND:
+            other = WitnessKey if data[:1] == _COSIGNATURE else NoteKey
+            raise RecordError(f"{text.strip()[:80]!r} is a {other.WHAT}, not a {cls.WHAT}")
         raise RecordError(
             f"{text.strip()[:80]!r} is not a {cls.WHAT}: copy it whole, NAME+HASH+KEY"
         )

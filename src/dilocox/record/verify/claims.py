@@ -192,7 +192,7 @@ STAKES = Claim(
 )
 WITNESSES = Claim(
     "witnesses",
-    False,
+    True,
     "as many of the named witnesses as asked have cosigned all of this log: each has seen these "
     "statements as the continuation of all that it had cosigned before",
     "that the witnesses have different operators, or have kept their memory; that nobody has shown "
@@ -216,7 +216,7 @@ payloads; `base` if adapters are trained; `audits` and `beacon` if the run store
 `release` if the model is signed; `attestations` if a site has signed one, the run file names a
 policy, or the reader gives one (then it is required); `availability` if the run cuts payloads;
 `anchors` if a chain is asked; `stakes` if, besides, the run admits by stake; `witnesses` if some
-are named; `bundles` if the run is read from bundles."""
+are named (then it is required); `bundles` if the run is read from bundles."""
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,15 @@ class Witnesses:
 
         Raises:
             RecordError: A key is none.
-            ConfigError: A key stands there twice, or the quorum does not fit.
+            ConfigError: A key stands there twice, the quorum does not fit, or a file is missing.
         """
         if not keys:
             if quorum is not None or files:
                 raise ConfigError("--quorum, --cosigned: name the witnesses, too, with --witness")
             return None
+        for path in files:
+            if not path.is_file():
+                raise ConfigError(f"--cosigned {path}: not a file; name a cosigned checkpoint")
         parsed = tuple(WitnessKey.parse(each) for each in keys)
         # A cosignature does not sign its name, so one key under two names is one witness.
         if len({each.public for each in parsed}) != len(parsed):

@@ -134,7 +134,7 @@ async def _body(reply: aiohttp.ClientResponse) -> bytes:
 
 async def _cosignature(session: aiohttp.ClientSession, log: _Log, witness: WitnessAddress) -> str:
     """Return the signature lines that the witness answers. Raises `RecordError` if it refuses."""
-    old = log.known(witness.key)
+    old = kept = log.known(witness.key)
     for again in (True, False):
         url = f"{witness.url.rstrip('/')}/add-checkpoint"
         body = await asyncio.to_thread(log.body, old)
@@ -149,6 +149,12 @@ async def _cosignature(session: aiohttp.ClientSession, log: _Log, witness: Witne
                     raise RecordError(
                         f"it says that it has cosigned {size} statements, and this log has "
                         f"{log.checkpoint.size}: was the log cut back?"
+                    )
+                if size < kept:
+                    raise RecordError(
+                        f"it has cosigned {kept} statements, and says now that it knows {size}: it "
+                        "has forgotten what it signed, so it is no witness any more; its operator "
+                        "makes a new one with: dilocox witness create"
                     )
                 if size == old == log.checkpoint.size:
                     raise RecordError(

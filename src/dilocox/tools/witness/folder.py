@@ -25,6 +25,9 @@ from dilocox.record.writer.one_writer import held
 from dilocox.utils.storage import replace_file, sync_folder
 
 KEY, LOGS, COSIGNED, EVIDENCE, LOCK = "key", "logs", "cosigned", "evidence", "witness.lock"
+LOGS_LOCK = "logs.lock"
+TRUST_SECONDS = 10.0
+"""Seconds for which `trust` waits for another process that adds a log."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9./_-]{0,99}")
 """Names of witnesses: those of web addresses without a scheme, such as `witness.example/w1`."""
 
@@ -46,16 +49,13 @@ class WitnessFolder:
         Raises `RecordError` if another process has it, or if it is none of a witness.
         """
         found = cls(folder)
-        try:
-            with held(folder, name=LOCK) as own:
-                if not own:
-                    raise RecordError(
-                        f"{folder}: another process is this witness; stop it first, since two "
-                        "could sign two histories"
-                    )
-                yield found
-        except OSError as error:
-            raise RecordError(f"{folder}: cannot be used ({error.strerror})") from None
+        with contextlib.ExitStack() as stack:
+            if not _taken(stack, folder, LOCK, 0.0):
+                raise RecordError(
+                    f"{folder}: another process is this witness; stop it first, since two "
+                    "could sign two histories"
+                )
+            yield found
 
     def trusted(self, origin: str) -> NoteKey | None:
         """Return the key of the log named `origin`; None if the witness does not know it.
@@ -78,16 +78,20 @@ class WitnessFolder:
 
         Raises `RecordError` if another key has the same name.
         """
-        known = self.trusted(key.name)
-        if known is not None and known != key:
-            raise RecordError(f"log {key.name}: the witness knows it with another key, {known}")
-        if known is None:
-            try:
-                self._write(
-                    self.folder / LOGS, "".join(f"{each}\n" for each in [*self.logs(), key])
-                )
-            except OSError as error:
-                raise RecordError(f"{self.folder}: cannot be written ({error.strerror})") from None
+        with contextlib.ExitStack() as stack:
+            if not _taken(stack, self.folder, LOGS_LOCK, TRUST_SECONDS):
+                raise RecordError(f"{self.folder}: another process adds logs; try again")
+            known = self.trusted(key.name)
+            if known is not None and known != key:
+                raise RecordError(f"log {key.name}: the witness knows it with another key, {known}")
+            if known is None:
+                logs = "".join(f"{each}\n" for each in [*self.logs(), key])
+                try:
+                    self._write(self.folder / LOGS, logs)
+                except OSError as error:
+                    raise RecordError(
+                        f"{self.folder}: cannot be written ({error.strerror})"
+                    ) from None
         return known is None
 
     def newest(self, key: NoteKey) -> tuple[LogCheckpoint, str] | None:
@@ -173,6 +177,14 @@ def _read_key(path: Path) -> tuple[str, Ed25519PrivateKey]:
     except (OSError, ValueError) as error:
         raise RecordError(f"{path}: cannot be read ({error})") from None
     raise RecordError(f"{path}: not the key of a witness; put it back from a copy")
+
+
+def _taken(stack: contextlib.ExitStack, folder: Path, name: str, patience: float) -> bool:
+    """Take a lock of the folder until `stack` ends. Raises `RecordError` if there can be none."""
+    try:
+        return stack.enter_context(held(folder, patience, name))
+    except OSError as error:
+        raise RecordError(f"{folder}: cannot be used ({error.strerror})") from None
 
 
 def _digest(origin: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import fsspec
 
 from dilocox.errors import RecordError
+from dilocox.record.bundles.fetch import is_bundled
 from dilocox.record.log import bounded_reads, cosigned
 from dilocox.record.log.merkle import consistency_proof, root_of
 from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, open_note, split_note
@@ -131,5 +132,17 @@ def _copy(place: str, name: str, folder: Path, most: int) -> None:
     except RecordError:
         raise
     except Exception as error:  # every kind of storage has errors of its own
+        if isinstance(error, FileNotFoundError) and name == CHECKPOINT and _in_bundles(place):
+            raise RecordError(
+                f"{place}: was published in bundles, which a witness does not read; let the run "
+                "ask (dilocox witness ask), or publish a folder (dilocox publish --to DIR)"
+            ) from None
         reason = str(error) or type(error).__name__
         raise RecordError(f"{place}: cannot be read ({reason})") from None
+
+
+def _in_bundles(place: str) -> bool:
+    try:
+        return is_bundled(place)
+    except RecordError:  # the error that led here says more
+        return False

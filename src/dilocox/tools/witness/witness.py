@@ -28,8 +28,9 @@ class RefusedError(RecordError):
     """A witness does not cosign."""
 
     def __init__(
-        self, status: int, reason: str, size: int | None = None, *, forked: bool = False
-    ) -> None:
+        self, status: int, reason: str, size: int | None = None, *, forked: bool = False,
+        signed: bool = False,
+    ) -> None:  # fmt: skip
         """Create the refusal.
 
         Args:
@@ -37,9 +38,10 @@ class RefusedError(RecordError):
             reason: One line.
             size: Statements of the newest cosigned checkpoint, for status 409.
             forked: Whether the log has signed two histories.
+            signed: Whether a trusted log has signed the checkpoint.
         """
         super().__init__(reason)
-        self.status, self.size, self.forked = status, size, forked
+        self.status, self.size, self.forked, self.signed = status, size, forked, signed
 
 
 class Witness:
@@ -125,4 +127,5 @@ class Witness:
                 422,
                 f"the proof does not show that these {checkpoint.size} statements continue the "
                 f"{size} that were cosigned",
+                signed=True,
             )
