@@ -22,6 +22,9 @@ all anchors every round), rounds, and rounds of a site that were begun and disca
 the sequences trained on twice or not accounted for, and the held-out loss over that of the run
 without faults.
 
+`--beside` makes another, short run in place of all that: with a standby and a witness beside the
+coordinator (`benchmarks.chaos.beside`).
+
 A full run has 9 parts. Each part is a separate run with 12 faults and its own seed: more than 100
 faults in total, and more than an hour. With --json every finished part is saved to
 NAME-parts.json; started again, the benchmark continues with the missing parts. --quick is one
@@ -339,10 +342,15 @@ def main() -> int:
     parser.add_argument("--parts", type=int, help="runs (1 with --quick, else 9)")
     parser.add_argument("--faults", type=int, help="per part at most (9 with --quick, else 12)")
     parser.add_argument("--rounds", type=int, help="per part (200 with --quick, else 300)")
+    parser.add_argument("--beside", action="store_true", help="a run with standby and witness")
     options = parser.parse_args()
     common.end_on_signals()
     if common.cannot("chaos", unsupported_reason()):
         return common.CANNOT
+    if options.beside:
+        from benchmarks.chaos import beside
+
+        return beside.main(options.rounds or beside.ROUNDS, options.json)
     usual = QUICK if options.quick else FULL
     extent = Extent(
         options.seed,

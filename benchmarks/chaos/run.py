@@ -103,9 +103,13 @@ class Run:
         self._read = 0
         self.start_coordinator()
         found = self.until(lambda: re.search(r"dilocox join (\S+) ", self.said()), "its join lines")
-        self.address = found[1]
+        self.address: str = found[1]
+        self.prepared()
         for site in SITES:
             self.join(site)
+
+    def prepared(self) -> None:
+        """Called when the coordinator listens, before the sites join."""
 
     def start_coordinator(self) -> None:
         """Start `dilocox coordinator`. The command is the same for a new and a resumed run."""

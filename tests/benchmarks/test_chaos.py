@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from benchmarks.chaos import beside
 from benchmarks.chaos import command as chaos
 from benchmarks.chaos import rows as chaos_rows
 from benchmarks.chaos import run as chaos_run
 from benchmarks.chaos.rows import Blow
 
+from tests.support.lab_needs import needs_lab
 from tests.support.mounting import need_mounts
 
 
@@ -133,3 +136,15 @@ def test_each_run_has_a_small_disk_of_its_own(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="No space left"):
                 (folder / "more").write_bytes(bytes((chaos_run.DISK_MIB + 1) << 20))
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@needs_lab
+def test_a_run_with_standby_and_witness_goes_on(tmp_path: Path) -> None:
+    """A coordinator that is killed for good, in namespaces; the witness sees one log."""
+    assert beside.main(60, tmp_path / "rows.json") == 0
+    content = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["fault"] for row in content["rows"]] == [*(kind for kind, _ in beside.KINDS), "run"]
+    assert content["rows"][-1]["tokens_doubled"] == content["rows"][-1]["tokens_lost"] == 0
+    assert "have cosigned all" in content["settings"]["witness"]
