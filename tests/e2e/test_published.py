@@ -22,6 +22,7 @@ from dilocox.cli import main
 from dilocox.record.verify.verify import Places, verify
 from dilocox.tools.report.folder import read_run
 from tests.support.harness import PATIENT, Workshop
+from tests.support.secret_search import coordinator_secrets, leaks
 
 pytestmark = pytest.mark.runs
 
@@ -151,6 +152,9 @@ def test_a_run_is_gathered_from_its_places(
         "record", "model", "data",
     }  # fmt: skip
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in public.rglob("*") if path.is_file())
+    secrets = {str(path): secret for path, secret in coordinator_secrets(published).items()}
+    texts = {str(path): path.read_bytes() for path in public.rglob("*") if path.is_file()}
+    assert not leaks(secrets, texts)
     for name in ("CHECK.md", "report.html"):
         assert f"{tmp_path}/" not in (public / name).read_text()
     assert 'folder = "/not/here' not in (public / "run.toml").read_text()

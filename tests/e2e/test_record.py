@@ -31,6 +31,7 @@ from dilocox.tools.report.page import build
 from dilocox.tools.report.render import render
 from tests.support.harness import PATIENT, Workshop, verdicts
 from tests.support.older_record import log_key, resign, unpacked
+from tests.support.secret_search import coordinator_secrets, leaks, private_part
 
 pytestmark = pytest.mark.runs
 
@@ -493,6 +494,11 @@ def test_the_log_names_the_token_ranges_that_the_ledger_has(recorded: Path) -> N
 def test_a_release_is_the_verified_model(recorded: Path, tmp_path: Path) -> None:
     pytest.importorskip("model_signing", reason="model-signing is not installed")
     made = release(recorded, tmp_path / "released", key=tmp_path / "key.pem")
+    secrets = {str(path): secret for path, secret in coordinator_secrets(recorded).items()}
+    secrets["release"] = private_part((tmp_path / "key.pem").read_text())
+    texts = {str(path): path.read_bytes() for path in made.folder.rglob("*") if path.is_file()}
+    assert len(texts) > 5
+    assert not leaks(secrets, texts)
     assert verdicts(recorded, model=made.folder) == {}
     card = made.folder / "README.md"
     text = card.read_text(encoding="utf-8")

@@ -157,7 +157,10 @@ def _add_key(parser: argparse.ArgumentParser, rpc: bool = False) -> None:
         help="most that the fee of one transaction may reach (default: 0.1)",
     )  # fmt: skip
     if rpc:
-        parser.add_argument("--rpc", required=True, metavar="URL", help="server of the chain")
+        parser.add_argument(
+            "--rpc", required=True, metavar="URL",
+            help="server of the chain; or a file of mode 600 with its URL, if that holds a key",
+        )  # fmt: skip
 
 
 def add_password(parser: argparse.ArgumentParser) -> None:
@@ -212,9 +215,10 @@ def _deploy(options: argparse.Namespace) -> list[str]:
     account = _account_of(options)
     from dilocox.tools.settlement.journal import Journal
     from dilocox.tools.settlement.ledger import chain_of, connect
+    from dilocox.tools.settlement.run_on_chain import read_rpc
     from dilocox.tools.settlement.settling import deploy_once
 
-    web3 = connect(options.rpc)
+    web3 = connect(read_rpc(options.rpc))
     name = f"{options.key.name}.deploy-{chain_of(web3)}.jsonl"
     journal = Journal(options.key.with_name(name))
     return deploy_once(web3, account, journal, options.again, options.most_fee)
@@ -223,16 +227,17 @@ def _deploy(options: argparse.Namespace) -> list[str]:
 def _register(options: argparse.Namespace) -> list[str]:
     account = _account_of(options)
     from dilocox.tools.settlement.ledger import Ledger, connect
-    from dilocox.tools.settlement.run_on_chain import FOLDER, Desk
+    from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, read_rpc
     from dilocox.tools.settlement.settling import register
 
     if not options.run.is_dir():
         raise ConfigError(f"{options.run}: not a run's folder")
-    web3 = connect(options.rpc)
+    rpc = read_rpc(options.rpc)
+    web3 = connect(rpc)
     ledger = Ledger(web3, options.contract, account, fee=options.most_fee)
     stake, window = _deposit(options)
     return register(
-        Desk(ledger, options.run / FOLDER), options.run, options.rpc, window, stake,
+        Desk(ledger, options.run / FOLDER), options.run, rpc, window, stake,
         options.auditor, options.quorum, options.pool,
     )  # fmt: skip
 

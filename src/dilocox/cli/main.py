@@ -29,6 +29,7 @@ from dilocox.cli import (
 from dilocox.cli import testbed as lab_command
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.utils.plain_text import plain, plain_lines
+from dilocox.utils.secret_text import hide_secrets
 from dilocox.version import __version__
 
 EXAMPLES = """\
@@ -77,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(options.call(options))
     except DilocoxError as error:
         if options.debug:
-            traceback.print_exc()
-        print(f"dilocox: {plain_lines(str(error))}", file=sys.stderr)
+            _print_traceback()
+        print(f"dilocox: {plain_lines(hide_secrets(str(error)))}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("dilocox: interrupted", file=sys.stderr)
@@ -89,10 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except Exception as error:
         if options.debug:
-            traceback.print_exc()
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+            _print_traceback()
+        text = hide_secrets(" ".join(f"{type(error).__name__}: {error}".split()))
         print(f"dilocox: unexpected {plain(text)}; --debug shows where", file=sys.stderr)
         sys.exit(1)
+
+
+def _print_traceback() -> None:
+    print(hide_secrets(traceback.format_exc()), end="", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

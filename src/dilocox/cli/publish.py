@@ -56,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with a URL: upload at most this much, such as 10mbit (default: no limit)",
     )  # fmt: skip
     parser.add_argument(
-        "--rpc", metavar="URL", help="with zerog://: server of the chain that sells the storage"
+        "--rpc",
+        metavar="URL",
+        help="with zerog://: server of the chain that sells the storage; or a file of mode 600 "
+        "with its URL, if that holds a key",
     )
     parser.add_argument(
         "--contract", metavar="ADDRESS", help="with zerog://: the Flow contract of the storage"
@@ -149,6 +152,7 @@ def _zerog(options: argparse.Namespace) -> Destination:
         raise RecordError("packages for 0G Storage are missing: pip install 'dilocox[zerog]'")
     from dilocox.record.bundles.zerog_node import ZerogUrl
     from dilocox.tools.settlement.keystore import load_key, read_password
+    from dilocox.tools.settlement.run_on_chain import read_rpc
     from dilocox.tools.storage.follow import PATIENCE
     from dilocox.tools.storage.zerog_destination import ZerogAccess, ZerogDestination
 
@@ -163,7 +167,7 @@ def _zerog(options: argparse.Namespace) -> Destination:
             )
     account = load_key(options.key, read_password(options.password_file, options.key))
     fee = FEE if options.most_fee is None else options.most_fee
-    access = ZerogAccess(url, options.rpc, options.contract, account, fee)
+    access = ZerogAccess(url, read_rpc(options.rpc), options.contract, account, fee)
     return ZerogDestination(
         access, options.run / "coordinator", PATIENCE, tell=lambda line: print(line, flush=True)
     )

@@ -108,7 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--rpc", metavar="URL",
-        help="with --chain: ask this server, not the one that the file names",
+        help="with --chain: ask this server, not the one that the file names; or a file of mode "
+        "600 with its URL, if that holds a key",
     )  # fmt: skip
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER",
@@ -203,8 +204,9 @@ def _heads(chain: Path | None, rpc: str | None) -> ChainHeads | None:
     if importlib.util.find_spec("web3") is None:
         raise SettlementError(MISSING)
     from dilocox.tools.settlement.chain_heads import chain_heads
+    from dilocox.tools.settlement.run_on_chain import read_rpc
 
-    return chain_heads(chain, rpc)
+    return chain_heads(chain, None if rpc is None else read_rpc(rpc))
 
 
 def _machines(policy: Path | None, randomness: Mapping[int, bytes]) -> MachineJudge | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dilocox.errors import ConfigError, RecordError
 from dilocox.utils.plain_text import plain
+from dilocox.utils.secret_text import secret_problem
 
 if TYPE_CHECKING:
     from dilocox.tools.witness.asking import WitnessAddress
@@ -124,6 +125,8 @@ def _watch(options: argparse.Namespace) -> int:
     _check_every(options.every)
     if options.beside and any("://" in place for place in options.places):
         raise ConfigError("--beside: needs folders, since it writes into them; leave it out")
+    for problem in filter(None, map(secret_problem, options.places)):
+        raise ConfigError(problem)
     troubles = _Troubles()
     with WitnessFolder.opened(options.folder) as folder:
         witness = Witness(folder)
@@ -198,6 +201,9 @@ def _addresses(given: list[list[str]]) -> list[WitnessAddress]:
     for key, url in given:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--witness KEY {url}: the address begins with http:// or https://")
+        problem = secret_problem(url)
+        if problem is not None:
+            raise ConfigError(f"--witness {key}: {problem}")
         found.append(WitnessAddress(WitnessKey.parse(key), url))
     return found
 

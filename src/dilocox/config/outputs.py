@@ -15,6 +15,15 @@ from pydantic import (
 from dilocox.config.base import Fraction, Section, parse_bytes
 from dilocox.config.methods import exchanges_gradients
 from dilocox.config.site import SiteName
+from dilocox.utils.secret_text import secret_problem
+
+
+def _without_secret(store: str) -> str:
+    """Return a store's place. Raises `ValueError` if it holds a secret: run files are public."""
+    problem = secret_problem(store)
+    if problem is not None:
+        raise ValueError(problem)
+    return store
 
 
 class CheckpointSection(Section):
@@ -43,6 +52,11 @@ class CheckpointSection(Section):
     """Where checkpoints are kept: a folder, or a URL that fsspec supports. `{run}` is the run's
     folder. A failed write over a network is retried for `network.link_timeout` seconds while
     training goes on."""
+
+    @field_validator("store")
+    @classmethod
+    def _open(cls, store: str) -> str:
+        return _without_secret(store)
 
     @field_validator("published_file_size")
     @classmethod
@@ -149,6 +163,11 @@ class RecordSection(Section):
                 "rounds until it enters: publish to a folder or object storage, too"
             )
         return url
+
+    @field_validator("store")
+    @classmethod
+    def _open(cls, store: str) -> str:
+        return _without_secret(store)
 
     @field_validator("keep")
     @classmethod

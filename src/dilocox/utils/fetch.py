@@ -23,6 +23,8 @@ def fetch(place: str, most: int) -> bytes:
         ConfigError: The file cannot be read or is larger.
     """
     if place.startswith(("http://", "https://")):
+        if "@" in place.split("/")[2]:
+            raise ConfigError("the URL holds a user or a password; leave it out")
         data = _download(place, most)
     else:
         try:

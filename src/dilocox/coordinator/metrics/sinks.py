@@ -20,6 +20,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.protocol.held_out_figures import losses_by_source
 from dilocox.errors import ConfigError
 from dilocox.utils.append_file import AppendFile
+from dilocox.utils.secret_text import hide_secrets
 from dilocox.utils.storage import when_there_is_room
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Metrics:
         self._file.close()
 
     def _failed(self, name: str, error: Exception) -> None:
-        text = f"metrics: {name} failed and is left out from now on ({error})"
+        text = f"metrics: {name} failed and is left out from now on ({hide_secrets(str(error))})"
         log.warning("%s", text)
         self._line({"kind": "message", "text": text})
 

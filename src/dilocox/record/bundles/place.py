@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import fsspec
@@ -25,6 +24,7 @@ from dilocox.record.log import bounded_reads
 from dilocox.record.log.blob_store import MissingError
 from dilocox.utils.backoff import backoff_delays
 from dilocox.utils.plain_text import plain
+from dilocox.utils.secret_text import secret_problem
 from dilocox.utils.storage import is_local, replace_file, run_in_thread, sync_folder, unsafe_reason
 
 CALL_SECONDS = 60.0
@@ -238,12 +238,10 @@ def in_order(
 
 
 def refuse_password(url: str) -> None:
-    """Raise `RecordError` if `url` holds a password."""
-    if urlsplit(url).password is not None:
-        raise RecordError(
-            "the URL holds a password; leave it out, and give it to the storage's own library by "
-            "its configuration file"
-        )
+    """Raise `RecordError` if `url` holds a password, or what may be a key."""
+    problem = secret_problem(url)
+    if problem is not None:
+        raise RecordError(problem)
 
 
 class _FailedError(Exception):

@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 
 from dilocox.errors import RecordError
+from dilocox.record.bundles.place import refuse_password
 from dilocox.record.log import bounded_reads
 from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import FOLDER
@@ -51,6 +52,7 @@ def fetched(url: str) -> Iterator[Path]:
     The store is not fetched. Raises `RecordError` if the run cannot be fetched, or if its files are
     larger or more than the record allows.
     """
+    refuse_password(url)
     with tempfile.TemporaryDirectory(prefix="dilocox-verify-") as place:
         folder = Path(place)
         try:
@@ -64,6 +66,7 @@ def fetched(url: str) -> Iterator[Path]:
 @contextmanager
 def fetched_log(url: str) -> Iterator[Path]:
     """Yield a temporary folder with the log alone of the run at `url`. Raises like `fetched`."""
+    refuse_password(url)
     with tempfile.TemporaryDirectory(prefix="dilocox-log-") as place:
         try:
             files, root = fsspec.core.url_to_fs(url.rstrip("/"))

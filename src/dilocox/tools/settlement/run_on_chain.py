@@ -101,6 +101,23 @@ class RunOnChain:
         return Ledger(connect(self.rpc), self.contract, account, self.chain, fee)
 
 
+def read_rpc(given: str) -> str:
+    """Return the URL of an RPC server: `given`, or the first line of the file of this name.
+
+    A URL's path may be a key, which has no place on a command line. So the file must be of mode
+    600. Raises `SettlementError` if others can read the file, or if it cannot be read.
+    """
+    path = Path(given)
+    if "://" in given or not path.is_file():
+        return given
+    try:
+        if path.stat().st_mode & 0o077:
+            raise SettlementError(f"{path}: other users can read this URL: chmod 600 {path}")
+        return path.read_text(encoding="utf-8").split("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettlementError(f"{path}: cannot be read ({error})") from None
+
+
 class Desk:
     """Sends transactions of one account, each once, also after a crash."""
 
