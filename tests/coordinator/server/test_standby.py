@@ -308,6 +308,25 @@ def sealed(run: Run, generation: int, number: int) -> Position:
     return Position(generation, number, run.core.tokens.seal(f"{generation} {number}"))
 
 
+def test_two_standbys_do_not_follow_one_run(first: Run, tmp_path: Path) -> None:
+    """And nobody is told that a coordinator which refuses has ended."""
+    first.start()
+    copies = [StandbyCopy(second_of(first, tmp_path / name)) for name in "xy"]
+    asking = operator(first)
+    asking.send(FollowRequest(name=copies[0].name, copied=copies[0].copied))
+    with pytest.raises(CoordinatorError, match="another standby follows this run"):
+        _end_first(asking, copies[1], 2)
+    assert first.server.standby.error is None
+    # The one that follows takes over while sites write on, whatever comes in between.
+    told = first.server.standby.check
+    _end_first(asking, copies[0], 2)
+    assert isinstance(first.server.standby.error, SupersededError)
+    with pytest.raises(SupersededError):
+        told(Position())
+    for each in copies:
+        each.close()
+
+
 def clients_role(run: Run, site: str) -> str:
     return run.core.state.sites[site].role
 

@@ -74,7 +74,7 @@ class StandbyLink:
         """
         now = time.monotonic()
         if name != self._name and now < self._heard + ANOTHER:
-            raise Refused("busy", "another standby follows this run; end one of them")
+            raise Refused("conflict", "another standby follows this run; end one of them")
         self._check(copied, log)
         self._name, self._heard = name, now
         self._events, self.statements = copied.events, copied.statements

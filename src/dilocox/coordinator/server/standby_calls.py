@@ -100,7 +100,7 @@ class StandbyCalls:
         link.took(request.name, request.copied, self._core.log)
         reply = self._reply(link, request)
         if not link.is_whole(request.copied, reply):
-            raise Refused("busy", "the standby lacks more than one reply holds: follow first")
+            raise Refused("conflict", "the standby lacks more than one reply holds: follow first")
         self._superseded(request.generation)
         return reply
 

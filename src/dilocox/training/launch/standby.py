@@ -46,6 +46,8 @@ WAIT = 1.0
 """Seconds for which the coordinator holds a request of a standby that lacks nothing."""
 FENCE_EVERY = 10.0
 """Seconds between two tries to end a first coordinator that was not reached."""
+TRIES = 5
+"""Tries to end a first coordinator that writes more than one reply holds in the meantime."""
 Say = Callable[[str], None]
 
 
@@ -206,15 +208,26 @@ def refuse_standby(folder: Path) -> None:
 
 
 def _end_first(client: CoordinatorClient, copy: StandbyCopy, generation: int) -> None:
-    """Copy all that the first coordinator has, and end it. Raises `CoordinatorError`."""
-    while True:
-        reply = client.send(FollowRequest(name=copy.name, copied=copy.copied))
-        copy.take(reply)
-        if reply.over:
-            raise TrainingError("the run has ended: there is nothing to take over")
-        if not reply.content:
-            break
-    copy.take(client.send(FenceRequest(name=copy.name, copied=copy.copied, generation=generation)))
+    """Copy all that the first coordinator has, and end it.
+
+    Raises `CoordinatorError` if it refuses, and `CoordinatorUnreachableError`.
+    """
+    for tries_left in reversed(range(TRIES)):
+        last = copy.log.last + 1
+        while copy.log.last < last:
+            reply = client.send(FollowRequest(name=copy.name, copied=copy.copied))
+            copy.take(reply)
+            last = reply.last
+            if reply.over:
+                raise TrainingError("the run has ended: there is nothing to take over")
+        # Sites go on meanwhile. The last reply has what came since.
+        request = FenceRequest(name=copy.name, copied=copy.copied, generation=generation)
+        try:
+            copy.take(client.send(request))
+            return
+        except CoordinatorError:
+            if not tries_left:
+                raise
 
 
 def _end_later(config: RunConfig, address: str, generation: int) -> None:
