@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--policy", type=Path, metavar="FILE",
-        help="judge the evidence by this policy first, and file it only if it holds",
+        help="judge the evidence by this policy first, and file it only if it holds; required if "
+        "the run file names a policy (record.tee)",
     )  # fmt: skip
     _add_sources(parser)
     _add_run(parser)

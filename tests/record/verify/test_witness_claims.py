@@ -50,6 +50,7 @@ def test_a_quorum_that_has_cosigned_all(tmp_path: Path) -> None:
         "2 of 3 witnesses (2 needed) have cosigned all 9 statements, the last at "
         "2027-01-15 08:00 UTC"
     )
+    assert judged(tmp_path, 1).endswith("others may have been shown another log")
     with pytest.raises(NotRunError, match="3 witnesses have cosigned the first 4 of 9 statements"):
         judged(tmp_path)
     with pytest.raises(NotRunError, match="1 witnesses have cosigned the first 9 of 10"):
@@ -95,6 +96,18 @@ def test_what_contradicts_the_log(tmp_path: Path, note: str, reason: str) -> Non
     with pytest.raises(RecordError, match=reason) as error:
         judged(tmp_path, 1)
     assert not isinstance(error.value, NotRunError)
+
+
+@pytest.mark.parametrize(
+    "note", [with_cosignature(signed(entries(9), "other/log"), 0), "nonsense\n"]
+)
+def test_a_wrong_file_of_the_reader_is_no_fault_of_the_log(tmp_path: Path, note: str) -> None:
+    (tmp_path / "own").write_text(note)
+    with pytest.raises(NotRunError, match="--cosigned own: says nothing about this log"):
+        judged(tmp_path, 1, tmp_path / "own")
+    (tmp_path / "own").write_text(with_cosignature(signed(entries(9, fork=2)), 0))
+    with pytest.raises(RecordError, match="has signed two different logs"):
+        judged(tmp_path, 1, tmp_path / "own")
 
 
 def test_a_stranger_is_no_witness(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def run(tmp_path: Path, policy_path: Path) -> Iterator[Run]:
 
 
 def filing(run: Run, site: str, machine: Path, **more: Any) -> Filing:
+    more.setdefault("policy", PolicyFile.read(machine.parent / "tee.toml"))
     return Filing(
         lambda text: attest(run.url, run.token(site), run.core.timeouts, text),
         Collector.simulated(machine),
@@ -88,8 +89,7 @@ def attestations(run: Run) -> list[Attestation]:
 
 
 def test_evidence_names_what_the_coordinator_says(run: Run, machine: Path) -> None:
-    own = filing(run, "a", machine, policy=policy_file(policy(max_age_rounds=4)))
-    own.policy = PolicyFile.read(machine.parent / "tee.toml")
+    own = filing(run, "a", machine)
     text = own.file(own.asked())
     assert text.endswith("filed in round 0 (SNP, SIMULATED)")
     (found,) = attestations(run)
@@ -108,6 +108,14 @@ def test_evidence_that_breaks_the_policy_is_not_filed(run: Run, machine: Path) -
     with pytest.raises(AttestationError, match="its root"):
         own.file(reply)
     with pytest.raises(AttestationError, match="the run file names"):
+        own.asked()
+    assert attestations(run) == []
+
+
+def test_without_the_agreed_policy_nothing_is_filed(run: Run, machine: Path) -> None:
+    """One piece that breaks the policy would spoil the claim of the whole run."""
+    own = filing(run, "a", machine, policy=None)
+    with pytest.raises(AttestationError, match="give its file with --policy"):
         own.asked()
     assert attestations(run) == []
 
@@ -263,7 +271,10 @@ def test_the_command_files_evidence(
     token.write_text(run.token("b"))
     place = ["--coordinator", f"127.0.0.1:{run.port}", "--token-file", token]
     words = [tmp_path / "run", "--site", "b", "--simulate", machine, *place]
-    assert command(*words, "--policy", policy_path, "--node", 1, "--nodes", 2) == 0
+    assert command(*words) == 1
+    assert "give its file with --policy" in capsys.readouterr().err
+    words += ["--policy", policy_path]
+    assert command(*words, "--node", 1, "--nodes", 2) == 0
     assert "machine 1 of 2 of b: evidence " in capsys.readouterr().out
     (found,) = attestations(run)
     assert found.machine is not None

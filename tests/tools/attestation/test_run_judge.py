@@ -102,7 +102,7 @@ def test_sites_that_agreed_owe_evidence(scene: AttestedScene) -> None:
     attested(scene, "c")
     found = scene.finding(USUAL)
     assert found.verdict == "FAIL"
-    assert found.reason == "c filed no evidence for its rounds 0 to 0"
+    assert found.reason == "the log has no evidence of c for its rounds 0 to 0"
 
 
 def test_sites_that_never_agreed_owe_none(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_sites_that_never_agreed_owe_none(tmp_path: Path) -> None:
     attested(scene, "c")
     found = scene.finding(USUAL)
     assert (found.verdict, found.reason) == (
-        "NOT_RUN", "c filed no evidence for its rounds 0 to 0",
+        "NOT_RUN", "the log has no evidence of c for its rounds 0 to 0",
     )  # fmt: skip
 
 
@@ -192,7 +192,8 @@ def test_evidence_that_is_kept_back_hides_no_site_without_any(scene: AttestedSce
     attested(scene, "a", "c")
     Path(scene.store.path(digest)).unlink()
     found = scene.finding(USUAL)
-    assert (found.verdict, found.reason) == ("FAIL", "c filed no evidence for its rounds 0 to 0")
+    assert found.verdict == "FAIL"
+    assert found.reason == "the log has no evidence of c for its rounds 0 to 0"
 
 
 def test_a_reader_without_the_library_cannot_judge(
@@ -262,7 +263,7 @@ def test_all_machines_of_a_site_must_have_said(scene: AttestedScene) -> None:
     scene.file("b", scene.said("b", node=1, nodes=2), node=1, nodes=2)
     scene.file("c")
     scene.exchange()
-    assert scene.finding(USUAL).reason == "b filed no evidence of its machine 0"
+    assert scene.finding(USUAL).reason == "the log has no evidence of machine 0 of b"
 
 
 def test_public_randomness_is_compared(scene: AttestedScene) -> None:
@@ -343,7 +344,7 @@ STARTS = {"a": [1], "b": [2]}
         ((0, 4, 7), "rounds 0 to 4"),
         ((4, 7), "rounds 0 to 4"),
         ((0, 3), "rounds 3 to 9"),
-        ((), "filed no evidence for its rounds 0 to 9"),
+        ((), "no evidence of a for its rounds 0 to 9"),
     ],
 )
 def test_evidence_is_renewed_in_time(own: tuple[int, ...], gap: str) -> None:
@@ -355,7 +356,7 @@ def test_evidence_is_renewed_in_time(own: tuple[int, ...], gap: str) -> None:
 def test_each_start_of_a_site_owes_evidence() -> None:
     again = course(dict.fromkeys(range(10), "a"), {"a": [1, 500]})
     assert check_renewed(again, filed("a", 0, 2, 4), 5) == (
-        "a filed no evidence for its rounds 5 to 9"
+        "the log has no evidence of a for its rounds 5 to 9"
     )
     late = [*filed("a", 0, 2, 4), *filed("a", 6)]
     assert check_renewed(again, late, 5) == ""

@@ -238,6 +238,11 @@ def test_a_request_that_is_repeated_is_told_once(tmp_path: Path) -> None:
         *["not cosigned, log dilocox/test/log"] * 2,
     ]
     assert "both checkpoints are in" in said[-1]
+    # A damaged folder is told once, too, whatever logs strangers make up.
+    (tmp_path / "w" / "logs").write_text("damaged\n")
+    requests[:] = [request_body(0, [], signed(entries(1), f"log/{n}")) for n in range(3)]
+    assert asyncio.run(ask_all()) == [500] * 3
+    assert len(said) == 4, said
 
 
 def test_a_witness_that_has_forgotten_is_named(tmp_path: Path) -> None:

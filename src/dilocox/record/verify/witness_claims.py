@@ -73,11 +73,13 @@ def judge_witnesses(asked: Witnesses, record: Path, key: NoteKey, entries: Seque
 
     Raises:
         RecordError: A checkpoint that the log's key has signed is not of this log (FAIL).
-        NotRunError: Fewer witnesses than the quorum have cosigned all of the log.
+        NotRunError: Fewer witnesses than the quorum have cosigned all of the log, or a file that
+            the reader has given is of another log.
     """
     heads: list[tuple[Path, LogCheckpoint]] = []
     newest: dict[WitnessKey, tuple[int, int]] = {}
-    for path, note in _notes(asked, record):
+    for path, note, given in _notes(asked, record):
+        _check_given(path, note, key, given)
         try:
             head = LogCheckpoint.parse(open_note(note, key))
             if head.origin != key.name:
@@ -95,10 +97,24 @@ def judge_witnesses(asked: Witnesses, record: Path, key: NoteKey, entries: Seque
     return _counted(asked, newest, len(entries))
 
 
-def _notes(asked: Witnesses, record: Path) -> Iterator[tuple[Path, str]]:
-    yield from cosigned.read_all(record)
+def _notes(asked: Witnesses, record: Path) -> Iterator[tuple[Path, str, bool]]:
+    """Iterate over files, their notes, and whether the reader has given them."""
+    for path, note in cosigned.read_all(record):
+        yield path, note, False
     for path in asked.files:
-        yield path, read_text(path)
+        yield path, read_text(path), True
+
+
+def _check_given(path: Path, note: str, key: NoteKey, given: bool) -> None:
+    """Raise `NotRunError` if a file that the reader has given says nothing about this log."""
+    try:
+        open_note(note, key)
+    except RecordError as error:
+        if given:
+            raise NotRunError(
+                f"--cosigned {path.name}: says nothing about this log ({error}); name a file that "
+                "a witness has cosigned of it"
+            ) from None
 
 
 def _check_prefixes(heads: Sequence[tuple[Path, LogCheckpoint]], entries: Sequence[str]) -> None:
@@ -134,7 +150,10 @@ def _counted(asked: Witnesses, newest: dict[WitnessKey, tuple[int, int]], size: 
         )
     whole = [time for each, time in newest.values() if each == size]
     names = f"{len(whole)} of {len(asked.keys)} witnesses ({asked.quorum} needed)"
-    return f"{names} have cosigned all {size} statements, the last at {_when(max(whole))}"
+    told = f"{names} have cosigned all {size} statements, the last at {_when(max(whole))}"
+    if 2 * asked.quorum <= len(asked.keys):  # two quorums need not have a witness in common
+        told += "; with so small a quorum, others may have been shown another log"
+    return told
 
 
 def _when(time: int) -> str:

@@ -33,7 +33,8 @@ class Filing:
     """The site's store, which keeps the evidence."""
     signer: Signer
     policy: PolicyFile | None = None
-    """Policy by which evidence is judged before it is filed; None: it is filed as it is."""
+    """Policy by which evidence is judged before it is filed. None: it is filed as it is, in a run
+    whose sites agreed on no policy."""
     node: int = 0
     nodes: int = 1
     randomness: Callable[[], str] = lambda: ""
@@ -53,6 +54,12 @@ class Filing:
 
     def _checked(self, reply: AttestReply) -> AttestReply:
         """Return `reply`. Raises like `asked`, and `WrongPolicyError` for another policy."""
+        if self.policy is None and reply.policy is not None:
+            raise WrongPolicyError(
+                f"the sites agreed on the policy {reply.policy[:12]}… (record.tee): give its file "
+                "with --policy, since one piece of evidence that breaks it makes the run's claim "
+                "FAIL"
+            )
         if self.policy is not None and reply.policy not in (None, self.policy.digest):
             raise WrongPolicyError(
                 f"--policy: has SHA-256 {self.policy.digest[:12]}…, the run file names "
@@ -156,7 +163,7 @@ class Filing:
 
 
 class WrongPolicyError(AttestationError):
-    """The operator's policy is not the one that the sites agreed on."""
+    """The operator's policy is not the one that the sites agreed on, or is not given."""
 
 
 class _Troubles:

@@ -42,14 +42,14 @@ def check_renewed(course: RunHistory, filed: Sequence[Filed], most: int) -> str:
     for site, start, end, rounds in _stays(course):
         own = [each for each in filed if each.site == site and start < each.number < end]
         if not own:
-            return f"{site} filed no evidence for its rounds {rounds[0]} to {rounds[-1]}"
+            return f"the log has no evidence of {site} for its rounds {rounds[0]} to {rounds[-1]}"
         nodes = {each.nodes for each in own}
         if len(nodes) > 1:
             return f"{site} has said that it has {min(nodes)} machines, and {max(nodes)}"
         for node in range(nodes.pop()):
             times = sorted(each.round for each in own if each.node == node)
             if not times:
-                return f"{site} filed no evidence of its machine {node}"
+                return f"the log has no evidence of machine {node} of {site}"
             gap = _gap(times, rounds, most)
             if gap is not None:
                 return (

@@ -30,7 +30,8 @@ def application(witness: Witness, say: Callable[[str], None]) -> web.Application
     """Return the web application of a witness. `say`: called with one line per new event."""
 
     last: dict[str, str] = {}
-    """The last line about each trusted log. Anybody can repeat a request; a line is said once."""
+    """The last line about each trusted log; "": about the folder. Anybody can repeat a request, so
+    a line is said once."""
 
     def once(origin: str, line: str) -> None:
         if last.get(origin) != line:
@@ -57,7 +58,7 @@ def application(witness: Witness, say: Callable[[str], None]) -> web.Application
             return web.Response(status=refused.status, text=f"{refused}\n")
         except (RecordError, OSError) as error:
             # Without memory there is no cosignature: the log asks again.
-            once(origin, f"not cosigned: {error}")
+            once("", f"not cosigned: {error}")  # the origin may be a stranger's
             return web.Response(status=500, text="the witness cannot read or keep what it signs\n")
         once(origin, f"cosigned {note.split(chr(10))[1]} statements of log {origin}")
         return web.Response(text=line)
