@@ -213,7 +213,7 @@ OF_FOLDER: dict[str, Case] = {
         lambda run: shutil.copy(evidence(run, "a"), evidence(run)), {"attestations": FAIL},
         "machine 0 of 1 of b"),
     "the log loses a site's evidence": Case(
-        without(s.ATTESTATION, 2), CUT, "c filed no evidence for its rounds 0 to 2"),
+        without(s.ATTESTATION, 2), CUT, "no evidence of c for its rounds 0 to 2"),
     "a site files its evidence for another moment": Case(
         altered(s.ATTESTATION, lambda said, _: said.update(root="7" * 64), "c"), CUT,
         "of c: it names a moment that this log never had"),
