@@ -129,9 +129,15 @@ def run(options: argparse.Namespace) -> int:
     if not options.follow:
         _say(filing.file(filing.asked()))
         return 0
-    every = options.every
-    if every is None and filing.policy is not None:
-        every = max(1, filing.policy.policy.max_age_rounds // 2)
+    every, most = options.every, None
+    if filing.policy is not None:
+        most = filing.policy.policy.max_age_rounds
+        every = every or max(1, most // 2)
+    if most is not None and every > most:
+        raise ConfigError(
+            f"--every {every}: the policy allows {most} rounds without new evidence "
+            "(max_age_rounds); give a smaller number"
+        )
     with contextlib.suppress(KeyboardInterrupt):
         filing.follow(every, _usual().rejoin, _say)
     return 0 if filing.filed else 3

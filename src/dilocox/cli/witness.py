@@ -24,7 +24,8 @@ EVERY = 60.0
 MOST_EVERY = 1e6
 """Most seconds between two looks or questions."""
 LAST_TRIES = 5
-"""Tries of `ask --every` after the run's end, if a witness does not cosign."""
+"""Most questions of `ask --every` after the run's end, if a witness does not cosign or the log
+still grows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -152,7 +153,7 @@ def _ask(options: argparse.Namespace) -> int:
     _check_every(options.every)
     witnesses, troubles = _addresses(options.witness), _Troubles()
     known: dict[str, int] = {}
-    tries = LAST_TRIES
+    tries, size = LAST_TRIES, -1
     while True:
         ended = _has_ended(options.run)
         try:
@@ -174,7 +175,10 @@ def _ask(options: argparse.Namespace) -> int:
                 known[name] = answer.size
                 _say(f"{name}: has cosigned {answer.size} statements")
         tries -= ended
-        if not options.every or (ended and not (troubles.left and tries > 0)):
+        # After the end, too, statements are added: evidence of machines, and late reports.
+        grown, size = size, answers[0].size if ended and answers else -1
+        settled = grown == size and not troubles.left
+        if not options.every or (ended and (settled or tries <= 0)):
             return 1 if troubles.left else 0
         time.sleep(options.every)
 

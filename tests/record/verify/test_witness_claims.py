@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,15 @@ def test_files_beside_the_log_get_only_newer(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="is not cosigned by"):
         cosigned.keep(tmp_path, LOG, KEYS[0], signed(entries(9)))
     assert LOG_KEY.public_key().public_bytes_raw() == LOG.public
+
+
+def test_who_writes_at_once_leaves_the_newest(tmp_path: Path) -> None:
+    """The hook of a run and `dilocox witness ask` may both ask."""
+    notes = [with_cosignature(signed(entries(size)), 0) for size in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(lambda note: cosigned.keep(tmp_path, LOG, KEYS[0], note), notes[::-1]):
+            pass
+    assert cosigned.path_of(tmp_path, KEYS[0]).read_text() == notes[-1]
 
 
 def test_options_that_do_not_fit() -> None:

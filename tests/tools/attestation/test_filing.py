@@ -279,6 +279,8 @@ def test_the_command_files_evidence(
     (found,) = attestations(run)
     assert found.machine is not None
     assert (found.machine.node, found.machine.nodes) == (1, 2)
+    assert command(*words, "--follow", "--every", 5) == 1
+    assert "--every 5: the policy allows 4 rounds" in capsys.readouterr().err
     random = tmp_path / "random"
     random.write_text("0708\n")
     assert command(*words, "--randomness", random) == 0

@@ -12,6 +12,7 @@ import socketserver
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,28 @@ def test_an_agent_that_is_dead_or_hangs(tmp_path: Path) -> None:
         silent.listen(1)
         with pytest.raises(AttestationError, match="timed out"):
             dstack_quote(DATA, tmp_path / "sock", seconds=0.1)
+
+
+def test_an_agent_that_drips_its_answer_has_a_limit(tmp_path: Path) -> None:
+    """Every byte arrives in time, and the answer never ends."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "sock"))
+        server.listen(1)
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(1000):
+                    connection.sendall(b" ")
+                    time.sleep(0.02)
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        with pytest.raises(AttestationError, match="it answers too slowly"):
+            dstack_quote(DATA, tmp_path / "sock", seconds=0.3)
+        dripping.join()
 
 
 def nvattest(folder: Path, body: str) -> str:

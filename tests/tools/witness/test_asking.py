@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -314,6 +315,27 @@ def test_dead_and_hanging_witnesses_hold_nobody_up(
     assert said.err.startswith("dilocox: liar: not cosigned: ")
     assert said.err.count("\n") == 1
     assert said.out == "liar: has cosigned 4 statements\n"
+
+
+def test_what_the_log_gets_after_the_runs_end_is_cosigned_too(tmp_path: Path) -> None:
+    """Such as evidence that a machine files when the run has just ended."""
+    write_log(tmp_path, entries(4))
+    (tmp_path / "summary.json").write_text("{}")
+    seen: list[bytes] = []
+
+    def answer(body: bytes) -> tuple[int, bytes]:
+        seen.append(body)
+        found = cosignature(body)
+        if len(seen) == 1:
+            stamp = (tmp_path / "record" / "log.pub").stat()
+            write_log(tmp_path, entries(6))
+            os.utime(tmp_path / "record" / "log.pub", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+        return 200, found
+
+    with lying(answer) as url, pytest.raises(SystemExit) as end:
+        main(["witness", "ask", str(tmp_path), "--witness", str(KEY), url, "--every", "0.01"])
+    assert end.value.code == 0
+    assert size_of(tmp_path, KEY) == 6
 
 
 def test_ask_every_ends_with_the_run_and_tells_a_trouble_once(

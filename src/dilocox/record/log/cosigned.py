@@ -6,7 +6,10 @@ folder can remove a file; nobody can make one up.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,14 +59,26 @@ def keep(record: Path, log: NoteKey, witness: WitnessKey, note: str) -> bool:
     note = signed_only(note, log, witness)
     fresh = _order(note, log, witness)
     path = path_of(record, witness)
-    try:
-        if path.exists() and _order(read_text(path), log, witness) >= fresh:
-            return False
-    except RecordError:
-        pass  # a damaged file is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, note.encode())
+    with _locked(path.parent):
+        try:
+            if path.exists() and _order(read_text(path), log, witness) >= fresh:
+                return False
+        except RecordError:
+            pass  # a damaged file is replaced
+        replace_file(path, note.encode())
     return True
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing: between look and write a newer file could come."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_all(record: Path) -> Iterator[tuple[Path, str]]:

@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,16 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
+def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
+    """Return at most `MOST_ANSWER` + 1 bytes. Raises `TimeoutError` after `end` (monotonic)."""
+    found = bytearray()
+    while len(found) <= MOST_ANSWER and (chunk := answer.read1(MOST_ANSWER + 1 - len(found))):
+        found += chunk
+        if time.monotonic() > end:
+            raise TimeoutError("it answers too slowly")
+    return bytes(found)
+
+
 def dstack_quote(
     report_data: bytes, path: Path = DSTACK, seconds: float = AGENT_SECONDS
 ) -> RawQuote:
@@ -107,7 +118,7 @@ def dstack_quote(
     Args:
         report_data: 64 bytes that the quote carries.
         path: The agent's socket.
-        seconds: Time limit of each step of the call.
+        seconds: Time limit of each step of the call, and of the whole answer's body.
 
     Raises:
         AttestationError: The agent does not answer, or with something else.
@@ -117,7 +128,7 @@ def dstack_quote(
         body = json.dumps({"report_data": report_data.hex()})
         connection.request("POST", "/GetQuote", body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        data = answer.read(MOST_ANSWER + 1)
+        data = _read(answer, time.monotonic() + seconds)
     except (OSError, http.client.HTTPException) as error:
         reason = str(error) or type(error).__name__
         raise AttestationError(f"{path}: dstack's agent does not answer ({reason})") from None
