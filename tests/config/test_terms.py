@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
 import threading
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.config.terms import (
@@ -27,6 +30,7 @@ from dilocox.config.terms import (
     read_terms,
 )
 from dilocox.errors import ConfigError
+from dilocox.utils import fetch
 from tests.support.planned_runs import ARCHITECTURE
 
 ONE, TWO, OWNER, CONTRACT = ("0x" + digit * 20 for digit in ("11", "22", "aB", "cc"))
@@ -140,8 +144,11 @@ def test_an_offer_that_its_run_does_not_make_is_refused(file: Path, key: str) ->
         ("a = ", "not a file of terms"),
         ("\udcff", "not a file of terms"),
         ("#" * (1 << 20) + "#", "is larger than 1,048,576 bytes"),
+        ("a = " + "[" * 100_000, "not a file of terms"),
+        ("a = " + "9" * 5000, "not a file of terms"),
+        ("a = " + "9" * 50, "a number of more than 64 bits"),
     ],
-    ids=["empty", "newer", "no TOML", "no text", "large"],
+    ids=["empty", "newer", "no TOML", "no text", "large", "deep", "digits", "huge"],
 )
 def test_what_is_no_file_of_terms_is_refused_in_one_line(file: Path, text: str, match: str) -> None:
     file.write_bytes(text.encode(errors="surrogateescape"))
@@ -150,6 +157,53 @@ def test_what_is_no_file_of_terms_is_refused_in_one_line(file: Path, text: str, 
     assert "\n" not in str(told.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_terms(f"{file}.missing")
+
+
+def test_millions_of_sites_are_not_planned(file: Path) -> None:
+    raw = tomllib.loads(file.read_text())
+    raw["offer"]["sites"] = 10**7
+    file.write_text(tomli_w.dumps(raw))
+    with pytest.raises(ConfigError, match=r"offer\.sites: "):
+        read_terms(str(file))
+
+
+@pytest.mark.parametrize("end", ["#sha256=", "#sha256=12", "#sha256=" + "g" * 64])
+def test_a_digest_that_is_none_is_refused(file: Path, end: str) -> None:
+    """It would protect from nothing."""
+    with pytest.raises(ConfigError, match="write #sha256= and 64 hex digits"):
+        read_terms(f"{file}{end}")
+    with pytest.raises(ConfigError, match="write #sha256= and 64 hex digits"):
+        read_terms("http://127.0.0.1:1/terms.toml#SHA256=" + "0" * 64)
+
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.integers(), st.floats(), st.text(max_size=9),
+    st.sampled_from(["price chain contract owner", "../..", "x\n\x1b[31m", [[]], {}, [{}]]),
+)  # fmt: skip
+
+
+@given(data=st.data())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_changed_terms_are_terms_or_refused_in_one_line(
+    file: Path, data: st.DataObject
+) -> None:
+    raw = tomllib.loads(terms_of(run()).to_toml())
+    for _ in range(data.draw(st.integers(1, 2))):
+        table: dict[str, Any] = raw
+        while True:
+            key = data.draw(st.sampled_from(sorted(table)))
+            if not isinstance(table[key], dict) or not table[key] or data.draw(st.booleans()):
+                break
+            table = table[key]
+        odd = data.draw(ODD)
+        table.pop(key) if odd is None else table.update({key: odd})
+        if not table:
+            break
+    file.write_text(tomli_w.dumps(raw))
+    try:
+        read_terms(str(file)).terms.planned()
+    except ConfigError as error:
+        assert "\n" not in str(error)  # noqa: PT017 - most files are refused, some are terms
 
 
 def test_a_run_without_a_place_on_a_chain_has_no_terms() -> None:
@@ -208,6 +262,29 @@ def url(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/{file.name}"
         server.shutdown()
+
+
+def test_a_server_that_sends_byte_by_byte_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "WHOLE_SECONDS", 0.3)
+    over = threading.Event()
+
+    class Slow(_Server):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not over.wait(0.05):
+                    self.wfile.write(b"#")
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(ConfigError, match="not all of it in 0 s"):
+                read_terms(f"http://127.0.0.1:{server.server_port}/terms.toml")
+        finally:
+            over.set()
+            server.shutdown()
 
 
 def test_terms_are_read_from_a_web_address(file: Path, url: str) -> None:

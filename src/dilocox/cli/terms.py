@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dilocox.cli.placements import at_sites
 from dilocox.errors import ConfigError
 from dilocox.utils.plain_text import plain, plain_lines
+from dilocox.utils.storage import replace_file
 
 if TYPE_CHECKING:
     from dilocox.config.run_config import RunConfig
@@ -119,7 +120,7 @@ def _keep(path: Path, text: str) -> None:
                 f"{path}: exists with other terms; published terms are not replaced, so name "
                 "another file"
             )
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text.encode())  # whole or not at all: a part would not be replaced
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be written ({error})") from None
 

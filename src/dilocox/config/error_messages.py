@@ -11,6 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from dilocox.utils.plain_text import plain
+
 # Priority of error types; lower is reported first. An unknown key goes before a missing key,
 # since a misspelt key causes both.
 _ORDER = {"extra_forbidden": 0, "missing": 2, "value_error": 3}
@@ -35,6 +37,10 @@ def first_problem(error: ValidationError, root: type[BaseModel]) -> str:
 
     `root` is the section class that was validated, such as `RunConfig`.
     """
+    return plain(_first(error, root))  # values and keys may have line breaks, as terms by others
+
+
+def _first(error: ValidationError, root: type[BaseModel]) -> str:
     problems = error.errors(include_url=False)
     problem = min(problems, key=lambda item: _ORDER.get(item["type"], 1))
     kind = problem["type"]

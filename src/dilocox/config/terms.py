@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from dilocox.utils.storage import replace_file
 
 MOST_BYTES = 1 << 20
 """Bytes of the largest file of terms that is read."""
+MOST_SITES = 10_000
+"""Most sites of a run with terms. Each of them is planned, so a file must not name millions."""
 KEPT = Path("settlement") / "terms.toml"
 """Copy of the terms in the run folder of a site that has joined by them."""
 HEADING = """\
@@ -44,7 +47,7 @@ _OPEN = ("accounts", "terms")
 class Offer(Section):
     """`[offer]`: what the run file says of tokens and pay, in one place."""
 
-    sites: Positive
+    sites: Annotated[int, Field(ge=1, le=MOST_SITES)]
     """Number of sites of the run."""
     gpus: Positive
     """GPUs that each site trains on: one for each of its ranks."""
@@ -164,7 +167,7 @@ def read_terms(place: str) -> TermsFile:
     file must have. Raises `ConfigError` if the file cannot be read, is no file of terms, has
     another digest, or if its parts contradict each other.
     """
-    where, _, wanted = place.partition("#sha256=")
+    where, wanted = _named(place)
     return _parsed(fetch(where, MOST_BYTES), where, wanted)
 
 
@@ -182,7 +185,7 @@ def kept_terms(place: str, config: RunConfig) -> TermsFile:
     except OSError:
         data = b""
     kept = bool(data) and hashlib.sha256(data).hexdigest() == named
-    where, _, wanted = place.partition("#sha256=")
+    where, wanted = _named(place)
     if not kept:
         data = fetch(where, MOST_BYTES)
     found = _parsed(data, where, wanted)
@@ -196,22 +199,45 @@ def kept_terms(place: str, config: RunConfig) -> TermsFile:
     return found
 
 
+def _named(place: str) -> tuple[str, str]:
+    """Divide a place into path or URL, and the digest that the file must have; empty: any.
+
+    Raises `ConfigError` for a digest that is none, which would else protect from nothing.
+    """
+    where, mark, wanted = place.partition("#sha256=")
+    if ("#" in where and "://" in where) or (mark and not re.fullmatch("[0-9A-Fa-f]{64}", wanted)):
+        raise ConfigError(f"{place}: write #sha256= and 64 hex digits at the end, or nothing")
+    return where, wanted.lower()
+
+
 def _parsed(data: bytes, where: str, wanted: str) -> TermsFile:
     """Parse a file of terms. `wanted`: the digest that it must have; empty: any."""
     digest = hashlib.sha256(data).hexdigest()
-    if wanted and wanted.lower() != digest:
+    if wanted not in ("", digest):
         raise ConfigError(
             f"{where}: is not the file of #sha256={wanted[:12]}…, but {digest[:12]}…: do not use it"
         )
     try:
         raw = tomllib.loads(data.decode())
+        _check_numbers(raw)
         terms = Terms.model_validate(raw)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{where}: not a file of terms ({error})") from None
     except ValidationError as error:
         raise ConfigError(f"{where}: {first_problem(error, Terms)}") from None
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError
+        raise ConfigError(f"{where}: not a file of terms ({error})") from None
     terms.check_offer(where)
     return TermsFile(terms, digest)
+
+
+def _check_numbers(value: Any) -> None:
+    """Raise `ValueError` for a number that TOML does not have, as it needs more than 64 bits."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _check_numbers(each)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("a number of more than 64 bits")
 
 
 def load_draft(path: Path, overrides: list[str]) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import urllib3
@@ -10,6 +11,8 @@ from dilocox.errors import ConfigError
 
 SECONDS = 20.0
 """Seconds for a connection, and for each answer of a server."""
+WHOLE_SECONDS = 60.0
+"""Seconds for the whole file, as a server may send it byte by byte."""
 
 
 def fetch(place: str, most: int) -> bytes:
@@ -43,7 +46,17 @@ def _download(url: str, most: int) -> bytes:
             answer = pool.request("GET", url, timeout=SECONDS, preload_content=False)
             if answer.status != 200:
                 raise ConfigError(f"{url}: the server answers {answer.status} {answer.reason}")
-            return bytes(answer.read(most + 1))
+            return _read(answer, url, most)
     except urllib3.exceptions.HTTPError as error:
         reason = getattr(error, "reason", None) or error
         raise ConfigError(f"{url}: cannot be read ({reason})") from None
+
+
+def _read(answer: urllib3.BaseHTTPResponse, url: str, most: int) -> bytes:
+    """Return at most `most` + 1 bytes of an answer. Raises `ConfigError` if they take too long."""
+    data, end = bytearray(), time.monotonic() + WHOLE_SECONDS
+    while len(data) <= most and (more := answer.read1(1 << 16)):
+        data += more
+        if time.monotonic() > end:
+            raise ConfigError(f"{url}: cannot be read (not all of it in {WHOLE_SECONDS:.0f} s)")
+    return bytes(data)

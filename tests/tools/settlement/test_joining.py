@@ -120,6 +120,40 @@ def test_after_a_crash_before_its_block_the_stake_is_finished_and_not_repeated(
     assert office.stake == ETHER
 
 
+def test_what_a_crash_has_left_is_not_sent_before_all_refusals(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def die(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("dilocox.tools.settlement.ledger.push", die)
+        with pytest.raises(KeyboardInterrupt):
+            office.joins()
+    office.town.run("close")
+    assert "its owner has closed it; nothing was staked" in office.refused()
+
+
+def test_a_stake_that_another_folder_may_have_sent_is_not_sent_again(
+    office: Office, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`chain stake` in another folder was killed; its transaction waits for a block.
+
+    The chain in this process counts no waiting transactions, so the count is made up.
+    """
+    eth = type(chain.web3.eth)
+    count = eth.get_transaction_count
+
+    def counted(self: object, who: str, block: str) -> int:
+        return int(count(self, who, block)) + (block == "pending")  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eth, "get_transaction_count", counted)
+        assert "1 transactions of another folder or program wait" in office.refused()
+    assert "staked, 1 coins" in office.joins()
+
+
 @pytest.mark.parametrize(
     ("deposit", "match"),
     [

@@ -14,6 +14,7 @@ from dilocox.coordinator.client.stake_file import stake_file
 from dilocox.coordinator.record_keys import RecordKey
 from dilocox.errors import DilocoxError, SettlementError
 from dilocox.tools.settlement.claims_tree import AuditorsTree
+from dilocox.tools.settlement.contract_code import check_code
 from dilocox.tools.settlement.enrolling import DAY, enrol, enrol_signer
 from dilocox.tools.settlement.ledger import ServerFailedError, coins
 from dilocox.tools.settlement.messages import Domain
@@ -74,8 +75,9 @@ def check_contract(desk: Desk, run: RunOnChain, terms: Terms) -> list[str]:
 
     Raises `SettlementError` if the contract has other terms or the run has ended.
     """
-    with desk.opened():
-        state = known_run(desk.ledger, run)
+    # The desk stays closed: opened, it would send what a crash has left, perhaps into a closed run.
+    check_code(desk.ledger)
+    state = known_run(desk.ledger, run)
     wanted = {"stake": terms.deposit.stake * GWEI, "window": terms.deposit.window}
     found = {"stake": state["minStake"], "window": state["window"]}
     for name, value in wanted.items():

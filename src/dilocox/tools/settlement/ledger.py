@@ -145,6 +145,17 @@ class Ledger:
         with one_line(name):
             return self._contract.functions[name](*arguments).call()
 
+    def waiting(self) -> int:
+        """Return how many transactions of the account are sent, but not in a block.
+
+        Raises `SettlementError` like `call`.
+        """
+        assert self.account is not None
+        with one_line("transactions"):
+            count = self.web3.eth.get_transaction_count
+            in_blocks = int(count(self.account.address, "latest"))
+            return max(0, int(count(self.account.address, "pending")) - in_blocks)
+
     def state(self, run: bytes) -> dict[str, Any]:
         """Return all that the contract keeps about a run, by name; zeros if it is unknown.
 

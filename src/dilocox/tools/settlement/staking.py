@@ -54,6 +54,12 @@ def stake(desk: Desk, run: RunOnChain, amount: int) -> list[str]:
         missing = max(0, amount - before)
         if not missing and not leaving:
             return [f"{desk.account.address}: staked already, {coins(before)}"]
+        if waiting := desk.ledger.waiting():
+            raise SettlementError(
+                f"{desk.account.address}: {waiting} transactions of another folder or program wait "
+                "for a block, perhaps with this stake: nothing was staked; try again once a block "
+                "has them"
+            )
         desk.send("stake", run.run, value=missing)
     return [f"{desk.account.address}: staked, {coins(before + missing)}"]
 
