@@ -71,7 +71,7 @@ def test_payloads_are_rebuilt_from_a_url_of_the_run(
 
 @pytest.mark.parametrize(("arguments", "why"), [
     (["--samples", "0"], "give at least 1"),
-    (["--timeout", "0"], "seconds above 0"),
+    (["--timeout", "0"], "seconds above 0"), (["--timeout", "nan"], "seconds above 0"),
     (["--rebuild", "x", "--samples", "3"], "leave --samples and --round out"),
     (["--key", "nobody"], "not a log key"),
     (["--round", "9"], "no cut of round 9 has a certificate"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,21 @@ def test_a_run_in_bundles(
     assert (code, err) == (3, f"kept in {keep}\n")
     assert said(capsys, "verify", str(keep))[0] == 3
     assert (keep / "model").is_dir()
+    copyfile, copied = shutil.copyfile, list[str]()
+
+    def full(source: str, target: str, **kept: bool) -> str:
+        if copied:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        copied.append(source)
+        return str(copyfile(source, target, **kept))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        assert (
+            "No space left on device"
+            in said(capsys, "verify", url, "--keep", str(tmp_path / "cut"))[2]
+        )
+    assert not [each for each in tmp_path.iterdir() if "cut" in each.name]
     for place, target in ((url, keep), (str(run), tmp_path / "more")):
         code, out, err = said(capsys, "verify", place, "--keep", str(target))
         assert (code, out) == (1, "") or code == 2

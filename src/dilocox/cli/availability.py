@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if options.samples is not None and options.samples < 1:
         raise ConfigError(f"--samples {options.samples}: give at least 1")
-    if options.timeout <= 0:
+    if not 0 < options.timeout < math.inf:  # nor NaN
         raise ConfigError(f"--timeout {options.timeout:g}: give seconds above 0")
     if options.rebuild is not None and (options.samples, options.round) != (None, None):
         raise ConfigError(

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import importlib.util
 import json
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -188,10 +189,16 @@ def _keep(found: Fetched, target: Path) -> None:
     """Copy what was fetched to `target`. Raises `RecordError` if it is not what was published."""
     if found.fault:
         raise RecordError(f"--keep {target}: nothing is kept, since {found.fault}")
+    # Under another name first: after a cut nobody must take a part of a run for the run.
+    part = target.absolute().with_name(f".{target.absolute().name}.{secrets.token_hex(4)}.part")
     try:
-        shutil.copytree(found.folder, target, dirs_exist_ok=True)
+        shutil.copytree(found.folder, part)
+        part.replace(target)
     except OSError as error:
-        raise RecordError(f"--keep {target}: cannot be written ({error})") from None
+        shutil.rmtree(part, ignore_errors=True)
+        # `copytree` goes on after an error, and raises all of them: (source, target, why) each.
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        raise RecordError(f"--keep {target}: cannot be written ({reason})") from None
     print(f"kept in {target}", file=sys.stderr)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from dilocox.coordinator.client.errors import CoordinatorError
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.custody_messages import CustodyRequest
 from dilocox.coordinator.server import budgets
 from dilocox.coordinator.server.budgets import Budgets
 from dilocox.coordinator.server.refusals import Caller, Refused
@@ -183,6 +184,15 @@ def test_signed_states_have_an_end(two: Driver) -> None:
     count, refused = until_refused(lambda _: two.core.saves.state(said))
     assert count == budgets.EVENTS["signed states"]
     assert "signed states since the last plan" in str(refused)
+
+
+def test_signed_pieces_have_an_end_and_keep_no_state_from_the_log(two: Driver) -> None:
+    rank = two.check(m.RankId(site="a", stage=0, shard=0))
+    said = CustodyRequest(rank=rank, statement="x")
+    count, refused = until_refused(lambda _: two.core.saves.custody(said))
+    assert count == budgets.EVENTS["signed pieces"]
+    assert "signed pieces since the last plan" in str(refused)
+    two.core.saves.state(m.StateRequest(rank=rank, statement="x"))
 
 
 def test_requests_and_bytes_come_back_with_time() -> None:

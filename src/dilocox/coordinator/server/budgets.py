@@ -25,7 +25,7 @@ KEYS, KEY_BYTES = 256, 1 << 20
 EVENTS = {
     "warnings": 32,
     "signed states": 32,
-    "signed custody": 32,
+    "signed pieces": 64,
     "checkpoints": 8,
     "lasting keys": 256,
     "digests of pieces": 256,
