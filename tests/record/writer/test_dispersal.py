@@ -218,6 +218,23 @@ def test_a_piece_that_the_store_refused_is_kept_later(town: Town) -> None:
     assert len(site.lines) == 1
 
 
+def test_a_damaged_piece_is_written_anew_before_it_is_signed(town: Town) -> None:
+    site = town.sites["a"]
+    book(site).fails = True
+    site.keep(KEY)
+    site.dispersal.wait(PATIENCE)
+    (path,) = (
+        each for each in (town.root / "a" / "pieces").rglob("000") if "sites" not in str(each)
+    )
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    book(site).fails = False
+    site.begin()
+    site.dispersal.wait(PATIENCE)
+    assert len(book(site).statements) == 1
+    assert path.read_bytes() == good
+
+
 def test_a_damaged_payload_is_not_in_the_way_of_later_ones(town: Town) -> None:
     site, bad = town.sites["a"], payload("b", KEY)
     site.store.put(b"x" * len(bad), sha256(bad))

@@ -354,11 +354,11 @@ class FullStore(Store):
         super().__init__(where, room=Room(pause=0.001))
         self.free, self.tries = threading.Event(), 0
 
-    def _write(self, path: str, data: bytes | memoryview) -> None:
+    def _write(self, path: str, data: bytes | memoryview, compared: bool) -> None:
         self.tries += 1
         if not self.free.is_set():
             raise OSError(errno.ENOSPC, "No space left on device")
-        super()._write(path, data)
+        super()._write(path, data, compared)
 
 
 def test_a_full_store_is_waited_for_longer_than_a_slow_one(tmp_path: Path) -> None:

@@ -135,9 +135,9 @@ class Store:
         """
         self._keep(self.path(digest) + BF16, data)
 
-    def _keep(self, path: str, data: bytes | memoryview) -> None:
+    def _keep(self, path: str, data: bytes | memoryview, compared: bool = False) -> None:
         def write() -> None:
-            retry(lambda: self._write(path, data), self.where, self._patience)
+            retry(lambda: self._write(path, data, compared), self.where, self._patience)
 
         try:
             self.room.wait_for(write, self.where)
@@ -148,9 +148,12 @@ class Store:
     def put_piece(self, root: str, index: int, data: bytes) -> None:
         """Store the file of a piece. Raises `RecordError` like `put`.
 
+        A file that is there is compared, because a site signs that it holds the piece: a damaged
+        one is written anew.
+
         `root`: root of the tree over all pieces, 64 hex digits. `index`: number of the piece.
         """
-        self._keep(f"{self._root.rstrip('/')}/{piece_path(root, index)}", data)
+        self._keep(f"{self._root.rstrip('/')}/{piece_path(root, index)}", data, compared=True)
 
     def put_site(self, index: int) -> None:
         """Note that the site with piece `index` writes to this store. Raises like `put`."""
@@ -251,8 +254,9 @@ class Store:
             self._index = found
         return self._index
 
-    def _write(self, path: str, data: bytes | memoryview) -> None:
-        if self._is_whole(path, len(memoryview(data).cast("B"))):
+    def _write(self, path: str, data: bytes | memoryview, compared: bool) -> None:
+        whole = self._is_whole(path, len(memoryview(data).cast("B")))
+        if whole and (not compared or self._files.cat_file(path) == data):
             return
         folder = path.rsplit("/", 1)[0]
         self._files.makedirs(folder, exist_ok=True)
