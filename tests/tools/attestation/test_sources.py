@@ -18,13 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.machines import NOW, RIMS, SAID, SNP, TDX, gpu_rules, policy, with_gpus
+from tests.support.machines import (
+    NOW,
+    RIMS,
+    SAID,
+    SNP,
+    TDX,
+    gpu_rules,
+    policy,
+    tdx,
+    with_gpus,
+)
 
 from dilocox.errors import AttestationError
+from dilocox.tools.attestation import collecting
 from dilocox.tools.attestation.collecting import Collector
 from dilocox.tools.attestation.gpu_source import collect_gpus
 from dilocox.tools.attestation.machine import judge_machine
-from dilocox.tools.attestation.sources import dstack_quote, tsm_quote
+from dilocox.tools.attestation.sources import RawQuote, dstack_quote, tsm_quote
 
 DATA = bytes(range(64))
 
@@ -305,3 +316,35 @@ def test_a_pretended_machine_is_kept(tmp_path: Path) -> None:
     (tmp_path / "machine/simulated-machine.key").write_text("x")
     with pytest.raises(AttestationError, match="not a pretended machine"):
         Collector.simulated(tmp_path / "machine")
+
+
+@pytest.mark.parametrize("fault", ["dead", "silent", "nonsense"])
+def test_a_service_of_collateral_that_fails(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dead, hanging or lying: one line, in time."""
+    pytest.importorskip("dcap_qvl", reason="dcap-qvl is not installed (extra: tee)")
+    monkeypatch.setattr(collecting, "COLLATERAL_SECONDS", 0.5 if fault == "silent" else 60.0)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if fault != "dead":
+            server.listen(9)
+        if fault == "nonsense":
+            threading.Thread(target=_says_nonsense, args=(server,), daemon=True).start()
+        own = tdx()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        found = Collector(lambda data: RawQuote("tdx", own.quote), url)
+        begun = time.monotonic()
+        with pytest.raises(AttestationError, match=f"{url}: no collateral") as caught:
+            found.collect(SAID.to_bytes())
+        assert time.monotonic() - begun < 30
+        assert "\n" not in str(caught.value)
+
+
+def _says_nonsense(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            client, _ = server.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n[5]")
