@@ -93,10 +93,11 @@ def test_a_newcomer_refuses_before_it_says_that_it_is_ready(
     own: Any = SimpleNamespace(rank=SimpleNamespace(states=pieces, place=place), outer=outer)
     control: Any = SimpleNamespace(news=SimpleNamespace(phase="starting", entering=[]))
 
-    def fetch(form: Any, donor: str, known: Any, limits: Any, on_piece: Any, here: Any) -> None:
+    def fetch(form: Any, donor: str, known: Any, limits: Any, on_piece: Any, *_: Any) -> int:
         for piece in range(2):
             tensors = {"anchor": OWN * change, "momentum": STILL}
             on_piece(Snapshot(piece, 0, {} if kind == "same" else tensors))
+        return 0
 
     monkeypatch.setattr("dilocox.training.join_run.fetch", fetch)
     entry = Entering(site="lyon", incarnation=1, donor="paris", from_round=0)
