@@ -62,7 +62,9 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     assert "oslo" in audits["reason"]
     assert "slashed" in facts["dispute"]
     paid = {each["site"]: int(each["wei"]) for each in facts["account"]["sites"]}
-    assert min(paid["paris"], paid["lyon"], paid["rome"]) > paid["oslo"]
+    # Rome came late, and oslo is not paid for the rounds that an auditor repeated.
+    assert paid["paris"] == paid["lyon"] > max(paid["oslo"], paid["rome"])
+    assert min(paid.values()) > 0
     assert "staked, 2 coins" in (tmp_path / "run" / "logs" / "paris.log").read_text()
     page = (tmp_path / "run" / "public" / "index.md").read_text(encoding="utf-8")
     assert "## Payments" in page
