@@ -259,7 +259,8 @@ def test_one_process_at_a_time_and_a_key_that_only_its_owner_reads(tmp_path: Pat
     path = tmp_path / "w"
     folder = witness_folder(path)
     assert (path / "key").stat().st_mode & 0o777 == 0o600
-    secret = (path / "key").read_text().strip().rpartition("+")[2]
+    # The key itself may hold a +, being in base64.
+    secret = (path / "key").read_text().strip().split("+", 4)[4]
     assert secret not in repr(folder.__dict__) + str(folder.key)
     with (
         WitnessFolder.opened(path),
