@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Protocol
 
 import urllib3
 
@@ -13,6 +14,13 @@ SECONDS = 20.0
 """Seconds for a connection, and for each answer of a server."""
 WHOLE_SECONDS = 60.0
 """Seconds for the whole file, as a server may send it byte by byte."""
+
+
+class Answer(Protocol):
+    """A server's answer, of `http.client` or urllib3."""
+
+    def read1(self, amt: int, /) -> bytes:
+        """Return some bytes, at most `amt`; none at the end."""
 
 
 def fetch(place: str, most: int) -> bytes:
@@ -46,17 +54,29 @@ def _download(url: str, most: int) -> bytes:
             answer = pool.request("GET", url, timeout=SECONDS, preload_content=False)
             if answer.status != 200:
                 raise ConfigError(f"{url}: the server answers {answer.status} {answer.reason}")
-            return _read(answer, url, most)
+            return read_in_time(answer, most, WHOLE_SECONDS)
+    except TimeoutError:
+        slow = f"not all of it in {WHOLE_SECONDS:.0f} s"
+        raise ConfigError(f"{url}: cannot be read ({slow})") from None
     except urllib3.exceptions.HTTPError as error:
         reason = getattr(error, "reason", None) or error
         raise ConfigError(f"{url}: cannot be read ({reason})") from None
 
 
-def _read(answer: urllib3.BaseHTTPResponse, url: str, most: int) -> bytes:
-    """Return at most `most` + 1 bytes of an answer. Raises `ConfigError` if they take too long."""
-    data, end = bytearray(), time.monotonic() + WHOLE_SECONDS
-    while len(data) <= most and (more := answer.read1(1 << 16)):
+def read_in_time(answer: Answer, most: int, seconds: float) -> bytes:
+    """Return at most `most` + 1 bytes of a server's answer, however slowly they arrive.
+
+    Args:
+        answer: The answer, of which nothing was read.
+        most: Bytes of the largest answer that is of use.
+        seconds: Time limit of all of it; `answer` has its own for each read.
+
+    Raises:
+        TimeoutError: They take longer.
+    """
+    data, end = bytearray(), time.monotonic() + seconds
+    while len(data) <= most and (more := answer.read1(most + 1 - len(data))):
         data += more
         if time.monotonic() > end:
-            raise ConfigError(f"{url}: cannot be read (not all of it in {WHOLE_SECONDS:.0f} s)")
+            raise TimeoutError("it answers too slowly")
     return bytes(data)

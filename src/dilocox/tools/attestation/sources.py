@@ -11,13 +11,13 @@ import http.client
 import json
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dilocox.errors import AttestationError
+from dilocox.utils.fetch import read_in_time
 
 TSM = Path("/sys/kernel/config/tsm/report")
 DSTACK = Path("/var/run/dstack.sock")
@@ -100,16 +100,6 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
-    """Return at most `MOST_ANSWER` + 1 bytes. Raises `TimeoutError` after `end` (monotonic)."""
-    found = bytearray()
-    while len(found) <= MOST_ANSWER and (chunk := answer.read1(MOST_ANSWER + 1 - len(found))):
-        found += chunk
-        if time.monotonic() > end:
-            raise TimeoutError("it answers too slowly")
-    return bytes(found)
-
-
 def dstack_quote(
     report_data: bytes, path: Path = DSTACK, seconds: float = AGENT_SECONDS
 ) -> RawQuote:
@@ -128,7 +118,7 @@ def dstack_quote(
         body = json.dumps({"report_data": report_data.hex()})
         connection.request("POST", "/GetQuote", body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        data = _read(answer, time.monotonic() + seconds)
+        data = read_in_time(answer, MOST_ANSWER, seconds)
     except (OSError, http.client.HTTPException) as error:
         reason = str(error) or type(error).__name__
         raise AttestationError(f"{path}: dstack's agent does not answer ({reason})") from None
