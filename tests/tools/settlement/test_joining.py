@@ -103,9 +103,7 @@ def test_an_enrolment_that_ends_soon_is_renewed(
     assert json.loads(stake_file(office.own).read_text())["expiry"] > first["expiry"]
 
 
-def test_after_a_crash_before_its_block_the_stake_is_finished_and_not_repeated(
-    office: Office, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def joins_and_dies(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     """The transaction is in the journal; the process has died before the server had it."""
     with monkeypatch.context() as patch:
 
@@ -115,6 +113,12 @@ def test_after_a_crash_before_its_block_the_stake_is_finished_and_not_repeated(
         patch.setattr("dilocox.tools.settlement.ledger.push", die)
         with pytest.raises(KeyboardInterrupt):
             office.joins()
+
+
+def test_after_a_crash_before_its_block_the_stake_is_finished_and_not_repeated(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joins_and_dies(office, monkeypatch)
     assert office.stake == 0
     assert "staked already, 1 coins" in office.joins()
     assert office.stake == ETHER
@@ -123,14 +127,7 @@ def test_after_a_crash_before_its_block_the_stake_is_finished_and_not_repeated(
 def test_what_a_crash_has_left_is_not_sent_before_all_refusals(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-
-        def die(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr("dilocox.tools.settlement.ledger.push", die)
-        with pytest.raises(KeyboardInterrupt):
-            office.joins()
+    joins_and_dies(office, monkeypatch)
     office.town.run("close")
     assert "its owner has closed it; nothing was staked" in office.refused()
 

@@ -12,20 +12,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from dilocox.config.base import Section
 from dilocox.errors import AttestationError
-from dilocox.tools.attestation.tdx import STATUSES
+from dilocox.tools.attestation.tdx import Status
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Register = Annotated[str, Field(pattern=r"^[0-9a-f]{96}$")]
 Version = Annotated[int, Field(ge=0, le=255)]
-Status = Literal[
-    "UpToDate",
-    "SWHardeningNeeded",
-    "ConfigurationNeeded",
-    "ConfigurationAndSWHardeningNeeded",
-    "OutOfDate",
-    "OutOfDateConfigurationNeeded",
-]
-assert Status.__args__ == STATUSES  # type: ignore[attr-defined]
 
 
 class TdxRules(Section):

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -15,14 +15,14 @@ from dilocox.errors import AttestationError
 from dilocox.tools.attestation.certificates import INTEL, fingerprint, read_certificates
 
 MISSING = "TDX quotes need dcap-qvl: pip install 'dilocox[tee]'"
-STATUSES = (
+Status = Literal[
     "UpToDate",
     "SWHardeningNeeded",
     "ConfigurationNeeded",
     "ConfigurationAndSWHardeningNeeded",
     "OutOfDate",
     "OutOfDateConfigurationNeeded",
-)
+]
 """TCB statuses that a policy may accept; "Revoked" is never accepted."""
 _NO_LIMIT = 1 << 33
 """Seconds: a policy that accepts platforms that are out of date sets no limit in time."""
