@@ -22,9 +22,9 @@ from dilocox.coordinator.server.refusals import Refused
 
 MOST_EVENTS = 2000
 MOST_BYTES = 1 << 22
+"""Most events, and bytes of each file, in one reply."""
 CLOSE = 100
 """Events that a standby may lack when callers begin to wait for it."""
-"""Most events, and bytes of each file, in one reply."""
 SHARE = 0.25
 """Patience with a standby, in units of the heartbeat time-out: a reply that is held back longer
 would make its caller count as dead."""
