@@ -77,11 +77,13 @@ def test_python_collects_by_itself_while_nothing_is_trained() -> None:
     assert not gc.isenabled()
     frozen = gc.get_freeze_count()
     assert frozen > 1000
+    later = [Node() for _ in range(1000)]
     collector.rest()
     assert gc.isenabled()
     collector.step()
     assert not gc.isenabled()
-    assert gc.get_freeze_count() == frozen
+    # Other threads may have freed some of the frozen objects by now.
+    assert gc.get_freeze_count() < frozen + len(later), "objects are frozen once"
 
 
 def test_a_trainer_counts_its_steps_and_rests_while_it_fetches() -> None:
