@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilocox.config.run_config import RunConfig, load_run, load_written, resolve_run
+from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.training.launch.join_token import read_token
 from dilocox.training.run_model import export, generate, model_folder
 
@@ -166,11 +167,9 @@ def join(
     return local.join(
         config,
         site=site,
-        address=address,
-        token=token,
+        endpoint=Endpoint.at(address, site, token, None if key_file is None else Path(key_file)),
         debug=debug,
         trace=trace,
-        key_file=None if key_file is None else Path(key_file),
         hooks=hooks,
     )
 

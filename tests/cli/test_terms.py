@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from dilocox.cli.main import _parser, main
-from dilocox.cli.terms import stake_by_terms
+from dilocox.cli.terms import deposit_by_terms
 from dilocox.config.run_config import load_run
 from dilocox.errors import ConfigError
 from tests.config.test_terms import OWNER, raw_run
@@ -84,10 +84,10 @@ def test_a_sponsor_writes_terms_and_an_owner_plans_and_compares(
         options = _parser().parse_args([*map(str, join), "--site", "lyon", "--terms", "terms.toml"])
         config = load_run(run_file)
         if number == "1":
-            stake_by_terms(options, config)
+            deposit_by_terms(options, config)
         else:
             with pytest.raises(ConfigError, match="names no terms"):
-                stake_by_terms(options, config)
+                deposit_by_terms(options, config)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import ModelError
 from dilocox.models import prefetch
 from dilocox.models.meta_model import build_skeleton
@@ -156,10 +157,9 @@ def test_a_site_has_its_weights_before_it_enrols(
     monkeypatch.setattr(preflight, "prepare_data", later)
     monkeypatch.setattr(local, "keep_site", later)
     pickled(whole)
+    endpoint = Endpoint.at("localhost:1", "paris", "t")
     with pytest.raises(ModelError, match="pickled"):
-        local.join(
-            config(whole, tmp_path), site="paris", address="localhost:1", token="t", debug=False
-        )
+        local.join(config(whole, tmp_path), site="paris", endpoint=endpoint, debug=False)
 
 
 def test_a_download_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

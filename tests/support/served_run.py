@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.enrolment import Applicant, enrol
 from dilocox.coordinator.identity import Identity
@@ -30,10 +31,11 @@ class Run:
         run: dict[str, Any] | None = None,
         record: dict[str, Any] | None = None,
         standby: StandbyLink | None = None,
+        config: RunConfig | None = None,
         **options: Any,
     ) -> None:
         self.standby = standby
-        self.config = run_config(
+        self.config = config or run_config(
             sites, shards=shards, outer=outer or {}, run=run or {}, record=record or {}
         )
         self.folder, self.options, self.clock = folder, options, Clock()

@@ -13,6 +13,7 @@ import pytest
 
 import dilocox
 from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import ConfigError
 from dilocox.training.builder import Hooks
 from dilocox.training.held_out_batches import validation_batches
@@ -157,16 +158,17 @@ def test_a_join_from_python_takes_them(tmp_path: Path, monkeypatch: pytest.Monke
     assert hooks.functions == own_functions.FUNCTIONS
     assert hooks.on_evaluation is own_functions.on_evaluation
     assert given == {
-        "site": "lyon", "address": "203.0.113.7:29400", "token": "a-token", "debug": False,
-        "trace": False, "key_file": tmp_path / "key",
+        "site": "lyon", "debug": False, "trace": False,
+        "endpoint": Endpoint.at("203.0.113.7:29400", "lyon", "a-token", tmp_path / "key"),
     }  # fmt: skip
 
 
 def test_a_join_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = Hooks(loss=own_functions.loss)
     monkeypatch.setattr(preflight, "check_driver", lambda _: None)
+    endpoint = Endpoint.at("localhost:1", "lyon", "t")
     with pytest.raises(ConfigError, match="this site uses its own loss; set it in the run file"):
-        local.join(a_run(), site="lyon", address="localhost:1", token="t", debug=False, hooks=hooks)
+        local.join(a_run(), site="lyon", endpoint=endpoint, debug=False, hooks=hooks)
 
 
 class Client:

@@ -242,8 +242,8 @@ def _add_join(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     join.add_argument(
         "--wallet", type=Path, metavar="KEYFILE",
-        help="with --terms: file of the key of the site's account, which stakes and enrols first "
-        "if that is not done; made by dilocox chain key",
+        help="with --terms: file of the key of the site's account, which stakes and enrols "
+        "before the site joins, if that is not done; made by dilocox chain key",
     )  # fmt: skip
     join.add_argument(
         "--password-file", type=Path, metavar="FILE",
@@ -403,21 +403,21 @@ def _coordinator(options: argparse.Namespace) -> int:
 
 def _join(options: argparse.Namespace) -> int:
     from dilocox.config.run_config import load_run
+    from dilocox.coordinator.client.endpoint import Endpoint
     from dilocox.training.launch.join_token import read_token
 
     config, token = load_run(options.run_file, options.overrides), read_token(options.token_file)
-    terms.stake_by_terms(options, config)
+    deposit = terms.deposit_by_terms(options, config)
     # This import takes seconds, so errors in the files are reported before it.
     from dilocox.training.launch.local import join
 
     return join(
         config,
         site=options.site,
-        address=options.address,
-        token=token,
-        key_file=options.key_file,
+        endpoint=Endpoint.at(options.address, options.site, token, options.key_file),
         debug=options.debug,
         trace=options.trace,
+        deposit=deposit,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,23 +73,26 @@ def write_terms(options: argparse.Namespace) -> int:
     return 0
 
 
-def stake_by_terms(options: argparse.Namespace, config: RunConfig) -> None:
-    """Compare a run file with terms and, with `--wallet`, stake and enrol, before a site joins.
+def deposit_by_terms(options: argparse.Namespace, config: RunConfig) -> Callable[[], None] | None:
+    """Compare a run file with terms. With `--wallet`, return what stakes and enrols.
 
-    Only the first rank of a site does it, if a launcher has started all of them. Raises
-    `ConfigError` if options contradict each other or the terms are not those of the run, and
-    `SettlementError` if the contract is not what the terms say, or the chain fails.
+    Nothing is sent or signed before that is called, and it raises `SettlementError` if the contract
+    is not what the terms say, or the chain fails. Only the first rank of a site gets it, if a
+    launcher has started all of them.
+
+    Raises `ConfigError` if options contradict each other or the terms are not those of the run, and
+    `SettlementError` if the key cannot be used or is that of another account.
     """
     if options.terms is None:
         for name in ("wallet", "chain", "password_file"):
             if getattr(options, name) is not None:
                 raise ConfigError(f"{_option(name)}: needs --terms, which say what is staked")
-        return
+        return None
     from dilocox.training.launch.torchrun_env import rank_variables
 
     variables = rank_variables()
     if variables is not None and variables.rank > 0:
-        return
+        return None
     from dilocox.config.terms import kept_terms
 
     file = kept_terms(options.terms, config)
@@ -98,19 +102,24 @@ def stake_by_terms(options: argparse.Namespace, config: RunConfig) -> None:
         )
     print(f"the run file is that of the terms {file.digest[:12]}…", flush=True)
     if options.wallet is None:
-        return
+        return None
     from dilocox.cli.chain import check_web3
     from dilocox.coordinator.record_keys import key_file
 
     check_web3()
-    from dilocox.tools.settlement.joining import stake_and_enrol
+    from dilocox.tools.settlement.joining import check_account, stake_and_enrol
     from dilocox.tools.settlement.keystore import load_key, read_password
 
     account = load_key(options.wallet, read_password(options.password_file, options.wallet))
+    check_account(account, config, options.site)
     own = options.key_file or key_file(config.folder, options.site)
     place = options.chain or config.folder
-    for line in stake_and_enrol(account, place, config, file.terms, options.site, own):
-        print(plain(line), flush=True)
+
+    def deposit() -> None:
+        for line in stake_and_enrol(account, place, config, file.terms, options.site, own):
+            print(plain(line), flush=True)
+
+    return deposit
 
 
 def _keep(path: Path, text: str) -> None:

@@ -31,7 +31,7 @@ def calls(base: type[Call[Any]] = Call) -> Iterator[type[Call[Any]]]:
 
 def test_every_call_has_one_path_and_one_route(tmp_path: Path) -> None:
     declared = {(each.method, f"/v1/{each.path}") for each in calls()}
-    assert len(declared) == len(list(calls())) == 35
+    assert len(declared) == len(list(calls())) == 36
     core = MagicMock()
     core.log.path = tmp_path / "coordinator.sqlite"
     routes = CoordinatorServer(core)._routes()

@@ -61,6 +61,7 @@ REQUESTS: dict[str, type[m.Message]] = {
     "kv/check": m.StoreCheckRequest,
     "kv/get": m.StoreGetRequest,
     "enrol": m.EnrolRequest,
+    "apply": m.ApplyRequest,
     "look": m.LookRequest,
     "standing": m.StandingRequest,
     "verdict": am.HandInRequest,

@@ -66,8 +66,12 @@ class Town:
         place = [] if action == "deploy" else [str(self.folder)]
         keys = ["--key", f"{self.root}/{key}.key", "--password-file", f"{self.root}/password"]
         named = [] if action in ("account", "status", "staked") else keys
+        return self.command("chain", action, *place, *words, *named, code=code)
+
+    def command(self, *words: object, code: int = 0) -> str:
+        """Run `dilocox`; return what it prints."""
         with pytest.raises(SystemExit) as ended:
-            main(["chain", action, *place, *map(str, words), *named])
+            main([*map(str, words)])
         out, err = self._capsys.readouterr()
         self.said += out + err
         assert ended.value.code == code, out + err

@@ -13,11 +13,15 @@ pytest.importorskip("web3")
 from requests.exceptions import ConnectionError as NoConnectionError
 from tests.config.test_terms import terms_of
 from tests.support.chains import ETHER, Chain
+from tests.support.coordinator_driver import run_config
 from tests.support.ledger_scene import WINDOW
+from tests.support.process_starts import config, prepared
+from tests.support.record_scene import Scene
 
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.config.terms import Deposit, Terms
 from dilocox.coordinator.client.stake_file import read_stake_proof, stake_file
+from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.coordinator.record_keys import RecordKey, key_file
 from dilocox.errors import SettlementError
 from dilocox.tools.settlement import run_on_chain
@@ -243,6 +247,67 @@ def test_a_dead_server_stops_newcomers_and_nobody_who_has_enrolled(
     assert days_left(run, office.town.accounts["b"], office.own) == 0
     stake_file(office.own).write_text("{}")
     assert days_left(run, office.town.accounts["a"], office.own) == 0
+
+
+class Trainable(Office):
+    """A site of a registered run that this machine could train, with all files for the command."""
+
+    def __init__(self, town: Town, site: str = "a") -> None:  # noqa: F811
+        town.deploy()
+        root = prepared(town.root / "trainable")
+        small = config(root).model_dump(mode="json", exclude_none=True)
+        sections = {name: small[name] for name in ("model", "data", "site")}
+        said = {
+            "price": 2, "accounts": {name: town.accounts[name] for name in "abc"},
+            "chain": town.chain.web3.eth.chain_id, "contract": town.contract.lower(),
+            "owner": town.accounts["owner"],
+        }  # fmt: skip
+        network = {"heartbeat": 0.2, "link_timeout": 5.0}
+        deposit = {"deposit": Deposit(stake=ETHER // GWEI, window=WINDOW)}
+        draft = run_config(network=network, settlement=said, **sections)
+        terms = terms_of(draft).model_copy(update=deposit).to_toml()
+        said["terms"] = hashlib.sha256(terms.encode()).hexdigest()
+        town.scene = Scene(root, network=network, settlement=said, **sections)
+        town.scene.notary.writer.cover()
+        town.folder = town.scene.config.folder
+        town.run("register", *town.terms)
+        self.town, self.site, self.config = town, site, town.scene.config
+        self.place = town.folder / "settlement" / "chain.json"
+        self.own = town.root / "site.key"
+        for name, text in {"run.toml": self.config.to_toml(), "terms.toml": terms}.items():
+            (town.root / name).write_text(text)
+        (town.root / "token").write_text(str(JoinToken("0" * 64, "0" * 32)))
+
+    def refused_on_the_way(self, *words: str) -> str:
+        """Why `dilocox join` does not join. Nothing was sent to the chain, and nothing signed."""
+        root, before = self.town.root, self.town.balance(self.site)
+        sent = self.town.chain.web3.eth.block_number
+        said = self.town.command(
+            "join", "127.0.0.1:1", "--site", self.site, "--run-file", root / "run.toml",
+            "--token-file", root / "token", "--terms", root / "terms.toml", "--chain", self.place,
+            "--wallet", root / f"{self.site}.key", "--password-file", root / "password",
+            "--key-file", self.own, *words, code=1,
+        )  # fmt: skip
+        assert (self.town.balance(self.site), self.stake) == (before, 0)
+        assert self.town.chain.web3.eth.block_number == sent
+        assert not stake_file(self.own).exists()
+        return said
+
+
+def test_nothing_is_paid_before_this_machine_and_the_coordinator_are_ready(
+    town: Town,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    office = Trainable(town)
+    nowhere = town.root / "no text"
+    nowhere.write_text("a file")
+    said = office.refused_on_the_way("--set", f"data.folder={nowhere / 'tokens'}")
+    assert "no text" in said
+    assert "127.0.0.1:1" in office.refused_on_the_way()
+    for refused in (["--key-file", str(nowhere)], ["--site", "b"]):
+        office.refused_on_the_way(*refused)
 
 
 def test_no_secret_is_printed_or_written(office: Office, tmp_path: Path) -> None:

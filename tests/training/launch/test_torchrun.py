@@ -52,6 +52,7 @@ def nothing() -> None:
     return
 
 
+ENDPOINT = Endpoint.at("localhost:1", "paris", "t")
 NOTHING = torchrun.Preparation(check=nothing, fetch=nothing)
 
 
@@ -256,10 +257,13 @@ def test_all_is_checked_before_a_group_or_cuda_is_there(
     monkeypatch.setattr(torchrun.Identity, "from_text", lambda text: text)
     monkeypatch.setattr(torchrun, "run_rank", step("run_rank", 0))
     monkeypatch.setattr(RankVariables, "export", nothing_of)
-    code = local.join(run(tmp_path), site="paris", address="localhost:1", token="t", debug=False)
+    monkeypatch.setattr(local, "pay_to_join", lambda *given: given[-1]())
+    code = local.join(
+        run(tmp_path), site="paris", endpoint=ENDPOINT, debug=False, deposit=step("deposit")
+    )
     assert code == 0
     expected = ["check_model", "fetch_weights", "prepare_data", "check_run", "check_data"]
-    assert done == [*expected, "enrol_site", "run_rank"]
+    assert done == [*expected, "deposit", "enrol_site", "run_rank"]
 
 
 def test_a_process_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +280,7 @@ def test_a_process_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(preflight, "prepare", lambda *_: done.append("run"))
     monkeypatch.setattr(local, "rank_variables", lambda: variables(0, 1))
     monkeypatch.setattr(local, "join_as_rank", joined)
-    local.join(run(tmp_path), site="paris", address="localhost:1", token="t", debug=False)
+    local.join(run(tmp_path), site="paris", endpoint=ENDPOINT, debug=False)
     assert done == ["process", "run", "run"]
 
 

@@ -21,6 +21,11 @@ class Endpoint:
     key_file: Path | None = None
     """Path of the site's key file. None: in the site's run folder."""
 
+    @classmethod
+    def at(cls, address: str, site: str, token: str, key_file: Path | None = None) -> Endpoint:
+        """Return the endpoint of a site that joins the coordinator at `address`, HOST:PORT."""
+        return cls(f"https://{address.removeprefix('https://')}", {site: token}, "", key_file)
+
     def of(self, site: str) -> Endpoint:
         """Return the endpoint with the token of one site only."""
         return replace(self, tokens={site: self.tokens[site]})

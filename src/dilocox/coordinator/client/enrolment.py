@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -28,6 +30,8 @@ from dilocox.coordinator.record_keys import RecordKey
 from dilocox.errors import JoinError, RetryLaterError
 from dilocox.utils.backoff import backoff_delays
 from dilocox.version import __version__
+
+Described = TypeVar("Described", m.EnrolRequest, m.ApplyRequest)
 
 
 def installed_versions(packages: Iterable[str] = ()) -> m.Versions:
@@ -92,40 +96,9 @@ def enrol(
     parsed, site = JoinToken.parse(token), applicant.site
     key, csr = new_request(site)
     own = record_key or RecordKey.new()
-    try:
-        request = m.EnrolRequest(
-            site=site,
-            token=str(parsed),
-            run_digest=applicant.run_digest,
-            versions=applicant.versions or installed_versions(),
-            stages=applicant.stages,
-            shards=applicant.shards,
-            csr=csr,
-            data_digest=applicant.data_digest,
-            base_digest=applicant.base_digest,
-            code_digest=applicant.code_digest,
-            record_key=own.public,
-            record_proof=own.prove(site, parsed.fingerprint, csr),
-            stake=applicant.stake,
-        )
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise JoinError(f"site {site!r}: {where}: {problem['msg'].lower()}") from None
-    transport = Transport(
-        pool_of_stranger(url, parsed.fingerprint),
-        request=timeouts.request,
-        away=timeouts.link,
-        pause=timeouts.beat,
-    )
-    try:
+    request = _described(m.EnrolRequest, applicant, parsed, own, csr)
+    with _transport(url, parsed, timeouts) as transport:
         reply = _sent(transport, request, timeouts, say)
-    except CoordinatorUnreachableError as error:
-        raise RetryLaterError(str(error)) from None
-    except CoordinatorError as error:
-        raise JoinError(str(error)) from None
-    finally:
-        transport.close()
     identity = Identity(
         site,
         reply.incarnation,
@@ -137,6 +110,66 @@ def enrol(
         reply.record_run,
     )
     return identity, reply
+
+
+def apply(
+    url: str, token: str, applicant: Applicant, *, timeouts: Timeouts, record_key: RecordKey
+) -> None:
+    """Ask whether `enrol` with the same arguments would be refused, but for the stake.
+
+    Neither the run nor the site's files change. Raises the errors of `enrol`.
+    """
+    parsed = JoinToken.parse(token)
+    _, csr = new_request(applicant.site)
+    request = _described(m.ApplyRequest, applicant, parsed, record_key, csr)
+    with _transport(url, parsed, timeouts) as transport:
+        transport.send(request)
+
+
+@contextlib.contextmanager
+def _transport(url: str, token: JoinToken, timeouts: Timeouts) -> Iterator[Transport]:
+    """Context with a stranger's transport, in which errors of calls are those of `enrol`."""
+    transport = Transport(
+        pool_of_stranger(url, token.fingerprint),
+        request=timeouts.request,
+        away=timeouts.link,
+        pause=timeouts.beat,
+    )
+    try:
+        yield transport
+    except CoordinatorUnreachableError as error:
+        raise RetryLaterError(str(error)) from None
+    except CoordinatorError as error:
+        raise JoinError(str(error)) from None
+    finally:
+        transport.close()
+
+
+def _described(
+    kind: type[Described], applicant: Applicant, token: JoinToken, own: RecordKey, csr: str
+) -> Described:
+    """Return a request of a site. Raises `JoinError` for a field that cannot be right."""
+    site = applicant.site
+    try:
+        return kind(
+            site=site,
+            token=str(token),
+            run_digest=applicant.run_digest,
+            versions=applicant.versions or installed_versions(),
+            stages=applicant.stages,
+            shards=applicant.shards,
+            csr=csr,
+            data_digest=applicant.data_digest,
+            base_digest=applicant.base_digest,
+            code_digest=applicant.code_digest,
+            record_key=own.public,
+            record_proof=own.prove(site, token.fingerprint, csr),
+            stake=applicant.stake,
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise JoinError(f"site {site!r}: {where}: {problem['msg'].lower()}") from None
 
 
 def _sent(

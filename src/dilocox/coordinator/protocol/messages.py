@@ -117,10 +117,9 @@ class StakeProof(Message):
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{130}$")]
 
 
-class EnrolRequest(Message, Call[EnrolReply]):
-    """`enrol`: asks for a client certificate. A site sends it without one, once per start."""
+class Application(Message):
+    """A site that wants to join, as it describes itself."""
 
-    path: ClassVar[str] = "enrol"
     site: SiteName
     token: Annotated[str, Field(max_length=200)]
     run_digest: Digest
@@ -142,6 +141,21 @@ class EnrolRequest(Message, Call[EnrolReply]):
     """Signature that proves that the site holds the private half of `record_key`, hex."""
     stake: StakeProof | None = None
     """None unless `settlement.admission` asks for it."""
+
+
+class EnrolRequest(Application, Call[EnrolReply]):
+    """`enrol`: asks for a client certificate. A site sends it without one, once per start."""
+
+    path: ClassVar[str] = "enrol"
+
+
+class ApplyRequest(Application, Call[Done]):
+    """`apply`: asks whether `enrol` would be refused, but for a stake. Nothing is changed.
+
+    A site asks before it stakes.
+    """
+
+    path: ClassVar[str] = "apply"
 
 
 class ReadyRequest(Message, Call[Done]):

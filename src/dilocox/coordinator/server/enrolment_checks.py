@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-from dilocox.coordinator.protocol.messages import EnrolRequest
+from dilocox.coordinator.protocol.messages import Application
 from dilocox.coordinator.record_keys import why_not
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.coordinator.server.site_state import BANNED
@@ -13,7 +13,7 @@ from dilocox.coordinator.server.tokens import SiteTokens, mend
 from dilocox.version import __version__
 
 
-def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolRequest) -> None:
+def check_admission(state: CoordinatorState, tokens: SiteTokens, request: Application) -> None:
     """Raise `Refused` unless a site of this run may join with this request.
 
     A caller without a valid token learns nothing about the run.
@@ -101,7 +101,7 @@ def _check_code(site: str, theirs: str | None, ours: str) -> None:
     )
 
 
-def _check_base(state: CoordinatorState, request: EnrolRequest) -> None:
+def _check_base(state: CoordinatorState, request: Application) -> None:
     """Raise `Refused` unless the site has the frozen base model of the other sites."""
     site, theirs, ours = request.site, request.base_digest, state.base_digest
     if state.config.model.own:

@@ -26,6 +26,7 @@ from dilocox.coordinator.protocol.timeouts import LOOKS
 from dilocox.coordinator.server import replies
 from dilocox.coordinator.server.background_tasks import repeat
 from dilocox.coordinator.server.door import Door, OneLineLog
+from dilocox.coordinator.server.enrolment_checks import check_admission
 from dilocox.coordinator.server.refusals import Caller, Refused
 from dilocox.coordinator.server.service import Coordinator
 from dilocox.coordinator.server.standby import StandbyLink
@@ -215,6 +216,7 @@ class CoordinatorServer:
         ]
         of_strangers: list[Route[None]] = [
             m.EnrolRequest.route(lambda r, _: core.enrol(r)),
+            m.ApplyRequest.route(self._apply),
             m.LookRequest.route(self._look),
             am.TokenHandInRequest.route(lambda r, _: core.verdicts.take_by_token(r)),
             TokenAttestRequest.route(lambda r, _: core.machines.take(r)),
@@ -262,6 +264,10 @@ class CoordinatorServer:
     def _check_seen(self, request: web.Request) -> None:
         """Compare what a current caller has seen with this log (`StandbyCalls.check`)."""
         self.standby.check(Position.parse(request.headers.get(SEEN)))
+
+    def _apply(self, request: m.ApplyRequest, _: None) -> m.Done:
+        check_admission(self.coordinator.state, self.coordinator.tokens, request)
+        return m.Done()
 
     def _look(self, request: m.LookRequest, _: None) -> m.Status:
         core = self.coordinator

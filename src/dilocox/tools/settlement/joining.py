@@ -53,7 +53,7 @@ def stake_and_enrol(
             site's stake is gone, or the chain refuses or fails.
     """
     run = RunOnChain.read(place)
-    _check_account(account, config, site)
+    check_account(account, config, site)
     folder = place / FOLDER if place.is_dir() else place.parent
     desk = Desk(run.ledger(account), folder)
     try:
@@ -68,6 +68,16 @@ def stake_and_enrol(
         if days_left(run, account.address, key_file) <= 0:
             raise
         return [f"{error}; {site} has enrolled before, and joins without a look at the chain"]
+
+
+def check_account(account: LocalAccount, config: RunConfig, site: str) -> None:
+    """Raise `SettlementError` unless the run file names this account for the site."""
+    named = "" if config.settlement is None else config.settlement.accounts.get(site, "")
+    if named.lower() != account.address.lower():
+        raise SettlementError(
+            f"settlement.accounts: the run file names {named or 'no account'} for {site}, and not "
+            f"{account.address}: tell the sponsor your account before the run starts"
+        )
 
 
 def check_contract(desk: Desk, run: RunOnChain, terms: Terms) -> list[str]:
@@ -104,16 +114,6 @@ def check_contract(desk: Desk, run: RunOnChain, terms: Terms) -> list[str]:
     if state["pool"] < whole and not state["settlements"]:
         lines.append(f"the pool lacks {coins(whole - state['pool'])} of it so far")
     return lines
-
-
-def _check_account(account: LocalAccount, config: RunConfig, site: str) -> None:
-    """Raise `SettlementError` unless the run file names this account for the site."""
-    named = "" if config.settlement is None else config.settlement.accounts.get(site, "")
-    if named.lower() != account.address.lower():
-        raise SettlementError(
-            f"settlement.accounts: the run file names {named or 'no account'} for {site}, and not "
-            f"{account.address}: tell the sponsor your account before the run starts"
-        )
 
 
 def _check_stake(desk: Desk, run: RunOnChain) -> None:

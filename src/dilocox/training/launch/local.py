@@ -36,7 +36,7 @@ from dilocox.training.launch.coordinator_check import ENDPOINT
 from dilocox.training.launch.coordinator_process import serve_run
 from dilocox.training.launch.local_sites import LocalSites
 from dilocox.training.launch.run_folder import claim_folder
-from dilocox.training.launch.site import keep_site
+from dilocox.training.launch.site import check_site, keep_site, pay_to_join
 from dilocox.training.launch.supervisor import Ended, listening, print_error
 from dilocox.training.launch.torchrun import Preparation, join_as_rank
 from dilocox.training.launch.torchrun_env import rank_variables
@@ -315,22 +315,26 @@ def join(
     config: RunConfig,
     *,
     site: str,
-    address: str,
-    token: str,
+    endpoint: Endpoint,
     debug: bool,
     trace: bool = False,
-    key_file: Path | None = None,
     hooks: Hooks | None = None,
+    deposit: Callable[[], object] | None = None,
 ) -> int:
     """`dilocox join`: take part in a run as `site`, and return the exit code. See `api.join`.
 
     Under torchrun or Slurm this process is one rank of the site. Otherwise it starts all ranks of
-    the site. `hooks`: the user's own functions; the run file must name the digest of their code.
+    the site.
+
+    Args:
+        endpoint: address of the coordinator, and the site's token.
+        hooks: the user's own functions; the run file must name the digest of their code.
+        deposit: pays what the site has to pay before it joins. It is called once, by the first
+            rank, after every check of this machine, and when the coordinator has said that it
+            would admit the site.
     """
     config, hooks = with_code(config, hooks or Hooks())
-    url = f"https://{address.removeprefix('https://')}"
-    role = preflight.Role("join", hooks, site=site, url=url)
-    endpoint = Endpoint(url, {site: token}, "", key_file)
+    role = preflight.Role("join", hooks, site=site, url=endpoint.url)
     variables = rank_variables()
     if variables is not None:
         preflight.check_process(config, role)
@@ -340,6 +344,7 @@ def join(
             Preparation(
                 check=lambda: preflight.prepare(config, first),
                 fetch=lambda: preflight.prepare(config, replace(role, command="rank")),
+                pay=lambda: pay_to_join(config, site, endpoint, deposit),
             ),
             debug, trace, hooks,
         )  # fmt: skip
@@ -349,6 +354,9 @@ def join(
     if hint is not None:
         display.line(hint)
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
+    if deposit is not None:
+        check_site(config, site, endpoint)
+        pay_to_join(config, site, endpoint, deposit)
     try:
         ended = keep_site(config, site, endpoint, hooks, debug, config.folder, shared, trace)
         if ended.code == 0:

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -20,7 +20,7 @@ from dilocox.config.adapter import adapter_packages
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.endpoint import Endpoint
-from dilocox.coordinator.client.enrolment import Applicant, enrol, installed_versions
+from dilocox.coordinator.client.enrolment import Applicant, apply, enrol, installed_versions
 from dilocox.coordinator.client.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
@@ -78,9 +78,7 @@ def run_site(
     """
     # Sites on one machine share its GPUs: a site's GPUs follow those of the sites before it.
     first = list(config.sites).index(site) * config.site.ranks if shared_folder else 0
-    address = exchange_address(config, site, endpoint.url)
-    check_ports(site, config.sites[site], config.site.exchanging_ranks, address)
-    check_congestion(config.network.congestion)
+    address = check_site(config, site, endpoint)
     identity = enrol_site(config, site, endpoint)
     errors = processes.CONTEXT.SimpleQueue()
     # Without an operator identity this is `dilocox join`: no other process here shows the run.
@@ -154,6 +152,38 @@ def _rank_in_child(job: RankJob, errors: Any) -> None:
     sys.exit(code)
 
 
+def check_site(config: RunConfig, site: str, endpoint: Endpoint) -> str:
+    """Check this machine's addresses and ports, and return `exchange_address`.
+
+    Raises `ConfigError` for ports that cannot be used, and `RetryLaterError` without a route.
+    """
+    address = exchange_address(config, site, endpoint.url)
+    check_ports(site, config.sites[site], config.site.exchanging_ranks, address)
+    check_congestion(config.network.congestion)
+    return address
+
+
+def pay_to_join(
+    config: RunConfig, site: str, endpoint: Endpoint, deposit: Callable[[], object] | None
+) -> None:
+    """Call `deposit`, once the coordinator has said that it would admit the site when it has paid.
+
+    Without a deposit nothing is asked. Raises `JoinError` if the coordinator would refuse the site,
+    and the errors of `deposit`.
+    """
+    if deposit is None:
+        return
+    token, timeouts = endpoint.tokens[site], Timeouts.derive(config.network)
+    key = RecordKey.kept(own_key_file(config, site, endpoint))
+    apply(endpoint.url, token, _applicant(config, site), timeouts=timeouts, record_key=key)
+    deposit()
+
+
+def own_key_file(config: RunConfig, site: str, endpoint: Endpoint) -> Path:
+    """Return the path of the file in which the site keeps its key."""
+    return endpoint.key_file or key_file(config.folder, site)
+
+
 def enrol_site(
     config: RunConfig, site: str, endpoint: Endpoint, own_model: str | None = None
 ) -> Identity:
@@ -164,29 +194,41 @@ def enrol_site(
     also names the digest of the base model. `own_model`: digest of a model of a loop of the user's
     own, which the site names instead. Raises `JoinError` if the coordinator refuses the site.
     """
-    versions = installed_versions(adapter_packages(config.adapter))
-    data = None if config.data.own else TokenFiles.open(config.data_folder).digest
-    base, layout = own_model or digest_of_base(config), (config.site.stages, config.site.shards)
-    own_key = endpoint.key_file or key_file(config.folder, site)
+    own_key = own_key_file(config, site, endpoint)
     record_key = RecordKey.kept(own_key)
     by_stake = config.settlement is not None and config.settlement.admission == "stake"
     stake = read_stake_proof(own_key, record_key.public) if by_stake else None
+    applicant = replace(_applicant(config, site, own_model), stake=stake)
     identity, reply = enrol(
         endpoint.url,
         endpoint.tokens[site],
-        Applicant(
-            site, config.digest(), *layout, versions, data, base, config.run.code or None, stake
-        ),
+        applicant,
         timeouts=Timeouts.derive(config.network),
         record_key=record_key,
         say=print_error,
     )
     if reply.record_run:
-        own = config.sites[site].data
+        own, versions = config.sites[site].data, applicant.versions or installed_versions()
         own_data = TokenFiles.open(Path(own).expanduser()).digest if own else None
-        facts = OwnFacts(data, own_data, code_digest(), versions.named(), base)
+        facts = OwnFacts(
+            applicant.data_digest, own_data, code_digest(), versions.named(), applicant.base_digest
+        )
         _accept(config, endpoint, identity, reply.record_manifest, facts)
     return identity
+
+
+def _applicant(config: RunConfig, site: str, own_model: str | None = None) -> Applicant:
+    """Return the site as it describes itself to the coordinator, without a stake."""
+    return Applicant(
+        site,
+        config.digest(),
+        config.site.stages,
+        config.site.shards,
+        installed_versions(adapter_packages(config.adapter)),
+        None if config.data.own else TokenFiles.open(config.data_folder).digest,
+        own_model or digest_of_base(config),
+        config.run.code or None,
+    )
 
 
 def _accept(

@@ -53,6 +53,8 @@ class Preparation:
     """Called by the first rank: checks the run and prepares the data."""
     fetch: Callable[[], object]
     """Called by all other ranks: fetches the files that each machine needs."""
+    pay: Callable[[], object] = lambda: None
+    """Called by the first rank, when every rank is prepared: pays what the site has to pay."""
 
 
 def join_as_rank(
@@ -67,8 +69,8 @@ def join_as_rank(
 ) -> int:
     """Take part in a run as one rank that a launcher has started, and return the exit code.
 
-    When all ranks have finished `prepare`, the first rank enrols the site, and gives the site's
-    identity to the other ranks.
+    When all ranks are prepared, the first rank pays, enrols the site, and gives the site's identity
+    to the other ranks.
 
     Args:
         config: the run.
@@ -98,7 +100,7 @@ def join_as_rank(
             variables.rank,
             variables.world,
             prepare.check if variables.rank == 0 else prepare.fetch,
-            lambda: enrol_site(config, site, endpoint).to_text(),
+            lambda: _enrolled(config, site, endpoint, prepare),
             Seal(endpoint.tokens[site], site),
         )
         job = RankJob(
@@ -135,6 +137,11 @@ def join_as_rank(
         # The other ranks are ended by the launcher, or learn of the end from the coordinator.
         processes.exit_now(code)
     return code
+
+
+def _enrolled(config: RunConfig, site: str, endpoint: Endpoint, prepare: Preparation) -> str:
+    prepare.pay()
+    return enrol_site(config, site, endpoint).to_text()
 
 
 def _train(job: RankJob, line: SiteLine) -> tuple[int, list[str]]:
