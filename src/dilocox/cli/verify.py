@@ -77,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--release-key", type=Path, metavar="FILE",
-        help="public key (PEM) by which the model's folder must be signed (default: the key that "
-        "lies beside a signed folder)",
+        help="public key (PEM) by which the model's folder must be signed; it makes the claim "
+        "release required (default: the key that lies beside a signed folder)",
     )  # fmt: skip
     parser.add_argument(
         "--auditor", action="append", default=[], metavar="KEY",
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chain", type=Path, metavar="FILE",
         help="file of `dilocox chain register`: the heads that the chain keeps must be prefixes of "
-        "this log",
+        "this log; it makes the claims anchors and stakes required",
     )  # fmt: skip
     parser.add_argument(
         "--witness", action="append", default=[], metavar="KEY",

@@ -21,6 +21,7 @@ from tests.support.older_record import log_key, resign
 
 from dilocox.config.run_config import digest_of
 from dilocox.record.log import statements as s
+from dilocox.record.verify.claims import exit_code
 from dilocox.record.verify.verify import Places, verify
 from dilocox.tools.settlement.chain_heads import chain_heads
 from dilocox.tools.settlement.ledger import Ledger
@@ -81,6 +82,9 @@ class Evidence:
         report = verify(Places(self.folder, chain=heads), lambda what, share: None)
         bad = [each for each in report.findings
                if each.claim.name in ON_CHAIN and each.verdict != "PASS"]  # fmt: skip
+        # The reader has named a chain, so what it does not say is no success.
+        worst = {each.verdict for each in bad}
+        assert exit_code(bad) == (1 if FAIL in worst else 3 if worst else 0)
         return {f.claim.name: f.verdict for f in bad}, "\n".join(each.reason for each in bad)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Verdict = Literal["PASS", "FAIL", "NOT_RUN", "SIMULATED"]
@@ -176,7 +176,7 @@ AVAILABILITY = Claim(
 )
 ANCHORS = Claim(
     "anchors",
-    False,
+    True,
     "every head of the log that the chain keeps is a prefix of this log: what it covers was not "
     "rewritten after the head's block",
     "that contract and run on the chain are the ones that you trust: compare them; anything about "
@@ -184,7 +184,7 @@ ANCHORS = Claim(
 )
 STAKES = Claim(
     "stakes",
-    False,
+    True,
     "every enrolment is signed by the site's account for the site's key, and the contract has had "
     "a stake of that account",
     "that the stake was there when the site joined, or is now; who owns the account; that two "
@@ -213,10 +213,16 @@ CLAIMS = (
 )  # fmt: skip
 """All claims. Some are judged only for certain runs: `history` if `record.keep` removes old
 payloads; `base` if adapters are trained; `audits` and `beacon` if the run stores states for audits;
-`release` if the model is signed; `attestations` if a site has signed one, the run file names a
-policy, or the reader gives one (then it is required); `availability` if the run cuts payloads;
+`release` if the model is signed, or the reader names a key; `attestations` if a site has signed
+one, the run file names a policy, or the reader gives one; `availability` if the run cuts payloads;
 `anchors` if a chain is asked; `stakes` if, besides, the run admits by stake; `witnesses` if some
-are named (then it is required); `bundles` if the run is read from bundles."""
+are named; `bundles` if the run is read from bundles. A claim is required if the reader has asked
+for it by naming a chain, witnesses, a policy or a release key."""
+
+
+def asked(claim: Claim) -> Claim:
+    """Return a claim that is not required of every run as required: the reader has asked for it."""
+    return replace(claim, required=True)
 
 
 @dataclass(frozen=True)

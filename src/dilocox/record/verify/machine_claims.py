@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from dilocox.record.log.attestation_statements import MACHINE
-from dilocox.record.verify.claims import ATTESTATIONS, Claim, NotRunError
+from dilocox.record.verify.claims import ATTESTATIONS, Claim, NotRunError, asked
 from dilocox.record.verify.run_history import RunHistory
-
-REQUIRED = replace(ATTESTATIONS, required=True)
-"""The claim, if the reader has asked for it with a policy."""
 
 
 class MachineJudge(Protocol):
@@ -56,7 +52,7 @@ def machine_checks(
     """
     if judge is not None:
         given = judge
-        return [(REQUIRED, lambda: given.judge(agreed(), entries, get))]
+        return [(asked(ATTESTATIONS), lambda: given.judge(agreed(), entries, get))]
     if course is not None and (course.attestations or policy_of(course) is not None):
         return [(ATTESTATIONS, lambda: _unjudged(agreed()))]
     return []

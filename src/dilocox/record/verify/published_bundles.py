@@ -10,7 +10,6 @@ from dilocox.record.bundles.publication import Publication
 from dilocox.record.log.merkle import roots_at
 from dilocox.record.log.transparency_log import leaves_of, open_log
 from dilocox.record.verify import claims as c
-from dilocox.record.verify.machine_claims import REQUIRED
 from dilocox.record.verify.verify import Places, Progress, Report, verify
 
 ALWAYS = (c.LOG, c.SIGNATURES, c.COMPLETE, c.COMMITMENTS, c.RUN_FILE, c.PAYLOADS, c.REPLAY, c.MODEL)
@@ -72,8 +71,8 @@ def _told(where: str, publication: Publication) -> str:
 def _asked(places: Places) -> list[c.Claim]:
     """Return the claims that the reader has asked for, beside those of every run."""
     asked = {
-        c.RELEASE: places.release_key,
-        REQUIRED: places.machines,
+        c.asked(c.RELEASE): places.release_key,
+        c.asked(c.ATTESTATIONS): places.machines,
         c.ANCHORS: places.chain,
         c.WITNESSES: places.witnesses,
     }

@@ -134,7 +134,9 @@ class _Verification:
             (c.REPLAY, self.replay),
             (c.MODEL, self.model),
         ]
-        if self.places.release_key is not None or is_released(self._model_folder()):
+        if self.places.release_key is not None:
+            checks.append((c.asked(c.RELEASE), self.release))
+        elif is_released(self._model_folder()):
             checks.append((c.RELEASE, self.release))
         checks += [(c.DATA, self.data), (c.CODE, self.code)]
         agreed = partial(self._need, c.LOG, c.SIGNATURES)
