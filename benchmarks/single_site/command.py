@@ -102,12 +102,14 @@ def content(
     rounds: int,
     compile_: bool | None = None,
     own_loop: bool = False,
+    inner_steps: int | None = None,
 ) -> dict[str, Any]:
     """Return the run file: defaults except for sizes, and no checkpoints during the run.
 
     `compile_`: value of `model.compile`. None: its default. `own_loop`: whether the site has a loop
-    of its own.
+    of its own. `inner_steps`: inner steps of a round. None: the default.
     """
+    steps = {} if inner_steps is None else {"inner_steps": inner_steps}
     model = {} if compile_ is None else {"compile": compile_}
     return {
         "run": {"name": "single-site", "folder": str(root / "run")},
@@ -125,7 +127,7 @@ def content(
             "device": device,
         },
         "inner": {"learning_rate": 1e-3} | ({"optimizer": "sgd"} if own_loop else {}),
-        "outer": {"rounds": rounds},
+        "outer": {"rounds": rounds, **steps},
         "checkpoint": {"every_rounds": 0},
         "evaluation": {"completion_tokens": 0},
         "sites": {"here": {"own_code": True} if own_loop else {}},
@@ -145,7 +147,10 @@ def main() -> int:
     try:
         # One more round than is measured: the end of the last turn begins the next one.
         rounds = ROUNDS_PER_TURN * (WARM_UP_TURNS + pairs) + 1
-        asked = content(LARGE if gpu else SMALL, root, options.device, rounds, options.compile, own)
+        shape = LARGE if gpu else SMALL
+        asked = content(
+            shape, root, options.device, rounds, options.compile, own, options.inner_steps
+        )
         file, config = common.write_run_file(root, "run", asked), dilocox.resolve_run(asked)
         common.say("preparing token files")
         files = prepare_data(config)
@@ -197,6 +202,9 @@ def _options() -> argparse.Namespace:
     arguments = common.parser(__doc__ or "")
     arguments.add_argument("--pairs", type=int, metavar="N", help="pairs of turns to measure")
     arguments.add_argument("--device", choices=["auto", "cpu"], default="auto")
+    arguments.add_argument(
+        "--inner-steps", type=int, metavar="N", help="inner steps of a round, which is a turn"
+    )
     arguments.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=None,
         help="compile the layers of both sides (default: as the run file's default has it)",

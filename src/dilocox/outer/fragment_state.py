@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -383,6 +383,11 @@ class FragmentState:
         hashed, self._hashed = self._hashed, None
         return self._sha256() if hashed is None else hashed.result()
 
+    @property
+    def hashed(self) -> bool:
+        """Whether `start_digest` was called for the present tensors, and `digest` was not since."""
+        return self._hashed is not None
+
     def start_digest(self) -> None:
         """Begin to compute `digest` in another thread. Methods that change these tensors wait for
         the digest first."""
@@ -424,6 +429,16 @@ class FragmentState:
 
     def _sha256(self) -> str:
         return self.digest_of(self.agreed())
+
+
+def digests(states: Sequence[FragmentState]) -> list[str]:
+    """Return `FragmentState.digest` of each piece; two threads compute them."""
+    for state in states[1::2]:
+        if not state.hashed:
+            state.start_digest()
+    here = [state.digest() for state in states[::2]]
+    there = [state.digest() for state in states[1::2]]
+    return [(there if number % 2 else here)[number // 2] for number in range(len(states))]
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

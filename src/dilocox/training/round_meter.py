@@ -19,6 +19,7 @@ from dilocox.inner import StepResult
 from dilocox.inner.device import ran_and_kept_waiting, resolve_precision
 from dilocox.inner.device_memory import MemoryUse, memory_meter
 from dilocox.inner.peaks import peak_of, utilisation
+from dilocox.outer.fragment_state import digests
 from dilocox.outer.in_flight import Counts
 from dilocox.outer.loop import OuterLoop
 from dilocox.training.builder import RankParts
@@ -414,8 +415,8 @@ class _Own:
 
 def _over_ranks(rank: RankParts, dropped: str | None, mine: _Own) -> Shared:
     own = hashlib.sha256()
-    for state in rank.states:
-        own.update(state.digest().encode())
+    for digest in digests(rank.states):
+        own.update(digest.encode())
     counts = mine.counts
     told = json.dumps(
         {
