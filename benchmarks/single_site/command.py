@@ -103,12 +103,15 @@ def content(
     compile_: bool | None = None,
     own_loop: bool = False,
     inner_steps: int | None = None,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Return the run file: defaults except for sizes, and no checkpoints during the run.
 
     `compile_`: value of `model.compile`. None: its default. `own_loop`: whether the site has a loop
-    of its own. `inner_steps`: inner steps of a round. None: the default.
+    of its own. `inner_steps`: inner steps of a round. `threads`: of both sides
+    for training. None: the defaults.
     """
+    own_threads = {} if threads is None else {"threads": threads}
     steps = {} if inner_steps is None else {"inner_steps": inner_steps}
     model = {} if compile_ is None else {"compile": compile_}
     return {
@@ -125,6 +128,7 @@ def content(
             "batch_size": shape["batch_size"],
             "micro_batch_size": shape["micro_batch_size"],
             "device": device,
+            **own_threads,
         },
         "inner": {"learning_rate": 1e-3} | ({"optimizer": "sgd"} if own_loop else {}),
         "outer": {"rounds": rounds, **steps},
@@ -149,8 +153,9 @@ def main() -> int:
         rounds = ROUNDS_PER_TURN * (WARM_UP_TURNS + pairs) + 1
         shape = LARGE if gpu else SMALL
         asked = content(
-            shape, root, options.device, rounds, options.compile, own, options.inner_steps
-        )
+            shape, root, options.device, rounds, options.compile, own, options.inner_steps,
+            options.threads,
+        )  # fmt: skip
         file, config = common.write_run_file(root, "run", asked), dilocox.resolve_run(asked)
         common.say("preparing token files")
         files = prepare_data(config)
@@ -177,6 +182,7 @@ def main() -> int:
         "micro_batch_size": config.site.micro_batch_size,
         "sequence_length": config.data.sequence_length,
         "inner_steps": config.outer.inner_steps,
+        "threads": config.site.threads,
         "steps_per_turn": ROUNDS_PER_TURN * config.outer.inner_steps,
         "own_loop": own,
         "method": config.outer.method,
@@ -205,6 +211,10 @@ def _options() -> argparse.Namespace:
     arguments.add_argument(
         "--inner-steps", type=int, metavar="N", help="inner steps of a round, which is a turn"
     )
+    arguments.add_argument(
+        "--threads", type=int, metavar="N",
+        help="threads that train, on both sides (default: as many as cores)",
+    )  # fmt: skip
     arguments.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=None,
         help="compile the layers of both sides (default: as the run file's default has it)",
