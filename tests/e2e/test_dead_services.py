@@ -10,7 +10,6 @@ site with GPUs has cores to spare, too. So what training loses is not the comman
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import socket
@@ -18,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from dilocox.record.log.signed_note import WitnessKey
 from dilocox.tools.settlement import keystore
 from dilocox.tools.settlement.run_on_chain import RunOnChain
 from tests.support.harness import PATIENT, Run, Workshop
+from tests.support.nonsense_server import nonsense
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 SIZE = ("outer.rounds=8", "outer.inner_steps=20", "site.stages=1", "checkpoint.every_rounds=0",
@@ -52,31 +51,12 @@ TOLD = {"chain": "record.anchor: ", "witness": "record.anchor: ", "storage": "di
         "agent": "not filed"}  # fmt: skip
 
 
-class _Nonsense(http.server.BaseHTTPRequestHandler):
-    """Answers everything with something else."""
-
-    def _answer(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"] or 0))
-        self.send_response(200)
-        self.send_header("Content-Length", "4")
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            self.wfile.write(b"[5]\n")
-
-    do_GET = do_HEAD = do_POST = do_PUT = _answer  # noqa: N815 - names of the library
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 @contextlib.contextmanager
 def server(fault: str) -> Iterator[str]:
     """URL of a server that refuses connections, takes them and never answers, or lies."""
     if fault == "lying":
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Nonsense) as lying:
-            threading.Thread(target=lying.serve_forever, daemon=True).start()
-            yield f"http://127.0.0.1:{lying.server_address[1]}"
-            lying.shutdown()
+        with nonsense() as port:
+            yield f"http://127.0.0.1:{port}"
         return
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

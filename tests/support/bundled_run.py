@@ -18,8 +18,8 @@ from dilocox.tools.storage.uplink import Uplink
 class CutPlace(Place):
     """A place whose connection is cut before a given number of writes, until it is mended."""
 
-    def __init__(self, url: str, writes: int | None = None) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, writes: int | None = None, seconds: float = 60.0) -> None:
+        super().__init__(url, seconds=seconds)
         self.left = writes
         """Writes that still work; None: all."""
         self.written: list[str] = []

@@ -17,7 +17,7 @@ class FaultProxy:
 
     def __init__(self, port: int) -> None:
         """`port`: where the server listens on 127.0.0.1."""
-        self._server = port
+        self.server = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._mode: Mode = "pass"
@@ -27,6 +27,11 @@ class FaultProxy:
     def become(self, mode: Mode) -> None:
         """Close all connections, and treat new ones in another way."""
         self._mode = mode
+        self._hang_up()
+
+    def lead_to(self, port: int) -> None:
+        """Close all connections, and pass new ones on to another port."""
+        self.server = port
         self._hang_up()
 
     def close(self) -> None:
@@ -53,7 +58,7 @@ class FaultProxy:
             self._open.append(client)
             if self._mode == "silent":
                 continue
-            server = socket.create_connection(("127.0.0.1", self._server))
+            server = socket.create_connection(("127.0.0.1", self.server))
             self._open.append(server)
             for each in (client, server):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

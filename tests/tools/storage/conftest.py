@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.nonsense_server import nonsense
 from tests.support.older_record import unpacked
 
 if TYPE_CHECKING:
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="session")
+def nonsense_port() -> Iterator[int]:
+    """Port of a web server that answers everything with success and something else."""
+    with nonsense() as port:
+        yield port
 
 
 @pytest.fixture

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.bundled_run import publisher, reasons, verdicts, verified
+from tests.support.bundled_run import CutPlace, publisher, reasons, verdicts, verified
 from tests.support.fault_proxy import FaultProxy
+from tests.support.nonsense_server import nonsense
 
 from dilocox.errors import RecordError
 from dilocox.record.bundles import place
-from dilocox.record.bundles.place import Place
-from dilocox.record.bundles.publication import INDEX
+from dilocox.record.bundles.place import Place, WrongPlaceError
+from dilocox.record.bundles.publication import INDEX, Publication
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.statements import Signer
 from dilocox.record.verify.verify import Places, verify
 from dilocox.tools.storage.follow import publish_once, publish_to_the_end
 
@@ -125,6 +128,55 @@ def test_publishing_goes_on_when_the_server_is_back(
     assert said[0].startswith(f"dilocox: not published: {URL}/{INDEX}: cannot be read (")
     assert said[1] == "dilocox: publishing goes on"
     assert verdicts(verified(URL))["replay"] == "PASS"
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_publishing_goes_on_after_a_server_of_nonsense(
+    run: Path, storage: Any, proxy: FaultProxy, writes: int
+) -> None:
+    """From the start, or after some files, the server says success and something else."""
+    said: list[str] = []
+    pauses: list[float] = []
+    server = proxy.server
+    with nonsense() as port:
+
+        class Lying(CutPlace):
+            def put(self, path: str, data: bytes) -> None:
+                super().put(path, data)
+                if len(self.written) == writes:
+                    proxy.lead_to(port)
+
+        def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                proxy.lead_to(server)
+
+        if not writes:
+            proxy.lead_to(port)
+        try:
+            publish_to_the_end(publisher(run, Lying(URL, seconds=1.0)), said.append, sleep)
+        finally:
+            proxy.lead_to(server)
+    assert len(pauses) == 3
+    assert [line.split(":")[1] for line in said] == [" not published", " publishing goes on"]
+    assert verdicts(verified(URL))["replay"] == "PASS"
+
+
+def test_an_index_of_another_run_ends_a_follower(run: Path, storage: Any) -> None:
+    """A server may say nonsense for a time; this is no nonsense."""
+    publish_once(publisher(run, Place(URL)))
+    own = Publication.parse(storage.cat_file(f"{URL}/{INDEX}").decode())
+    signer = Signer.from_hex("5a" * 32)
+    other = Publication(NoteKey("other", bytes.fromhex(signer.public)), "b" * 64)
+    other.add(own.bundles[0], signer)
+    storage.pipe_file(f"{URL}/{INDEX}", other.text.encode())
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError("a permanent failure is repeated")
+
+    with pytest.raises(WrongPlaceError, match="it is of log other"):
+        publish_to_the_end(publisher(run, Place(URL)), print, sleep)
+    assert storage.cat_file(f"{URL}/{INDEX}").decode() == other.text
 
 
 @pytest.mark.parametrize("mode", ["dead", "silent"])

@@ -188,15 +188,17 @@ def test_an_upload_goes_on_where_it_was_cut(
 
 
 @pytest.mark.parametrize("victim", ["node", "rpc"])
-@pytest.mark.parametrize("mode", ["dead", "silent", "wrong"])
+@pytest.mark.parametrize("mode", ["dead", "silent", "wrong", "nonsense"])
 def test_publishing_goes_on_when_a_server_is_back(
     run: Path, network: Network, who: LocalAccount, victim: str, mode: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(ledger, "RPC_SECONDS", 0.5)
     monkeypatch.setattr(place_module, "SLOWEST", 10**9)
-    proxy = FaultProxy(network.ports[victim])
-    if mode == "wrong":
+    proxy, port = FaultProxy(network.ports[victim]), network.ports[victim]
+    if mode == "nonsense":
+        proxy.lead_to(request.getfixturevalue("nonsense_port"))
+    elif mode == "wrong":
         server = network.asked if victim == "node" else network.rpc
         server.change = lambda method, said: ["something else"]
     else:
@@ -208,6 +210,7 @@ def test_publishing_goes_on_when_a_server_is_back(
     def sleep(seconds: float) -> None:
         if len(lines) == 1:
             proxy.become("pass")
+            proxy.lead_to(port)
             network.asked.change = network.rpc.change = lambda method, said: said
 
     try:

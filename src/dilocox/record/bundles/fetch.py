@@ -18,7 +18,7 @@ from typing import Protocol
 
 from dilocox.errors import RecordError
 from dilocox.record.bundles.place import CALL_SECONDS, DeniedError, Place, in_order
-from dilocox.record.bundles.publication import INDEX, Bundle, Publication
+from dilocox.record.bundles.publication import INDEX, Bundle, OtherLogError, Publication
 from dilocox.record.bundles.tar_members import STATEMENTS, MalformedError, members
 from dilocox.record.bundles.zerog_node import is_zerog
 from dilocox.record.bundles.zerog_reader import ZerogReader
@@ -33,6 +33,10 @@ Progress = Callable[[str, float], None]
 
 class BadBundleError(RecordError):
     """Bytes that are not what the index's signer has published, or a malformed bundle."""
+
+
+class OtherIndexError(BadBundleError):
+    """An index of another log."""
 
 
 class BundleStorage(Protocol):
@@ -96,12 +100,14 @@ def read_index(place: BundleStorage, key: str | None = None) -> Publication:
     """Read the index of a published run.
 
     `key`: the log's key, from another source; None: the key that the index names. Raises
-    `MissingError` if there is no index, `BadBundleError` if it is not authentic, and `RecordError`
-    if the storage fails.
+    `MissingError` if there is no index, `OtherIndexError` if it is of another log, `BadBundleError`
+    if it is not authentic, and `RecordError` if the storage fails.
     """
     data = place.get_index()
     try:
         return Publication.parse(data.decode("utf-8"), key)
+    except OtherLogError as error:
+        raise OtherIndexError(f"{INDEX}: {error}") from None
     except (RecordError, UnicodeDecodeError) as error:
         raise BadBundleError(f"{INDEX}: {error}") from None
 

@@ -32,6 +32,10 @@ _LAST = 2**53
 _MEMBER = re.compile(r"[A-Za-z0-9._/-]{0,200}")
 
 
+class OtherLogError(RecordError):
+    """An index that names another log."""
+
+
 @dataclass(frozen=True)
 class ZerogFile:
     """A file in 0G Storage."""
@@ -190,6 +194,7 @@ class Publication:
                 names.
 
         Raises:
+            OtherLogError: The index names another key.
             RecordError: The index is malformed, cut within a line, or not signed by the key.
         """
         lines = text.split("\n")
@@ -199,7 +204,7 @@ class Publication:
         named = NoteKey.parse(str(first.get("log", "")))
         log = named if key is None else NoteKey.parse(key)
         if log != named:
-            raise RecordError(f"it is of log {named}, not of {log}")
+            raise OtherLogError(f"it is of log {named}, not of {log}")
         found = cls(log, str(first.get("run", "")))
         for line in lines:
             found._take(line)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dilocox.errors import RecordError
-from dilocox.record.bundles.fetch import read_index
+from dilocox.record.bundles.fetch import BadBundleError, OtherIndexError, read_index
 from dilocox.record.bundles.place import Place, in_order
 from dilocox.record.bundles.publication import INDEX, Bundle, Publication
 from dilocox.tools.storage.bundle_file import BundleFile
@@ -27,8 +27,8 @@ class Destination(Protocol):
     def read_index(self, key: str) -> Publication:
         """Return the index of what was published. `key`: the log's key.
 
-        Raises `MissingError` if there is none, `BadBundleError` if it is not authentic, and
-        `RecordError` if the storage fails.
+        Raises `MissingError` if there is none, `BadBundleError` if it is not authentic and will not
+        become so, and `RecordError` if the storage fails, or may have answered with nonsense.
         """
 
     def send(self, file: BundleFile, bundle: Bundle, uplink: Uplink) -> tuple[Bundle, int]:
@@ -63,7 +63,17 @@ class FilesDestination:
 
     def read_index(self, key: str) -> Publication:
         """Read the index. Raises like `Destination.read_index`."""
-        return read_index(self.place, key)
+        try:
+            return read_index(self.place, key)
+        except OtherIndexError:
+            raise
+        except BadBundleError as error:
+            if self.place.is_local:
+                raise
+            # A server, or a gateway before it, may answer with something else for a time.
+            raise RecordError(
+                f"{self.url}: {error}; if it stays so, choose another place, or empty this one"
+            ) from None
 
     def send(self, file: BundleFile, bundle: Bundle, uplink: Uplink) -> tuple[Bundle, int]:
         """Upload the parts that the storage does not have yet. Raises `RecordError`.

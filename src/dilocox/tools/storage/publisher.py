@@ -102,8 +102,8 @@ class Publisher:
         """Publish all rounds that are complete; of a run that has ended, everything.
 
         Raises:
-            WrongPlaceError: The place holds another run, or an index that is not authentic.
-            RecordError: The storage fails, or payloads are missing.
+            WrongPlaceError: The place holds another run, or is a folder with a bad index.
+            RecordError: The storage fails, or answers with nonsense, or payloads are missing.
             DilocoxError: Files of the run are missing or hold secrets.
         """
         if self._index is None:
