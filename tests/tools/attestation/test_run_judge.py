@@ -19,7 +19,7 @@ from dilocox.record.log.attestation_statements import MACHINE, Attestation, Mach
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.verify import Places, verify
 from dilocox.tools.attestation.certificates import AMD
-from dilocox.tools.attestation.renewal import Filed, check_renewed, round_at
+from dilocox.tools.attestation.renewal import Filed, check_renewed, idle, round_at
 from dilocox.tools.attestation.run_judge import _need_steps
 from dilocox.tools.attestation.runtime_data import nonce_of
 
@@ -175,6 +175,30 @@ def test_missing_evidence_is_not_judged_and_changed_evidence_fails(scene: Attest
     found = scene.finding(USUAL)
     assert found.verdict == "FAIL"
     assert "holds other bytes than its name says" in found.reason
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["bad", "not here"])
+@pytest.mark.parametrize("contributes", [False, True])
+def test_evidence_counts_if_its_site_contributed(
+    scene: AttestedScene, contributes: bool, lost: bool
+) -> None:
+    digest = scene.file("c", make=snp if lost else lambda said: snp(said, debug=True))
+    for site in "ab":
+        scene.file(site)
+    scene.begin()
+    for site in "abc":
+        scene.vote(site, contributes=contributes or site != "c")
+    if lost:
+        Path(scene.store.path(digest)).unlink()
+    found = scene.finding(USUAL)
+    why = "is not here" if lost else "of c: SNP: the guest can be debugged"
+    assert why in found.reason
+    if contributes:
+        assert found.verdict == ("NOT_RUN" if lost else "FAIL")
+    else:
+        assert found.verdict == "SIMULATED"
+        assert found.reason.startswith("2 pieces of evidence (SNP) as of their filing")
+        assert "; 1 more do not count, as their sites contributed nothing" in found.reason
 
 
 def test_evidence_that_is_kept_back_hides_no_fault_of_others(scene: AttestedScene) -> None:
@@ -376,6 +400,17 @@ def test_a_site_that_was_away_owes_nothing_for_that_time() -> None:
     own = filed("a", 0, 2, 8) + filed("b", 0, 3, 6, 9)
     found = check_renewed(course(away, STARTS), own, 3)
     assert found.startswith("evidence of machine 0 of a is not renewed in rounds 2 to 8: ")
+
+
+def test_a_statement_is_idle_in_a_start_that_contributed_nothing() -> None:
+    again = course({0: "a", 5: "a"}, {"a": [1, 100, 500], "b": [2]})
+    at = {5: False, 60: False, 105: True, 499: True, 505: False}
+    assert {number: idle(again, "a", number) for number in at} == at
+    assert idle(again, "b", 10)
+    # Nothing shows it.
+    assert not idle(again, "a", 0)
+    assert not idle(again, "c", 10)
+    assert not idle(course({}, STARTS), "a", 10)
 
 
 def test_evidence_without_contributions_around_it_is_no_gap() -> None:

@@ -59,6 +59,21 @@ def check_renewed(course: RunHistory, filed: Sequence[Filed], most: int) -> str:
     return ""
 
 
+def idle(course: RunHistory, site: str, number: int) -> bool:
+    """Return whether a statement of a site is of a start in which it contributed nothing.
+
+    False if nothing shows that: before the site's first start, and in a run without outer steps.
+
+    Args:
+        course: The history of the log.
+        site: Name of the site.
+        number: Index of the statement in the log.
+    """
+    if not course.steps or not any(each < number for each in course.starts.get(site, [])):
+        return False
+    return not any(each == site and start < number < end for each, start, end, _ in _stays(course))
+
+
 def _gap(times: Sequence[int], rounds: Sequence[int], most: int) -> tuple[int, int] | None:
     """Return the ends of the first gap of more than `most` rounds with a contribution in it."""
     first, last = rounds[0], rounds[-1]

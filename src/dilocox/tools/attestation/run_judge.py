@@ -19,7 +19,7 @@ from dilocox.record.verify.run_history import RunHistory
 from dilocox.tools.attestation.evidence import Evidence
 from dilocox.tools.attestation.machine import Machine, judge_machine
 from dilocox.tools.attestation.policy import PolicyFile
-from dilocox.tools.attestation.renewal import Filed, check_renewed, round_at
+from dilocox.tools.attestation.renewal import Filed, check_renewed, idle, round_at
 from dilocox.tools.attestation.runtime_data import RuntimeData, nonce_of
 from dilocox.tools.attestation.tdx import MissingLibraryError
 
@@ -47,12 +47,21 @@ class RunJudge:
         if not filed and agreed is None:
             raise NotRunError("no site has filed evidence that dilocox judges")
         roots = roots_at(leaves_of(entries), {facts.size for _, facts in filed})
-        machines, lacking = list[Machine](), list[str]()
+        machines, lacking, beside = list[Machine](), list[str](), list[str]()
+        held = list[MachineFacts]()
         for each, facts in filed:
             try:
                 machines.append(self._one(each, facts, course, roots, get))
-            except NotRunError as why:  # a later piece may be a FAIL, which counts for more
-                lacking.append(str(why))
+                held.append(facts)
+            except (NotRunError, AttestationError) as why:
+                # Nothing in the model was made under it. Else anybody who has enrolled could spoil
+                # the claim of a run without a step of training.
+                if idle(course, each.site, each.number):
+                    beside.append(str(why))
+                elif isinstance(why, AttestationError):
+                    raise
+                else:  # a later piece may be a FAIL, which counts for more
+                    lacking.append(str(why))
         late = check_renewed(
             course,
             [
@@ -68,7 +77,12 @@ class RunJudge:
             more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
             raise NotRunError(f"{lacking[0]}{more}")
         _need_steps(course, len(filed))
-        told = self._told([facts for _, facts in filed], machines, agreed is not None)
+        told = self._told(held, machines, agreed is not None)
+        if beside:
+            told += (
+                f"; {len(beside)} more do not count, as their sites contributed nothing after that "
+                f"start: {beside[0]}"
+            )
         reasons = [each.not_run for each in machines if each.not_run]
         if reasons:
             raise NotRunError(f"{reasons[0]}; {told}")
