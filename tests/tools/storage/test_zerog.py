@@ -319,7 +319,7 @@ def test_nothing_is_paid_if_node_and_chain_contradict_each_other(
 def test_a_server_that_gives_few_blocks_is_searched_in_parts(
     run: Path, network: Network, who: LocalAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zerog_flow, "LEAST_BLOCKS", 2)
+    monkeypatch.setattr(ledger, "LEAST_BLOCKS", 2)
     publish_once(network.publisher(run, who))
     shutil.rmtree(run / "coordinator" / "zerog")
     own = network.rpc._answer

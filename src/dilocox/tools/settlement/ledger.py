@@ -187,25 +187,11 @@ class Ledger:
     def events(self, name: str, run: bytes, first: int = 0) -> list[dict[str, Any]]:
         """Return the arguments of all events of a run, from block `first`, in order.
 
-        Many servers answer only for a number of blocks. So a range that a server refuses is asked
-        for in halves, down to `LEAST_BLOCKS`. Raises `SettlementError` if the RPC server fails.
+        Raises `SettlementError` if the RPC server fails.
         """
-        event, last, found = self._contract.events[name](), self.block(), []
-        step = max(1, last - first + 1)
-        while first <= last:
-            end = min(last, first + step - 1)
-            try:
-                with one_line(name):
-                    found += event.get_logs(
-                        from_block=first, to_block=end, argument_filters={"run": run}
-                    )
-            except RefusedError:
-                if step <= LEAST_BLOCKS:
-                    raise
-                step = max(LEAST_BLOCKS, step // 2)
-                continue
-            first = end + 1
-        return [dict(each["args"]) for each in found]
+        event = self._contract.events[name]()
+        pages = logs(event, name, {"run": run}, first, self.block())
+        return [dict(each["args"]) for found in pages for each in found]
 
     def code(self) -> bytes:
         """Return the code at the contract's address. Raises `SettlementError` like `call`."""
@@ -234,6 +220,43 @@ def deploy(web3: Web3, account: LocalAccount, keep: Keep | None = None, fee: int
     with one_line("deploy"):
         contract = web3.eth.contract(abi=artifact.abi, bytecode=artifact.bytecode)
         return transact(web3, account, contract.constructor(), {"value": 0}, keep, fee)
+
+
+def logs(
+    event: Any, what: str, filters: dict[str, Any], first: int, last: int, newest: bool = False
+) -> Iterator[list[Any]]:
+    """Iterate over the events of any contract in the blocks `first` to `last`, by request.
+
+    Many servers answer only for a number of blocks. So a range that a server refuses is asked for
+    in halves, down to `LEAST_BLOCKS`. A request that is refused yields an empty list, so that a
+    caller can bound the number of requests.
+
+    Args:
+        event: A bound event of web3.
+        what: The call, for messages.
+        filters: Values of the event's indexed arguments.
+        first: Number of the first block.
+        last: Number of the last block; below `first`: there is none, and nothing is asked.
+        newest: Begin with the newest range, not with the oldest. Within a range the order is that
+            of the chain.
+
+    Raises:
+        SettlementError: The RPC server fails, or refuses the smallest range.
+    """
+    step = last - first + 1
+    while first <= last:
+        begin = max(first, last - step + 1) if newest else first
+        end = last if newest else min(last, first + step - 1)
+        found: list[Any] = []
+        try:
+            with one_line(what):
+                found += event.get_logs(from_block=begin, to_block=end, argument_filters=filters)
+            first, last = (first, begin - 1) if newest else (end + 1, last)
+        except RefusedError:
+            if step <= LEAST_BLOCKS:
+                raise
+            step = max(LEAST_BLOCKS, step // 2)
+        yield found
 
 
 def coins(wei: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from eth_account.signers.local import LocalAccount
@@ -21,10 +22,10 @@ from web3.logs import DISCARD
 from dilocox.errors import RecordError, SettlementError
 from dilocox.record.bundles.zerog_root import FileTree, identity
 from dilocox.tools.settlement.ledger import (
-    LEAST_BLOCKS,
     Keep,
     RefusedError,
     coins,
+    logs,
     one_line,
     transact,
 )
@@ -111,38 +112,23 @@ class Flow:
     def find(self, tree: FileTree) -> Submitted | None:
         """Return the newest submission of a file; None if it was never submitted.
 
-        Many servers answer only for a number of blocks. So a range that a server refuses is asked
-        for in halves, down to `LEAST_BLOCKS`, the newest blocks first.
-
         Raises:
             UnknownError: The chain cannot be searched in `MOST_SEARCHES` requests.
             RecordError: The server fails.
         """
-        event, name = self._contract.events.Submit(), identity(tree)
+        event, own = self._contract.events.Submit(), {"identity": identity(tree)}
         with _flow_errors("search"):
             last = int(self.web3.eth.block_number)
             first = min(last, int(self._contract.functions.firstBlock().call()))
-        step = last - first + 1
-        for _ in range(MOST_SEARCHES):
-            begin = max(first, last - step + 1)
-            try:
-                with _flow_errors("search"):
-                    found = event.get_logs(
-                        from_block=begin, to_block=last, argument_filters={"identity": name}
-                    )
-            except FlowRefusedError:
-                if step <= LEAST_BLOCKS:
-                    raise
-                step = max(LEAST_BLOCKS, step // 2)
-                continue
-            # A server that ignores the filter must not make another file of this one.
-            found = [each for each in found if self._is_of(tree, each)]
-            if found:
-                return _submitted(found[-1])
-            if begin == first:
+            pages = logs(event, "search", own, first, last, newest=True)
+            for page in islice(pages, MOST_SEARCHES):
+                # A server that ignores the filter must not make another file of this one.
+                found = [each for each in page if self._is_of(tree, each)]
+                if found:
+                    return _submitted(found[-1])
+            if next(pages, None) is None:
                 return None
-            last = begin - 1
-        raise UnknownError(f"the chain's server gives {step} blocks at once; name another server")
+        raise UnknownError("the chain's server gives too few blocks at once; name another server")
 
     def among(self, tree: FileTree, sent: Sequence[Signed]) -> Submitted | None:
         """Return the submission of a file by one of the account's own transactions, or None.
