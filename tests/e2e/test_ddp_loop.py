@@ -142,3 +142,27 @@ def test_a_process_that_crashes_ends_its_site(workshop: Workshop, forge: Forge, 
         report["anchor_digest"] for report in run.records("round", "paris")
     }
     assert not verdicts(run.folder)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_loop_again_which_joins_again(workshop: Workshop, forge: Forge) -> None:
+    """`torchrun` itself, beside a site of one process."""
+    words = workshop.run_file("elastic", *SETS, *OWN, "outer.rounds=2000", "outer.min_sites=1")
+    run = coordinate(forge, workshop, "elastic", *words)
+    sets = [word for word in words[1:] if word != "--set"]
+    paris = forge.command(workshop, "elastic", "python", SCRIPT, words[0], "paris", "plain", *sets)
+    lyon = forge.command(
+        workshop, "elastic", "torchrun", "--nproc-per-node=2", "--standalone", "--max-restarts=1",
+        SCRIPT, words[0], "lyon", "dies once", *sets,
+        environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )  # fmt: skip
+    run.until(lambda: "its loop ended by ZeroDivisionError" in run.printed())
+    before = len(run.records("round", "lyon"))
+    run.until(lambda: len(run.records("round", "lyon")) > before + 1)
+    run.interrupt()
+    assert lyon.wait() == 0, lyon.printed()
+    assert paris.wait() == 0, paris.printed()
+    assert run.wait() == 130, run.output()
+    assert lyon.printed().count("stopped") >= 2
+    last = [run.records("round", site)[-1]["anchor_digest"] for site in ("paris", "lyon")]
+    assert last[0] == last[1]

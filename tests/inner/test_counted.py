@@ -152,7 +152,7 @@ def test_sums_without_labels_are_zero_and_so_is_the_gradient(
         slopes = torch.autograd.grad(expected, [hidden, head])
         for loss in (in_parts, at_once):
             found = loss(targets)
-            assert float(found) == pytest.approx(float(expected), rel=1e-6)
+            assert found.item() == pytest.approx(expected.item(), rel=1e-6)
             for one, other in zip(torch.autograd.grad(found, [hidden, head]), slopes, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     mean = mean_cross_entropy(hidden @ head.T, some)

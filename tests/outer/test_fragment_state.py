@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilocox.compression import Compressor, LowRank, codec
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
-from dilocox.outer.fragment_state import FragmentState, digests, tensors_digest
+from dilocox.outer.fragment_state import FragmentState, digest_thread, digests, tensors_digest
 from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import nesterov_step
 from dilocox.outer.overlap import Rule, local_view
@@ -395,22 +395,23 @@ def test_a_digest_computed_beside_training_is_of_the_state_as_it_is(
 ) -> None:
     state, twin = make(live_of(0)), make(live_of(0))
     before = twin.digest()
-    state.start_digest()
-    assert state.digest() == before
-    state.start_digest()
-    change(state)
-    change(twin)
-    assert state.digest() == twin.digest() != before
+    with digest_thread() as pool:
+        state.start_digest(pool)
+        assert state.digest() == before
+        state.start_digest(pool)
+        change(state)
+        change(twin)
+        assert state.digest() == twin.digest() != before
 
 
 @pytest.mark.parametrize("count", range(5))
 def test_digests_of_several_pieces_are_those_of_each_in_order(count: int) -> None:
     states = [make(live_of(seed)) for seed in range(count)]
     alone = [state.digest() for state in states]
-    if count > 1:
-        states[0].start_digest()
-        states[1].start_digest()
-    assert digests(states) == alone
+    with digest_thread() as pool:
+        for state in states[:2]:
+            state.start_digest(pool)
+        assert digests(states) == alone
     assert len(set(alone)) == count
     assert not any(state.hashed for state in states), "a later digest is of later tensors"
 

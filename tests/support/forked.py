@@ -473,6 +473,7 @@ def _run(order: dict[str, Any]) -> None:
         program, *words = order["arguments"]
         if program == "torchrun":
             torchrun(words)
+            code = 0
         elif program == "python":
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")

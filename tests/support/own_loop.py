@@ -1,9 +1,10 @@
 """A training loop of a user's own, as one site of a run: `python -m` this file, or its `main`.
 
 Arguments: run file, site, mode, overrides. Modes: `plain`; `dies` raises an error of its own at
-inner step 10; `leaves` asks to leave after its first step; `busy` has several optimizers, gradient
-accumulation, a scaler and its own loader. With torchrun's variables this is one of several
-processes, and the last one dies; `unwrapped` averages no gradients.
+inner step 10, and `dies once` does unless torchrun has started the loop again; `leaves` asks to
+leave after its first step; `busy` has several optimizers, gradient accumulation, a scaler and its
+own loader. With torchrun's variables this is one of several processes, and the last one dies;
+`unwrapped` averages no gradients.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def plain(config: dilocox.RunConfig, name: str, mode: str) -> str:
             fully_shard(model)
         elif mode != "unwrapped":
             model = DistributedDataParallel(model)
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    dies = mode == "dies" or (mode == "dies once" and not again)
     optimizer, asked = adamw(dict(model.named_parameters())), False
     with dilocox.site(config, name=name, model=model, optimizer=optimizer) as site:
         for inputs, labels in site.batches():
@@ -67,7 +70,7 @@ def plain(config: dilocox.RunConfig, name: str, mode: str) -> str:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if mode == "dies" and site.inner_step == 10 and rank == world - 1:
+            if dies and site.inner_step == 10 and rank == world - 1:
                 raise ZeroDivisionError("a mistake of the loop")
             if mode == "leaves" and not asked:
                 asked = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from dilocox.outer.private import ContributionPrivacy
 from dilocox.outer.staging import staging_of
 from dilocox.utils import tracing
 from dilocox.utils.cache_blocks import blocks
-
-_HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
-"""Thread that computes digests. It starts with the first digest, not on import."""
 
 
 class FragmentState:
@@ -388,9 +385,9 @@ class FragmentState:
         """Whether `start_digest` was called for the present tensors, and `digest` was not since."""
         return self._hashed is not None
 
-    def start_digest(self) -> None:
-        """Begin to compute `digest` in another thread. Methods that change these tensors wait for
-        the digest first."""
+    def start_digest(self, pool: Executor) -> None:
+        """Begin to compute `digest` in `pool`, which has one thread. Methods that change these
+        tensors wait for the digest first."""
         self._settle()
         staging = staging_of(self.anchor.device)
         now = staging.mark()
@@ -401,7 +398,7 @@ class FragmentState:
                     now.wait()
                 return self._sha256()
 
-        self._hashed = _HASHING.submit(hashed)
+        self._hashed = pool.submit(hashed)
 
     def _settle(self) -> None:
         if self._hashed is not None:
@@ -433,12 +430,17 @@ class FragmentState:
 
 def digests(states: Sequence[FragmentState]) -> list[str]:
     """Return `FragmentState.digest` of each piece; two threads compute them."""
-    for state in states[1::2]:
-        if not state.hashed:
-            state.start_digest()
-    here = [state.digest() for state in states[::2]]
-    there = [state.digest() for state in states[1::2]]
-    return [(there if number % 2 else here)[number // 2] for number in range(len(states))]
+    due = [state for state in states if not state.hashed]
+    with digest_thread() as pool:
+        for state in due[1::2]:
+            state.start_digest(pool)
+        here = {state: state.digest() for state in due[::2]}
+        return [here[state] if state in here else state.digest() for state in states]
+
+
+def digest_thread() -> ThreadPoolExecutor:
+    """Return a pool of one thread for `start_digest`. The thread starts with the first digest."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

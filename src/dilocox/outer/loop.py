@@ -16,7 +16,7 @@ from dilocox.errors import TrainingError
 from dilocox.outer.contribution import Outcome, Probe
 from dilocox.outer.exchanger import Exchanger, Submit
 from dilocox.outer.fragment_group import FragmentGroup, fragment_of
-from dilocox.outer.fragment_state import FragmentState
+from dilocox.outer.fragment_state import FragmentState, digest_thread
 from dilocox.outer.gradient_averager import GradientAverager
 from dilocox.outer.in_flight import Pending
 from dilocox.outer.layout import Layout
@@ -90,7 +90,7 @@ class OuterLoop:
         self._me = place.site
         self._stage = place.stage
         self._stages = place.stages
-        self._hash_beside = hash_beside
+        self._hashing = digest_thread() if hash_beside else None
         self._admission = admission or Admission()
         self._second = second
         self._slope: GradientProbe | None = None
@@ -181,6 +181,11 @@ class OuterLoop:
         """Wait until all exchanges in flight have ended. None of them lands."""
         for item in self.under_way_now():
             self._exchanger.wait(item)
+
+    def close(self) -> None:
+        """End the thread that computes digests. No landing may follow."""
+        if self._hashing is not None:
+            self._hashing.shutdown()
 
     def fold_into_residual(self, weight: float) -> None:
         """Move training that is in no average to the residual. No exchange in flight lands.
@@ -387,9 +392,9 @@ class OuterLoop:
         fragment.compressor(plan.codec)
         if outcome.advance is not None and here[0].warm is not None:
             here[0].warm = outcome.advance(here[0].warm)
-        if self._hash_beside:
+        if self._hashing is not None:
             for state in here:
-                state.start_digest()
+                state.start_digest(self._hashing)
 
     def _share_moments(self, item: Pending, outcome: Outcome, layout: Layout) -> None:
         """Apply the row means of second moments that the others' payloads carry, if any do."""

@@ -304,7 +304,12 @@ def _take_part(
         collector=Collector() if loop is None else PythonCollects(),
     )
     if loop is not None:
-        ends = [lambda: worker.close(0.0), trainer.background.close, trainer.batches.close]
+        ends = [
+            lambda: worker.close(0.0),
+            trainer.background.close,
+            trainer.batches.close,
+            outer.close,
+        ]
         loop.ready(trainer, control, ends if record is None else [*ends, record.close])
     control.wait_while_role("enrolled")
     with explained(config, place, lambda: trainer.rounds_ended == 0):

@@ -165,7 +165,7 @@ class SiteRanks:
 
     def _ends(self, number: Tensor) -> tuple[float, float]:
         """Return the smallest and the largest of the processes' numbers. Collective."""
-        ends = torch.stack([-number, number])
+        ends = torch.stack([-number, number]).detach()
         self._wait(dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group, async_op=True))
         return -float(ends[0]), float(ends[1])
 
