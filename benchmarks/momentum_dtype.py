@@ -20,11 +20,10 @@ import torch
 from benchmarks import common
 from benchmarks.uneven import weights as lm
 from dilocox.compression import codec
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import boundary_slots
 from dilocox.coordinator.protocol.step_share import FULL
 from dilocox.outer.averaging import average
-from dilocox.outer.optimizer import MOMENTUM_DTYPES
-from dilocox.outer.overlap import Rule
+from dilocox.outer.outer_step import MOMENTUM_DTYPES, Rule
 
 OUTER = ((0.8, 0.5), (0.7, 0.9))
 """Outer learning rate and momentum: the pair of `dilocox`, and DiLoCo's pair with stronger

@@ -83,9 +83,9 @@ def broken_links(path: Path, text: str) -> list[str]:
 
 
 def missing_paths(text: str) -> list[str]:
-    """Files of this repository that are named and not there."""
+    """Files of this repository that are named, in commands too, and not there."""
     named = re.findall(
-        r"(?<![\w./-])(?:src|tests|scripts|benchmarks|examples|docs)/[\w./-]*\w", prose(text)
+        r"(?<![\w./-])(?:src|tests|scripts|benchmarks|examples|docs)/[\w./-]*\w", text
     )
     return [name for name in named if not (ROOT / name).exists()]
 
@@ -101,7 +101,16 @@ def test_a_broken_link_is_found() -> None:
     text = "## One thing\n[a](docs/nowhere.md) [b](README.md) [c](#one-thing) [d](#two)"
     assert broken_links(ROOT / "README.md", text)[0] == "docs/nowhere.md"
     assert "#two" in broken_links(ROOT / "README.md", text)
-    assert missing_paths("see tests/test_docs.py, `src/x.py`") == ["src/x.py"]
+    text = "see tests/test_docs.py, `src/x.py`\n```\npytest tests/outer/test_nothing.py\n```\n"
+    assert missing_paths(text) == ["src/x.py", "tests/outer/test_nothing.py"]
+
+
+def test_one_round_is_read_in_fifteen_files() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    part = text.partition("## Dive into the code")[2].partition("\n## ")[0]
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", part, re.MULTILINE)
+    assert len(files) == 15
+    assert all((ROOT / "src/dilocox" / file).exists() for file in files)
 
 
 # --- tables ---------------------------------------------------------------------------------

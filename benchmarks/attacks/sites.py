@@ -40,7 +40,7 @@ from dilocox.outer.contribution_set import Weighing
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loss_gate import Gate, GradientProbe
-from dilocox.outer.overlap import Rule
+from dilocox.outer.outer_step import Rule
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.log.statements import Signer
 from dilocox.record.writer.exchange_statements import contribution

@@ -94,7 +94,7 @@ def _low_rank(normal: Tensor, device: torch.device, context: Context) -> Outcome
 
 
 def _outer_step(inputs: dict[str, Tensor], device: torch.device) -> Outcome:
-    from dilocox.outer.optimizer import nesterov_step
+    from dilocox.outer.outer_step import nesterov_step
 
     wrong = []
     for dtype in (torch.float32, torch.bfloat16):

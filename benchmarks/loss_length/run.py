@@ -26,8 +26,7 @@ from dilocox.compression import compressor
 from dilocox.compression.compressor import Part
 from dilocox.compression.second_moments import PERIOD
 from dilocox.coordinator.controller import loss_model
-from dilocox.outer.optimizer import nesterov_step
-from dilocox.outer.overlap import Rule, local_view
+from dilocox.outer.outer_step import Rule, local_view, nesterov_step
 
 CLIP, DECAY, BETAS, EPS = 1.0, 0.1, (0.9, 0.95), 1e-8
 SYNCHRONOUS = "synchronous"

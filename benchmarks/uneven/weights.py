@@ -27,12 +27,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import common
 from dilocox.coordinator.controller.pace import site_weights
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import boundary_slots
 from dilocox.coordinator.protocol.step_share import FULL, carried, steps_taken
 from dilocox.outer.averaging import average
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
-from dilocox.outer.overlap import Rule
+from dilocox.outer.outer_step import Rule
 
 SPEEDS = (1.0, 0.8, 0.5, 0.25)
 ROUND = 20

@@ -20,8 +20,7 @@ from dilocox.outer.anchor_state import copy_anchor
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop_status import LoopStatus
-from dilocox.outer.optimizer import MOMENTUM_DTYPES
-from dilocox.outer.overlap import Rule
+from dilocox.outer.outer_step import MOMENTUM_DTYPES, Rule
 from dilocox.training import checkpoint_io, rank_state
 from dilocox.training.evaluator import Evaluator
 from dilocox.utils import cache_blocks

@@ -15,7 +15,7 @@ from torch import Tensor
 from dilocox.compression import BLOCK, Geometry, Part, compressor
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average, chunk_bounds, requantise
-from dilocox.outer.optimizer import nesterov_step
+from dilocox.outer.outer_step import nesterov_step
 from tests.support.patterns import patterns
 
 pytestmark = pytest.mark.waits

@@ -17,8 +17,7 @@ from dilocox.compression import Compressor, LowRank, codec
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
 from dilocox.outer.fragment_state import FragmentState, digest_thread, digests, tensors_digest
 from dilocox.outer.layout import Layout
-from dilocox.outer.optimizer import nesterov_step
-from dilocox.outer.overlap import Rule, local_view
+from dilocox.outer.outer_step import Rule, local_view, nesterov_step
 from dilocox.utils.cache_blocks import blocks
 
 pytestmark = pytest.mark.waits

@@ -20,7 +20,7 @@ from dilocox.coordinator.protocol.step_share import FULL, steps_taken
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
-from dilocox.outer.overlap import Rule
+from dilocox.outer.outer_step import Rule
 from dilocox.transport.exchange import advancing
 from tests.support.recorded_course import Timing, events_at, landings_after
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from dilocox.compression import FragmentCodec, compressor, first_non_finite, first_unusable
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
 from dilocox.outer.layout import Layout
-from dilocox.outer.optimizer import as_kept, nesterov_step
-from dilocox.outer.overlap import Rule, local_view
+from dilocox.outer.outer_step import Rule, as_kept, local_view, nesterov_step
 from dilocox.outer.private import ContributionPrivacy
 from dilocox.outer.staging import staging_of
 from dilocox.utils import tracing

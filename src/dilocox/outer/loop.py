@@ -11,7 +11,7 @@ from dilocox.compression.second_moments import carried
 from dilocox.config.codec_spec import parse_spec
 from dilocox.coordinator.protocol.fragment_groups import pieces_of
 from dilocox.coordinator.protocol.messages import ExchangeKey, RoundPlan
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import boundary_slots
 from dilocox.errors import TrainingError
 from dilocox.outer.contribution import Outcome, Probe
 from dilocox.outer.exchanger import Exchanger, Submit
@@ -22,7 +22,7 @@ from dilocox.outer.in_flight import Pending
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop_status import LoopStatus
 from dilocox.outer.loss_gate import Gate, GradientProbe
-from dilocox.outer.overlap import Rule
+from dilocox.outer.outer_step import Rule
 from dilocox.outer.second_moments import Second, none_held, row_means, take_means, told_by
 from dilocox.outer.snapshot import Snapshot
 from dilocox.utils import tracing

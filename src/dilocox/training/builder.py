@@ -47,7 +47,7 @@ from dilocox.models import (
 )
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
-from dilocox.outer.optimizer import MOMENTUM_DTYPES
+from dilocox.outer.outer_step import MOMENTUM_DTYPES
 from dilocox.outer.private import privacy_of
 from dilocox.training.batches import Batch
 from dilocox.training.batches import Batches as Batches

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from dilocox.coordinator.protocol.schedule import AT_ONCE
+from dilocox.coordinator.protocol.round_plan import AT_ONCE
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.transport.exchange import ExchangeBackend, exchange
 from dilocox.transport.link.times import LinkTimes

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dilocox.coordinator.controller.exchange_timing import Crowd, Traffic, together, traffic
 from dilocox.coordinator.controller.link_estimator import Estimate
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import boundary_slots
 
 LINK = Estimate(0, 1_000_000, 0, 0)
 """A byte per microsecond."""

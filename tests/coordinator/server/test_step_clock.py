@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dilocox.coordinator.protocol import messages as m
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import boundary_slots
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.step_clock import expected, least_step

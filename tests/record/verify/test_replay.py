@@ -18,7 +18,7 @@ from dilocox.errors import RecordError
 from dilocox.outer.aggregation import aggregate
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.layout import Layout, local_shapes, split_pieces
-from dilocox.outer.optimizer import MOMENTUM_DTYPES, nesterov_step
+from dilocox.outer.outer_step import MOMENTUM_DTYPES, nesterov_step
 from dilocox.record.log.digests import sha256, stage_root, tensor_bytes, tensor_digest
 from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.replay import Stage, digests_of, read_listing, replay_stage, step_average

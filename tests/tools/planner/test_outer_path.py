@@ -11,7 +11,7 @@ from dilocox.compression import Geometry, compressor
 from dilocox.outer.averaging import average
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
-from dilocox.outer.overlap import Rule
+from dilocox.outer.outer_step import Rule
 from dilocox.tools.planner.outer_path import AVERAGE_BYTES, OUTER_BYTES, outer_path
 from dilocox.tools.planner.payload_costs import PayloadCost, toil
 from dilocox.utils import cache_blocks

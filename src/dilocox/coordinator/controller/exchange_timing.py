@@ -1,7 +1,7 @@
 """How long the exchanges of a round keep a link busy, and how late the latest of them ends.
 
 All fragments of all stages share their site's link, in the order of their boundaries
-(`dilocox.coordinator.protocol.schedule`). Times are integer microseconds, sizes are bytes.
+(`dilocox.coordinator.protocol.round_plan`). Times are integer microseconds, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dilocox.config.codec_spec import FRAME_HEADER_BYTES
 from dilocox.coordinator.controller.link_estimator import Estimate
 from dilocox.coordinator.protocol.fragment_groups import pieces_of
-from dilocox.coordinator.protocol.schedule import AT_ONCE, boundary_slots
+from dilocox.coordinator.protocol.round_plan import AT_ONCE, boundary_slots
 
 Sizes = Sequence[Sequence[int]]
 """Bytes of one site's payload by stage and piece (or fragment), summed over shards."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import boundary_slots
 from dilocox.coordinator.protocol.step_share import FULL, steps_taken
 
 Record = dict[str, Any]

@@ -11,7 +11,7 @@ from dilocox.coordinator.controller.batch import shared_batches
 from dilocox.coordinator.controller.choice import Choice
 from dilocox.coordinator.controller.pace import limited, site_weights
 from dilocox.coordinator.protocol.messages import LinkEstimate, MemberPlan, RoundPlan
-from dilocox.coordinator.protocol.schedule import all_boundary_slots
+from dilocox.coordinator.protocol.round_plan import all_boundary_slots
 from dilocox.coordinator.protocol.step_share import FULL, carried, steps_taken
 from dilocox.coordinator.server.ledger import Ledger, Range
 

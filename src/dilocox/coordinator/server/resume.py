@@ -6,7 +6,7 @@ import math
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import boundary_slots
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.early_end import to_log
 from dilocox.coordinator.server.event_log import EventLog

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.messages import RoundPlan
-from dilocox.coordinator.protocol.schedule import AT_ONCE, boundary_slots
+from dilocox.coordinator.protocol.round_plan import AT_ONCE, boundary_slots
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.exchange_votes import RankKey
 from dilocox.coordinator.server.state import CoordinatorState

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.coordinator.protocol.round_plan import RoundPlan
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import RoundPlan, boundary_slots
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.state import REMEMBERED, CoordinatorState
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.coordinator.protocol.schedule import all_boundary_slots
+from dilocox.coordinator.protocol.round_plan import all_boundary_slots
 from dilocox.coordinator.protocol.verdicts import MICRO
 from dilocox.coordinator.server import early_end, payload_fetches, stranded
 from dilocox.coordinator.server import events as e

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.coordinator.protocol.round_plan import RoundPlan
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import RoundPlan, boundary_slots
 from dilocox.record.log import statements as s
 from dilocox.record.log.step_statements import Commitment, Step
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dilocox.config.codec_spec import parse_spec
 from dilocox.errors import DilocoxError, RecordError
-from dilocox.outer.optimizer import MOMENTUM_DTYPES
+from dilocox.outer.outer_step import MOMENTUM_DTYPES
 from dilocox.record.log.blob_store import MissingError
 from dilocox.record.log.digests import TensorDigest
 from dilocox.record.log.state_statements import AnchorState, State

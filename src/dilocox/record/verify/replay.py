@@ -24,7 +24,7 @@ from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.aggregation import aggregate
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.layout import Layout, local_shapes, split_pieces
-from dilocox.outer.optimizer import MOMENTUM_DTYPES, as_kept, nesterov_step
+from dilocox.outer.outer_step import MOMENTUM_DTYPES, as_kept, nesterov_step
 from dilocox.record.log.digests import TensorDigest, stage_root, tensor_digest
 from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.run_history import RunHistory

@@ -278,7 +278,7 @@ def _momentum(folder: Path, name: str, dtype: str) -> Tensor:
     """Load a whole tensor of a handover's outer momentum, rounded to `dtype`, as fp32."""
     from safetensors import SafetensorError, safe_open
 
-    from dilocox.outer.optimizer import MOMENTUM_DTYPES
+    from dilocox.outer.outer_step import MOMENTUM_DTYPES
 
     try:
         with safe_open(folder / MOMENTUM, framework="pt") as file:

@@ -16,7 +16,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.identity import write_private
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.messages import EnrolRequest, RankId, RoundPlan
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import boundary_slots
 from dilocox.coordinator.server.notary import Decision
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import RecordError

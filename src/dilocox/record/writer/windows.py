@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dilocox.config.base import parse_bytes
 from dilocox.config.run_config import RunConfig
-from dilocox.outer.optimizer import MOMENTUM_DTYPES
+from dilocox.outer.outer_step import MOMENTUM_DTYPES
 from dilocox.record.log.blob_store import Store
 
 WHOLE_BELOW = 10**9

@@ -18,7 +18,7 @@ from torch import Tensor
 from dilocox.coordinator.protocol.messages import RoundPlan
 from dilocox.errors import RecordError
 from dilocox.outer.layout import Layout
-from dilocox.outer.overlap import Rule, local_view
+from dilocox.outer.outer_step import Rule, local_view
 from dilocox.record.log.digests import TensorDigest, tensor_digest
 from dilocox.record.log.round_document import Document
 from dilocox.record.log.state_statements import RoundState

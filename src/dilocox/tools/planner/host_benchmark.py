@@ -19,7 +19,7 @@ from dilocox.errors import TrainingError
 from dilocox.outer.averaging import average
 from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
-from dilocox.outer.overlap import Rule
+from dilocox.outer.outer_step import Rule
 
 SECONDS = 1.0
 """Approximate duration of each measurement."""

@@ -10,7 +10,7 @@ from dilocox.config.run_config import RunConfig, with_sites
 from dilocox.coordinator.controller.candidates import codecs
 from dilocox.coordinator.controller.choice import Choice
 from dilocox.coordinator.controller.exchange_timing import Crowd, together
-from dilocox.coordinator.protocol.schedule import AT_ONCE
+from dilocox.coordinator.protocol.round_plan import AT_ONCE
 from dilocox.errors import ConfigError
 from dilocox.tools.planner.hardware_table import Device, GpuPlacement, Link
 from dilocox.tools.planner.model_outline import ModelOutline

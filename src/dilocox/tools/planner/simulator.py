@@ -23,7 +23,7 @@ from dilocox.coordinator.controller.decide import LOOK_BACK
 from dilocox.coordinator.controller.exchange_timing import Crowd
 from dilocox.coordinator.controller.link_estimator import Sample
 from dilocox.coordinator.protocol.fragment_groups import pieces_of
-from dilocox.coordinator.protocol.schedule import AT_ONCE, boundary_slots
+from dilocox.coordinator.protocol.round_plan import AT_ONCE, boundary_slots
 from dilocox.inner.memory import MOMENTUM_BYTES
 from dilocox.tools.planner.payload_costs import ExchangeCost, PayloadCost, joined, round_trips, toil
 from dilocox.tools.planner.plan_source import Chooser, SimPlan

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.round_plan import boundary_slots
 from dilocox.errors import ConfigError
 from tests.support.recorded_course import Event, Timing, events_at, landings_after
 

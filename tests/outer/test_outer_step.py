@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.outer.optimizer import nesterov_step, round_to_bf16
+from dilocox.outer.outer_step import nesterov_step
+from dilocox.utils.rounding import round_to_bf16
 
 pytestmark = pytest.mark.waits
 
