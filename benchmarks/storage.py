@@ -4,8 +4,11 @@ Two sites train in a lab (`dilocox.tools.testbed`) on links of 20 Mbit/s. Each p
 run alone, and one with `dilocox publish --follow --limit` at the first site: under the site's quota
 of processor time, over the site's uplink, to an S3 server (moto) at the coordinator. `ratio` is the
 tokens/s of the run with a publisher over those of the run alone; on a shared machine it varies by
-some per cent. `published_mbit` is what the publisher has sent while the run went on, per second of
-the measured rounds' time, and must be at most `limit_mbit`.
+some per cent. `publisher_cpu_share` varies less: the publisher's processor time in the measured
+rounds, as a share of the site's quota. It does not have the publisher's start, which comes once in
+a run. Training cannot lose more than this share to the publisher's computing. `published_mbit` is
+what the publisher has sent while the run went on, per second of the measured rounds' time, and must
+be at most `limit_mbit`.
 
 It takes about 15 minutes on two idle cores, and five with --quick. It needs the same as
 `dilocox lab`, and the packages s3fs, moto, flask and flask-cors; otherwise it prints one line and
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from benchmarks.single_site.measurement import cpu_seconds
 from dilocox.config.run_config import load_run
 from dilocox.errors import DilocoxError
 from dilocox.tools.testbed import Lab
@@ -104,23 +108,50 @@ class Storage:
 def tokens_per_second(lab: Lab, root: Path, name: str, storage: Storage | None) -> common.Row:
     """Train one run, with a publisher beside it if there is a storage. Raises `LabError`."""
     config = load_run(run_file(root, name))
-    started: list[tuple[float, subprocess.Popen[str]]] = []
+    beside: list[Beside] = []
 
-    def on_record(_record: dict[str, Any]) -> None:
-        if storage is not None and not started:
-            started.append((time.time(), storage.publish(config.folder)))
+    def on_record(record: dict[str, Any]) -> None:
+        if storage is not None and not beside:
+            beside.append(Beside(storage.publish(config.folder)))
+        if record.get("kind") == "round" and record["round"] >= WARM_UP and beside:
+            beside[0].look()
 
     found = run(lab, config, warm_up=WARM_UP, on_record=on_record)
     row: common.Row = {"tokens_per_second": found.tokens_per_second}
     if storage is not None:
-        ((begin, publisher),) = started
-        if publisher.poll() not in (None, 0):
+        (publisher,) = beside
+        if publisher.process.poll() not in (None, 0):
             raise LabError(f"run {name}: publishing has failed")
         row["published_bytes"] = storage.size(name)
-        row["published_mbit"] = row["published_bytes"] * 8e-6 / (time.time() - begin)
-        publisher.kill()
-        publisher.wait()
+        row["published_mbit"] = row["published_bytes"] * 8e-6 / (time.time() - publisher.begin)
+        row["publisher_cpu_share"] = publisher.cores() / lab.quotas[SITES[0]]
+        publisher.process.kill()
+        publisher.process.wait()
     return row
+
+
+class Beside:
+    """A publisher, and the processor time that it takes."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.begin = time.time()
+        """When it was started."""
+        self._looks: list[tuple[float, float]] = []
+
+    def look(self) -> None:
+        """Note the present time and the processor time so far."""
+        self._looks.append((time.time(), cpu_seconds(self.process.pid)))
+
+    def cores(self) -> float:
+        """Return the mean number of cores that it took between the first look and the last one.
+
+        Raises `LabError` without two looks.
+        """
+        if len(self._looks) < 2:
+            raise LabError("the run had fewer than two measured rounds")
+        (first, before), (last, after) = self._looks[0], self._looks[-1]
+        return (after - before) / (last - first)
 
 
 def measure(root: Path, pairs: int) -> list[common.Row]:
@@ -144,9 +175,12 @@ def measure(root: Path, pairs: int) -> list[common.Row]:
                     "ratio": round(own / alone, 4),
                     "published_bytes": found[True]["published_bytes"],
                     "published_mbit": round(found[True]["published_mbit"], 3),
+                    "publisher_cpu_share": round(found[True]["publisher_cpu_share"], 4),
                 }
             )
-            common.say(f"pair {pair}: {own / alone:.3f} of the speed alone")
+            share = found[True]["publisher_cpu_share"]
+            common.say(f"pair {pair}: {own / alone:.3f} of the speed alone; the publisher took "
+                       f"{share:.2%} of the site's processor time")  # fmt: skip
     return rows
 
 
@@ -159,6 +193,7 @@ COLUMNS = {
     "ratio": ".3f",
     "published_bytes": ",d",
     "published_mbit": ".3f",
+    "publisher_cpu_share": ".2%",
 }
 
 
@@ -179,7 +214,11 @@ def main() -> int:
             return 1
     ratio = common.median_interval([row["ratio"] for row in rows])
     print(common.table(rows, COLUMNS))
-    print(f"ratio {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})")
+    most = max(row["publisher_cpu_share"] for row in rows)
+    print(
+        f"ratio {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}); the publisher took at "
+        f"most {most:.2%} of the site's processor time"
+    )
     path = options.json or (None if options.quick else RESULTS)
     if path:
         settings = {"rounds": ROUNDS, "inner_steps": INNER_STEPS, "sites": len(SITES)}

@@ -18,7 +18,7 @@ class FakeLab:
     """A lab without hosts."""
 
     def __init__(self, sites: list[str], link: str) -> None:
-        self.sites, self.link = sites, link
+        self.sites, self.link, self.quotas = sites, link, {sites[0]: 0.5}
 
     def __enter__(self) -> FakeLab:
         return self
@@ -37,7 +37,7 @@ class FakeStorage:
 
     def publish(self, folder: Path) -> Any:
         FakeStorage.published.append(folder.name)
-        return SimpleNamespace(poll=lambda: None, kill=lambda: None, wait=lambda: 0)
+        return SimpleNamespace(pid=7, poll=lambda: None, kill=lambda: None, wait=lambda: 0)
 
     def size(self, name: str) -> int:
         assert name == FakeStorage.published[-1]
@@ -48,19 +48,25 @@ def test_pairs_alternate_and_only_one_run_of_each_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained: list[str] = []
+    clock = [0.0]
 
     def run(lab: FakeLab, config: RunConfig, warm_up: int, on_record: Any) -> Any:
         assert list(config.sites) == lab.sites
         trained.append(config.run.name)
-        on_record({})
-        on_record({})
+        on_record({"kind": "plan"})
+        for number in range(10):
+            clock[0] += 2.0
+            on_record({"kind": "round", "round": number})
         return SimpleNamespace(tokens_per_second=95.0 if "beside" in trained[-1] else 100.0)
 
     for name, fake in {
         "Lab": FakeLab, "Storage": FakeStorage, "run": run, "PAIRS": 3,
         "unsupported_reason": lambda: None, "NEEDED": (),
+        # Until the measured rounds it takes a whole core, and then a hundredth of a core.
+        "cpu_seconds": lambda pid: clock[0] if clock[0] <= 8.0 else 8.0 + (clock[0] - 8.0) / 100,
     }.items():  # fmt: skip
         monkeypatch.setattr(storage, name, fake)
+    monkeypatch.setattr("time.time", lambda: clock[0])
     monkeypatch.setattr(storage.common, "machine", lambda: {"cores": 2})
     monkeypatch.setattr(storage.common, "end_on_signals", lambda: None)
     file = tmp_path / "found.json"
@@ -70,6 +76,7 @@ def test_pairs_alternate_and_only_one_run_of_each_is_published(
     assert FakeStorage.published == ["beside0", "beside1", "beside2"]
     rows = json.loads(file.read_text())["rows"]
     assert [row["ratio"] for row in rows] == [0.95] * 3
+    assert rows[0]["publisher_cpu_share"] == 0.02
     assert "ratio 0.950 (0.950 to 0.950)" in capsys.readouterr().out
 
 
