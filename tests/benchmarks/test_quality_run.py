@@ -228,6 +228,7 @@ def test_tuning_makes_all_trials_and_goes_on_after_a_cut(bench: Any, tmp_path: P
     assert (set(rest.steps), set(long.steps)) == ({320}, {3300})
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_and_one_that_diverges_is_a_row_without_loss(tmp_path: Path) -> None:
     # In a process of its own: ranks are forked, and a test's process has threads and handlers.
     script = Path(__file__).with_name("quality_in_a_process.py")

@@ -20,6 +20,7 @@ from tests.support.harness import PATIENT, Workshop, verdicts
 pytestmark = pytest.mark.runs
 
 
+@pytest.mark.slow
 def test_adapters_go_on_in_a_run_of_another_layout(
     workshop: Workshop, forge: Forge, tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_run_is_verified_audited_and_loaded_by_peft(
     assert "base" not in verdicts(run.folder, start=base)
 
 
+@pytest.mark.slow
 @pytest.mark.stops
 def test_a_stop_changes_nothing_and_another_base_is_refused(
     workshop: Workshop, forge: Forge, base: Path, tmp_path: Path
