@@ -58,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="FOLDER", help="the model's folder (default: RUN/model)"
     )
     parser.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="folder of token files that are checked, too"
-    )
+        "--data", type=Path, metavar="FOLDER",
+        help="folder of token files that are checked, too; it makes the claim data required",
+    )  # fmt: skip
     parser.add_argument(
         "--start", type=Path, metavar="FOLDER",
         help="the model that the run started from (default: model.path of the run file)",
@@ -82,12 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--auditor", action="append", default=[], metavar="KEY",
-        help="count only this auditor's verdicts; may be given several times",
+        help="count only this auditor's verdicts, and make the claim audits required; may be given "
+        "several times",
     )  # fmt: skip
     parser.add_argument(
         "--randomness", type=Path, metavar="FILE",
         help="file with lines `ROUND HEX`: public randomness that you looked up yourself. Audits "
-        "must have been selected by it",
+        "must have been selected by it, and the claim beacon of audited runs is required",
     )  # fmt: skip
     parser.add_argument(
         "--chain", type=Path, metavar="FILE",

@@ -75,6 +75,8 @@ def _asked(places: Places) -> list[c.Claim]:
         c.asked(c.ATTESTATIONS): places.machines,
         c.ANCHORS: places.chain,
         c.WITNESSES: places.witnesses,
+        c.asked(c.DATA): places.data,
+        c.asked(c.AUDITS): places.auditors or None,
     }
     return [claim for claim, given in asked.items() if given is not None]
 

@@ -148,8 +148,8 @@ class _Verification:
             findings.insert(7, self._judge(c.HISTORY, self.history))
         if course is not None and course.config.get("adapter") is not None:
             findings.append(self._judge(c.BASE, self.base))
-        if course is not None and self._audited(course):
-            places = self.places
+        places = self.places
+        if course is not None and (self._audited(course) or places.auditors):
             audits = Audits(
                 course, self.content.entries, places.run, places.auditors, places.randomness
             )
@@ -178,6 +178,8 @@ class _Verification:
 
     def _judge(self, claim: c.Claim, check: Callable[[], str]) -> c.Finding:
         verdict: c.Verdict = "PASS"
+        if self._is_asked(claim):
+            claim = c.asked(claim)
         try:
             reason = check()
         except c.NotRunError as why:
@@ -189,6 +191,11 @@ class _Verification:
         if verdict != "PASS":
             self.bad[claim.name] = verdict
         return c.Finding(claim, verdict, reason)
+
+    def _is_asked(self, claim: c.Claim) -> bool:
+        places = self.places
+        given = {c.DATA: places.data, c.AUDITS: places.auditors, c.BEACON: places.randomness}
+        return bool(given.get(claim))
 
     def _need(self, *claims: c.Claim) -> RunHistory:
         for claim in claims:
