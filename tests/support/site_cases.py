@@ -239,9 +239,6 @@ def resumed(**setting: Any) -> dict[str, Any]:
     later.sync_tied()
     later.load_optimizer_state(state)
     steps(later, 2, 4)
-    fresh = build(**setting)
-    fresh.load_optimizer_state(state)
-    fresh.reset_optimizer()
     return {
         "tensors": all(
             torch.equal(tensor, later.local_tensors()[name])
@@ -253,7 +250,6 @@ def resumed(**setting: Any) -> dict[str, Any]:
         ),
         "step": float(through.optimizer_state()["step"]),
         "moved": any(float(t.abs().max()) > 0 for t in state.values() if t.numel()),
-        "reset": all(not t.any() for t in fresh.optimizer_state().values()),
         "keys": sorted(state),
     }
 

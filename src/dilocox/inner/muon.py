@@ -160,11 +160,6 @@ class Muon:
         whole = gather_matrices(update, rows, self._group)
         return scatter_matrices(orthonormalise(whole), count, own, self._group)
 
-    def reset(self) -> None:
-        """Set the momentum to zero."""
-        for batch in self._batches:
-            batch.momentum.zero_()
-
     def momenta(self) -> dict[str, Tensor]:
         """Return the live momentum by name: fp32, local shape."""
         return {

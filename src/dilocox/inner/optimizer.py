@@ -87,7 +87,11 @@ class InnerOptimizer:
                 eps=inner.eps,
                 fused=True,
             )
-        self.reset()
+            for parameter in trained:
+                self._optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    **{moment: torch.zeros_like(parameter.detach()) for moment in _MOMENTS},
+                }
 
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
@@ -105,18 +109,6 @@ class InnerOptimizer:
         self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         self._optimizer.found_inf = skip  # type: ignore[attr-defined]
         self._optimizer.step()
-
-    def reset(self) -> None:
-        """Set the moments and the step count to zero."""
-        self._matrices.reset()
-        if self._optimizer is None or not self._moments:
-            return
-        for parameter in self._parameters.values():
-            if parameter.numel() > 0:
-                self._optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{moment: torch.zeros_like(parameter.detach()) for moment in _MOMENTS},
-                }
 
     def state(self) -> dict[str, Tensor]:
         """Return the live state: `exp_avg/NAME`, `exp_avg_sq/NAME` (fp32, local shape), and `step`.

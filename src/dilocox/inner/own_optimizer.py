@@ -61,11 +61,6 @@ class OwnOptimizer:
         with torch.enable_grad():
             self._optimizer.step()
 
-    def reset(self) -> None:
-        """Clear the state."""
-        if self._optimizer is not None:
-            self._optimizer.state.clear()
-
     def state(self) -> dict[str, Tensor]:
         """Return the live state: `KEY/NAME` for tensors, `number/KEY/NAME` for Python numbers.
 

@@ -128,7 +128,7 @@ class Leader:
         self._tied: TiedState | None = None
 
     def optimizer_replaced(self) -> None:
-        """Call this after the optimizer's state was loaded or reset: the next order sends it."""
+        """Call this after the optimizer's state was loaded: the next order sends it."""
         self._moments_seen = []
 
     def tied_synced(self, moments: bool) -> None:

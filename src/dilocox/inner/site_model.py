@@ -392,12 +392,6 @@ class SiteModel:
         if self._leader is not None:
             self._leader.optimizer_replaced()
 
-    def reset_optimizer(self) -> None:
-        """Reset the inner optimizer: moments of zero, step 0."""
-        self._optimizer.reset()
-        if self._leader is not None:
-            self._leader.optimizer_replaced()
-
     def moments(self) -> list[Tensor]:
         """Return the storage of the inner optimizer's moments; see `InnerOptimizer.moments`."""
         return self._optimizer.moments()
