@@ -1,7 +1,7 @@
-"""Draws the pictures of README from committed results: loss against bytes, speed on a slow link.
+"""Draws all pictures of committed results: loss against bytes, speed on slow links, scaling.
 Writes the table of the GPU runs in docs/measured.md.
 
-python scripts/draw_measured.py           writes docs/loss.svg, docs/speed.svg, docs/measured.md
+python scripts/draw_measured.py           writes the pictures and docs/measured.md
 python scripts/draw_measured.py --check   says whether they are up to date
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -18,6 +19,7 @@ from benchmarks.gpu import tables  # noqa: E402
 from benchmarks.quality import plot as quality_plot  # noqa: E402
 from benchmarks.quality import report as quality_report  # noqa: E402
 from benchmarks.quality.rows import LEAD  # noqa: E402
+from benchmarks.scaling import plot as scaling_plot  # noqa: E402
 from benchmarks.wan import plot as wan_plot  # noqa: E402
 from benchmarks.wan.grid import RATIO  # noqa: E402
 
@@ -27,20 +29,25 @@ SITES = 2
 
 def pictures() -> dict[Path, str]:
     """Return the expected content of each file."""
+    docs, results = ROOT / "docs", ROOT / "benchmarks" / "results"
     points = quality_report.points(_rows("quality-cpu"))
     lead = [point for point in points if point.cell == LEAD]
-    slow = [row for row in _rows("wan-cpu") if (row["sites"], row["ratio"]) == (SITES, RATIO)]
-    measured = ROOT / "docs" / "measured.md"
+    links = _rows("wan-cpu")
+    slow = [row for row in links if (row["sites"], row["ratio"]) == (SITES, RATIO)]
+    measured = docs / "measured.md"
     return {
         measured: tables.filled(measured.read_text(encoding="utf-8"), tables.committed()),
-        ROOT / "docs" / "loss.svg": quality_plot.picture(lead),
-        ROOT / "docs" / "speed.svg": wan_plot.picture(slow),
+        docs / "loss.svg": quality_plot.picture(lead),
+        docs / "speed.svg": wan_plot.picture(slow),
+        docs / "scaling.svg": scaling_plot.picture(_rows("scaling")),
+        results / "quality-cpu.svg": quality_plot.picture(points),
+        results / "wan-cpu.svg": wan_plot.picture(links),
     }
 
 
-def _rows(name: str) -> list[dict[str, object]]:
+def _rows(name: str) -> list[dict[str, Any]]:
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
-    rows: list[dict[str, object]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return rows
 
 

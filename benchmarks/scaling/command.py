@@ -189,8 +189,6 @@ def main() -> int:
     if options.docs:
         page = common.ROOT / "docs" / "scaling.md"
         page.write_text(filled(page.read_text(encoding="utf-8"), found), encoding="utf-8")
-        picture = scaling_plot.picture(
-            [(one["scenario"], one["sites"], one["efficiency"], one["loss"]) for one in found]
-        )
+        picture = scaling_plot.picture(found)
         (common.ROOT / "docs" / "scaling.svg").write_text(picture, encoding="utf-8")
     return 0

@@ -106,10 +106,13 @@ def test_every_scenario_has_a_colour_of_its_own() -> None:
 
 def test_the_picture_has_a_line_for_every_scenario() -> None:
     points = [("a", 2, 1.0, 0.1), ("a", 64, 0.5, 0.6), ("b", 2, 1.0, 0.1), ("b", 64, 0.9, 0.2)]
-    picture = scaling_plot.picture(points)
+    keys = ("scenario", "sites", "efficiency", "loss")
+    picture = scaling_plot.picture([dict(zip(keys, point, strict=True)) for point in points])
     assert picture.count("<polyline") == 2 * 2
     assert picture.startswith("<svg")
     assert "+60%" in picture
+    # Each line is named at its end, in both panels.
+    assert [picture.count(f">{name}</text>") for name in "ab"] == [2, 2]
     assert "nan" not in picture
 
 

@@ -125,11 +125,21 @@ def test_the_table_and_the_picture_have_every_method() -> None:
 
 
 def test_slower_links_stand_to_the_right_and_lower_shares_lower() -> None:
+    none = {"method": OURS, "share_of_no_network_low": None, "share_of_no_network_high": None}
     rows = [
-        {"comm_to_compute": 40.0, "share_of_no_network": 0.025},
-        {"comm_to_compute": 4000.0, "share_of_no_network": 0.00025},
+        {"comm_to_compute": 40.0, "share_of_no_network": 0.025, **none},
+        {"comm_to_compute": 4000.0, "share_of_no_network": 0.00025, **none},
     ]
-    scale = wan_plot._Scale(rows)
-    assert wan_plot.LEFT <= scale.x(40.0) < scale.x(4000.0) <= wan_plot.WIDTH - wan_plot.RIGHT
-    assert scale.y(1.0) == wan_plot.TOP
-    assert scale.y(0.025) < scale.y(0.00025) <= wan_plot.HEIGHT - wan_plot.BOTTOM
+    panel = wan_plot._lines(2, rows)
+    left, top, right, bottom = panel.frame
+    (x1, y1), (x2, y2) = panel.place(40.0, 0.025), panel.place(4000.0, 0.00025)
+    assert left <= x1 < x2 <= right
+    assert panel.place(40.0, 1.0)[1] == top < y1 < y2 <= bottom
+
+
+def test_a_share_above_100_percent_is_drawn_above_the_line_of_100_percent() -> None:
+    rows = [{**each, "share_of_no_network": 1.2} for each in wan_rows.rows(RUNS, PARAMETERS)]
+    panel = wan_plot._lines(2, rows)
+    assert panel.y is not None
+    assert panel.y.high >= 1.2
+    assert panel.y.ticks()[-1] == 1.0
