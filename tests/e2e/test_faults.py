@@ -60,7 +60,7 @@ def test_a_dead_or_hanging_rank_takes_its_site_down_which_comes_back(
     workshop: Workshop, forge: Forge
 ) -> None:
     sets = ("outer.rounds=2000", "checkpoint.every_rounds=0")
-    run = forge.train(workshop, "dying", *sets)
+    run = forge.train(workshop, "dead-rank", *sets)
     run.until_round(1)
     before = run.rank_processes()
     blows = ((signal.SIGKILL, "lyon-stage1-shard0 was killed (signal 9)"),

@@ -93,6 +93,8 @@ class Workshop:
     text: Path
     forge: Forge
     runs: list[Run] = field(default_factory=list)
+    owners: dict[str, str] = field(default_factory=dict)
+    """Test file by the name of a run. All files that one process tests share this folder."""
 
     def end_all(self) -> None:
         """Kill what a failed test has left."""
@@ -110,6 +112,9 @@ class Workshop:
         model: str = ARCHITECTURE,
     ) -> list[str]:
         """Command-line arguments of a run called `name`: its file and its overrides."""
+        here = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+        owner = self.owners.setdefault(name, here)
+        assert owner == here, f"{owner} has a run called {name}, too: choose another name"
         kind = "run" if model == ARCHITECTURE else f"run-{name}"
         file = self.root / f"{kind}-{'-'.join(sites)}.toml"
         if not file.exists():
