@@ -157,11 +157,16 @@ def standby_stop(run: GuardedRun) -> None:
 
 
 def standby_kill(run: GuardedRun) -> None:
-    """Kill the standby, and start it again."""
-    before = run.said().count("a standby is in step")
+    """Kill the standby, and start it again. It may be back before it is given up."""
+    before = run.said().count("standby: follows")
     run.kill(SPARE)
     run.start_standby()
-    run.until(lambda: run.said().count("a standby is in step") > before, "a standby in step")
+    run.until(lambda: run.said().count("standby: follows") > before, "a standby that follows")
+    run.until(lambda: _in_step(run.said()), "a standby in step")
+
+
+def _in_step(said: str) -> bool:
+    return said.rfind("a standby is in step") > said.rfind("the standby did not take event")
 
 
 def take_over(run: GuardedRun) -> None:
