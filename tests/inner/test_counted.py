@@ -156,7 +156,7 @@ def test_sums_without_labels_are_zero_and_so_is_the_gradient(
             for one, other in zip(torch.autograd.grad(found, [hidden, head]), slopes, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     mean = mean_cross_entropy(hidden @ head.T, some)
-    assert float(mean) == pytest.approx(float(wanted(some)) / int((some >= 0).sum()), rel=1e-6)
+    assert mean.item() == pytest.approx(wanted(some).item() / int((some >= 0).sum()), rel=1e-6)
 
 
 def test_a_loss_without_labels_is_zero_and_its_gradient_is_finite() -> None:

@@ -76,6 +76,8 @@ def test_any_flipped_bit_is_found_and_named(
         piece = Piece.from_bytes(bytes(files[bad]))
     except BadPieceError:
         return
+    if piece == found.pieces[piece.index]:
+        return  # Pieces with equal data, such as none, differ by their numbers alone.
     others = [found.pieces[index] for index in chosen if index != bad]
     with pytest.raises(BadPieceError, match=rf"piece {piece.index} "):
         rebuild([*others, piece], found.root, k)
