@@ -72,6 +72,7 @@ RUN_ELSEWHERE = {
     "dilocox publish RUN_FOLDER --to DIR": "tests/tools/release/test_publish.py",
     "python -m benchmarks.single_site --pairs 16": "tests/benchmarks",
     "python -m benchmarks.single_site --own-loop --pairs 30": "tests/benchmarks",
+    "python -m benchmarks.single_site --own-loop --threads 1 --pairs 22": "tests/benchmarks",
     "python -m benchmarks.evidence": "tests/benchmarks",
     "python -m benchmarks.overlap --quick": "tests/benchmarks",
     "python -m benchmarks.wan --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
