@@ -8,6 +8,7 @@ objects.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import json
@@ -330,6 +331,18 @@ def say(text: str) -> None:
 def mebibytes(value: float) -> str:
     """Return bytes as text in MiB."""
     return f"{value / 2**20:,.0f} MiB"
+
+
+def cpu_seconds(process: int) -> float:
+    """Return the CPU seconds of a process and all of its living descendants."""
+    total = 0.0
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+        total = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        for task in Path(f"/proc/{process}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                total += cpu_seconds(int(child))
+    return total
 
 
 def _cpu_model() -> str:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.single_site.measurement import cpu_seconds
 from dilocox.config.run_config import load_run
 from dilocox.errors import DilocoxError
 from dilocox.tools.testbed import Lab
@@ -141,7 +140,7 @@ class Beside:
 
     def look(self) -> None:
         """Note the present time and the processor time so far."""
-        self._looks.append((time.time(), cpu_seconds(self.process.pid)))
+        self._looks.append((time.time(), common.cpu_seconds(self.process.pid)))
 
     def cores(self) -> float:
         """Return the mean number of cores that it took between the first look and the last one.

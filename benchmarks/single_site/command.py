@@ -111,12 +111,9 @@ def content(
     of its own. `inner_steps`: inner steps of a round. `threads`: of both sides
     for training. None: the defaults.
     """
-    own_threads = {} if threads is None else {"threads": threads}
-    steps = {} if inner_steps is None else {"inner_steps": inner_steps}
-    model = {} if compile_ is None else {"compile": compile_}
     return {
         "run": {"name": "single-site", "folder": str(root / "run")},
-        "model": {"architecture": shape["architecture"], **model},
+        "model": {"architecture": shape["architecture"], **_given("compile", compile_)},
         "data": {
             "source": "python-stdlib",
             "folder": str(root / "data"),
@@ -128,14 +125,19 @@ def content(
             "batch_size": shape["batch_size"],
             "micro_batch_size": shape["micro_batch_size"],
             "device": device,
-            **own_threads,
+            **_given("threads", threads),
         },
         "inner": {"learning_rate": 1e-3} | ({"optimizer": "sgd"} if own_loop else {}),
-        "outer": {"rounds": rounds, **steps},
+        "outer": {"rounds": rounds, **_given("inner_steps", inner_steps)},
         "checkpoint": {"every_rounds": 0},
         "evaluation": {"completion_tokens": 0},
         "sites": {"here": {"own_code": True} if own_loop else {}},
     }
+
+
+def _given(key: str, value: Any) -> dict[str, Any]:
+    """Return a key of a run file; nothing if the value is None, so that the default holds."""
+    return {} if value is None else {key: value}
 
 
 def main() -> int:

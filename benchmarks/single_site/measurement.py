@@ -52,18 +52,6 @@ class Side:
         self.pipe.send("go")
 
 
-def cpu_seconds(process: int) -> float:
-    """Return the CPU seconds of a process and all of its living descendants."""
-    total = 0.0
-    with contextlib.suppress(OSError, ValueError):
-        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-        total = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        for task in Path(f"/proc/{process}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                total += cpu_seconds(int(child))
-    return total
-
-
 @dataclass
 class Result:
     """Tokens/s by side, one value per turn in order. The other fields are of the last turn."""
@@ -88,11 +76,12 @@ def alternate(sides: dict[str, Side], pairs: int, tokens: int) -> Result:
     names = list(sides)
     for number in range(WARM_UP_TURNS + pairs):
         for name in names if number % 2 == 0 else names[::-1]:
-            before = {each: cpu_seconds(sides[each].process.pid or 0) for each in names}
+            before = {each: common.cpu_seconds(sides[each].process.pid or 0) for each in names}
             sides[name].go()
             turn = sides[name].arrived()
             used = {
-                each: cpu_seconds(sides[each].process.pid or 0) - before[each] for each in names
+                each: common.cpu_seconds(sides[each].process.pid or 0) - before[each]
+                for each in names
             }
             # A rank resets its peak after each round (dilocox.inner.device_memory).
             peak[name] = max(peak.get(name, 0), turn.peak_bytes)

@@ -35,7 +35,7 @@ class FakeSide:
 @pytest.fixture
 def fixed_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
-    monkeypatch.setattr(measurement, "cpu_seconds", lambda _process: float(next(clock)))
+    monkeypatch.setattr(measurement.common, "cpu_seconds", lambda _process: float(next(clock)))
 
 
 def test_turns_alternate_and_the_first_ones_do_not_count(fixed_cpu: None) -> None:

@@ -62,11 +62,12 @@ def test_pairs_alternate_and_only_one_run_of_each_is_published(
     for name, fake in {
         "Lab": FakeLab, "Storage": FakeStorage, "run": run, "PAIRS": 3,
         "unsupported_reason": lambda: None, "NEEDED": (),
-        # Until the measured rounds it takes a whole core, and then a hundredth of a core.
-        "cpu_seconds": lambda pid: clock[0] if clock[0] <= 8.0 else 8.0 + (clock[0] - 8.0) / 100,
     }.items():  # fmt: skip
         monkeypatch.setattr(storage, name, fake)
     monkeypatch.setattr("time.time", lambda: clock[0])
+    # Until the measured rounds it takes a whole core, and then a hundredth of a core.
+    taken = lambda pid: clock[0] if clock[0] <= 8.0 else 8.0 + (clock[0] - 8.0) / 100  # noqa: E731
+    monkeypatch.setattr(storage.common, "cpu_seconds", taken)
     monkeypatch.setattr(storage.common, "machine", lambda: {"cores": 2})
     monkeypatch.setattr(storage.common, "end_on_signals", lambda: None)
     file = tmp_path / "found.json"
