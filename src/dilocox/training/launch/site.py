@@ -208,7 +208,8 @@ def enrol_site(
         say=print_error,
     )
     if reply.record_run:
-        own, versions = config.sites[site].data, applicant.versions or installed_versions()
+        own, versions = config.sites[site].data, applicant.versions
+        assert versions is not None
         own_data = TokenFiles.open(Path(own).expanduser()).digest if own else None
         facts = OwnFacts(
             applicant.data_digest, own_data, code_digest(), versions.named(), applicant.base_digest
