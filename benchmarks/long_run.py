@@ -291,7 +291,8 @@ def restarted(config: RunConfig) -> common.Row:
 
 def verified(config: RunConfig) -> common.Row:
     """Read and judge the record without payloads, and return time and verdicts as a row."""
-    from dilocox.record.verify.verify import Places, verify
+    from dilocox.record.verify.places import Places
+    from dilocox.record.verify.verify import verify
 
     began, busy = time.perf_counter(), processor_seconds()
     report = verify(Places(config.folder), lambda what, share: None)

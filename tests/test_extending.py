@@ -22,7 +22,8 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.controller.candidates import codecs
 from dilocox.coordinator.controller.loss_model import codec_loss
 from dilocox.errors import ConfigError, ExchangeError
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.audit.audited_run import AuditedRun
 from dilocox.tools.planner.payload_costs import PayloadCost, toil
 from tests.support.neighbours import honest, trained_in

@@ -32,7 +32,8 @@ from dilocox.record.log.digests import TensorDigest
 from dilocox.record.log.round_document import Document
 from dilocox.record.verify.audit_claims import Audits
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.record.writer.one_writer import held
 from dilocox.tools.audit.audited_run import AuditedRun
 from dilocox.tools.audit.start_state import under_way, wrong_start

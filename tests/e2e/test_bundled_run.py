@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dilocox.record.bundles.place import Place
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.storage.follow import publish_once
 from tests.support.bundled_run import publisher, reasons, verdicts, verified
 from tests.support.harness import PATIENT, Workshop

@@ -11,8 +11,9 @@ import pytest
 
 from dilocox.record.log.blob_store import Store, piece_path
 from dilocox.record.verify.piece_stores import PieceStores
+from dilocox.record.verify.places import Places
 from dilocox.record.verify.signed_cuts import SignedCuts, read_cuts
-from dilocox.record.verify.verify import Places, Report, verify
+from dilocox.record.verify.verify import Report, verify
 from dilocox.tools.availability.restore import restore
 from dilocox.tools.availability.sampling import sample
 from tests.support.forge import ForkedRun

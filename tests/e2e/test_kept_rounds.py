@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from tests.support.harness import PATIENT, Run, Workshop
 
 pytestmark = pytest.mark.runs

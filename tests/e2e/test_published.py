@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import dilocox
 from dilocox.cli import main
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.report.folder import read_run
 from tests.support.harness import PATIENT, Workshop
 from tests.support.secret_search import coordinator_secrets, leaks

@@ -22,8 +22,9 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter, read_log
 from dilocox.record.verify.consumed_data import command as seen_command
 from dilocox.record.verify.consumed_data import from_ledger, seen_by
+from dilocox.record.verify.places import Places
 from dilocox.record.verify.report_json import as_json
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.verify import verify
 from dilocox.tools.release.release import release
 from dilocox.tools.release.signature import public_pem, signing_key
 from dilocox.tools.report.folder import read_run

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from dilocox.coordinator.protocol.task_figures import as_report, figures_of
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.report.folder import read_run
 from dilocox.tools.report.page import build
 from dilocox.tools.report.status import status_of

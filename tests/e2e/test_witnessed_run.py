@@ -10,7 +10,8 @@ import pytest
 
 from dilocox.cli.verify import judged
 from dilocox.record.log.signed_note import NoteKey
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.record.verify.witness_claims import Witnesses
 from dilocox.tools.report.compliance import compliance_text
 from dilocox.tools.report.folder import read_run

@@ -26,7 +26,8 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.log.attestation_statements import MACHINE, Attestation, MachineFacts
 from dilocox.record.log.transparency_log import LogWriter
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.record.writer.exchange_statements import commitment, contribution
 from tests.support.coordinator_driver import VERSIONS
 from tests.support.full_disk import FullDisk

@@ -10,7 +10,8 @@ from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.record.log import statements as s
 from dilocox.record.log.attestation_statements import Attestation
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from tests.support.record_scene import ONE, SIGNERS, Scene
 
 

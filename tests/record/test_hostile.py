@@ -26,8 +26,9 @@ from dilocox.record.log.digests import TensorDigest
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.verify.audit_sampling import sites_of
 from dilocox.record.verify.model_files import check_plain_files
+from dilocox.record.verify.places import Places
 from dilocox.record.verify.run_history import Step, read_history
-from dilocox.record.verify.verify import Places, Report, verify
+from dilocox.record.verify.verify import Report, verify
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.supervisor import print_error
 from tests.record.test_attestations import attest, signed

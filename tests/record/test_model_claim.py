@@ -19,9 +19,10 @@ from dilocox.record.log.state_statements import State
 from dilocox.record.log.transparency_log import LogContent
 from dilocox.record.verify import claims as c
 from dilocox.record.verify.model_files import other_files
+from dilocox.record.verify.places import Places
 from dilocox.record.verify.remote import LOG_FILES, fetched
 from dilocox.record.verify.run_history import RunHistory
-from dilocox.record.verify.verify import Places, _Verification
+from dilocox.record.verify.verify import _Verification
 from dilocox.record.writer.rank_recorder import listing_of
 from tests.support.architectures import BUFFERS, ROUTED, reference_model, small_config
 

@@ -15,7 +15,8 @@ from dilocox.record.log.acceptance import digest_of_entry
 from dilocox.record.log.attestation_statements import MACHINE, Attestation, MachineFacts
 from dilocox.record.log.blob_store import Store
 from dilocox.record.verify.claims import Finding
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.attestation.evidence import Evidence
 from dilocox.tools.attestation.policy import Policy, PolicyFile
 from dilocox.tools.attestation.run_judge import RunJudge

@@ -7,8 +7,9 @@ from pathlib import Path
 from dilocox.errors import RecordError
 from dilocox.record.bundles.fetch import fetched, open_bundles
 from dilocox.record.bundles.place import Place
+from dilocox.record.verify.places import Places
 from dilocox.record.verify.published_bundles import verify_fetched
-from dilocox.record.verify.verify import Places, Report
+from dilocox.record.verify.verify import Report
 from dilocox.tools.storage.destination import FilesDestination
 from dilocox.tools.storage.publisher import Publisher
 from dilocox.tools.storage.run_source import RunSource

@@ -157,7 +157,8 @@ class Workshop:
 
 def verdicts(folder: Path, **more: Any) -> dict[str, str]:
     """What `dilocox verify` finds in a run's folder, by claim; those that PASS are left out."""
-    from dilocox.record.verify.verify import Places, verify
+    from dilocox.record.verify.places import Places
+    from dilocox.record.verify.verify import verify
 
     report = verify(Places(folder, **more), lambda what, share: None)
     return {f.claim.name: f.verdict for f in report.findings if f.verdict != "PASS"}

@@ -22,9 +22,10 @@ from dilocox.record.bundles.place import Place
 from dilocox.record.bundles.publication import INDEX, Publication
 from dilocox.record.log.transparency_log import leaves_of, read_log
 from dilocox.record.verify.piece_stores import PieceStores
+from dilocox.record.verify.places import Places
 from dilocox.record.verify.published_bundles import verify_fetched
 from dilocox.record.verify.signed_cuts import read_cuts
-from dilocox.record.verify.verify import Places, Report, verify
+from dilocox.record.verify.verify import Report, verify
 from dilocox.tools.attestation.policy import PolicyFile
 from dilocox.tools.attestation.run_judge import RunJudge
 from dilocox.tools.availability.sampling import Sampled, sample

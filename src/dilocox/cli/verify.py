@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from dilocox.record.verify.chain_anchors import ChainHeads
     from dilocox.record.verify.claims import Finding
     from dilocox.record.verify.machine_claims import MachineJudge
-    from dilocox.record.verify.verify import Places, Report
+    from dilocox.record.verify.places import Places
     from dilocox.record.verify.verify import Progress as ShownProgress
+    from dilocox.record.verify.verify import Report
 
 HELP = "check from a run's record alone how its model was made"
 PATIENCE = 20.0
@@ -137,8 +138,8 @@ def run(options: argparse.Namespace) -> int:
     from dilocox.record.bundles.fetch import fetched as fetched_bundles
     from dilocox.record.bundles.fetch import is_bundled, open_bundles
     from dilocox.record.verify.audit_sampling import read_randomness
+    from dilocox.record.verify.places import Places
     from dilocox.record.verify.remote import fetched
-    from dilocox.record.verify.verify import Places
     from dilocox.record.verify.witness_claims import Witnesses
 
     _check_keep(options.keep)
@@ -244,8 +245,8 @@ def judged(
     Raises:
         RecordError: the folder has no record.
     """
+    from dilocox.record.verify.places import Places
     from dilocox.record.verify.report_json import as_json
-    from dilocox.record.verify.verify import Places
 
     places = Places(folder, list(stores), model, data)
     return as_json(_verified(places, Console(stderr=True)))

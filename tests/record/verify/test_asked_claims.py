@@ -10,8 +10,9 @@ import pytest
 from dilocox.record.bundles.fetch import Fetched
 from dilocox.record.verify.chain_anchors import ChainHeads
 from dilocox.record.verify.claims import exit_code
+from dilocox.record.verify.places import Places
 from dilocox.record.verify.published_bundles import verify_fetched
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.verify import verify
 from tests.support.older_record import unpacked
 
 ASKED: dict[str, dict[str, Any]] = {

@@ -18,7 +18,8 @@ from dilocox.record.log.state_statements import AnchorState, State
 from dilocox.record.log.transparency_log import LogContent
 from dilocox.record.verify import claims as c
 from dilocox.record.verify.origins import origin_before
-from dilocox.record.verify.verify import Places, Report, _Verification
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import Report, _Verification
 from dilocox.record.writer import windows
 from dilocox.record.writer.rank_recorder import listing_of
 from tests.record.writer.test_windows import Kept

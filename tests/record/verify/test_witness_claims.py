@@ -15,7 +15,8 @@ from dilocox.record.log import cosigned
 from dilocox.record.log.signed_note import NoteKey, WitnessKey, cosign, split_note
 from dilocox.record.log.transparency_log import PUBLIC, read_text
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.record.verify.witness_claims import Witnesses, judge_witnesses
 from tests.support.older_record import resign, unpacked
 from tests.support.witnessed import LOG, LOG_KEY, entries, signed

@@ -17,7 +17,8 @@ from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.record.log.attestation_statements import MACHINE, Attestation, MachineFacts
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.attestation.certificates import AMD
 from dilocox.tools.attestation.renewal import Filed, check_renewed, idle, round_at
 from dilocox.tools.attestation.run_judge import _need_steps

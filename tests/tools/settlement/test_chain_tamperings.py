@@ -22,7 +22,8 @@ from tests.support.older_record import log_key, resign
 from dilocox.config.run_config import digest_of
 from dilocox.record.log import statements as s
 from dilocox.record.verify.claims import exit_code
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.settlement.chain_heads import chain_heads
 from dilocox.tools.settlement.ledger import Ledger
 from dilocox.tools.settlement.run_on_chain import RunOnChain

@@ -25,7 +25,8 @@ from dilocox.record.bundles.publication import INDEX, Publication
 from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import Store, Stores
 from dilocox.record.log.transparency_log import read_log
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.storage import bundle_file
 from dilocox.tools.storage.contents import Contents
 from dilocox.tools.storage.follow import publish_once, publish_to_the_end

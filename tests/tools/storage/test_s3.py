@@ -21,7 +21,8 @@ from dilocox.record.bundles.place import Place, WrongPlaceError
 from dilocox.record.bundles.publication import INDEX, Publication
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.statements import Signer
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.storage.follow import publish_once, publish_to_the_end
 
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed (extra: s3)")

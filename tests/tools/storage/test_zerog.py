@@ -38,7 +38,8 @@ from dilocox.record.bundles.place import AT_ONCE
 from dilocox.record.bundles.publication import INDEX, Bundle, Publication
 from dilocox.record.bundles.zerog_root import tree_of
 from dilocox.record.log import statements as s
-from dilocox.record.verify.verify import Places, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import verify
 from dilocox.tools.settlement import keystore, ledger, resending
 from dilocox.tools.storage import bundle_file, zerog_flow
 from dilocox.tools.storage.follow import publish_once, publish_to_the_end

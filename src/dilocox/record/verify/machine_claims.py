@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dilocox.record.log.attestation_statements import MACHINE
-from dilocox.record.verify.claims import ATTESTATIONS, Claim, NotRunError, asked
+from dilocox.record.verify.claims import ATTESTATIONS, Claim, NotRunError
 from dilocox.record.verify.run_history import RunHistory
 
 
@@ -52,7 +52,7 @@ def machine_checks(
     """
     if judge is not None:
         given = judge
-        return [(asked(ATTESTATIONS), lambda: given.judge(agreed(), entries, get))]
+        return [(ATTESTATIONS, lambda: given.judge(agreed(), entries, get))]
     if course is not None and (course.attestations or policy_of(course) is not None):
         return [(ATTESTATIONS, lambda: _unjudged(agreed()))]
     return []

@@ -10,7 +10,8 @@ from dilocox.record.bundles.publication import Publication
 from dilocox.record.log.merkle import roots_at
 from dilocox.record.log.transparency_log import leaves_of, open_log
 from dilocox.record.verify import claims as c
-from dilocox.record.verify.verify import Places, Progress, Report, verify
+from dilocox.record.verify.places import Places
+from dilocox.record.verify.verify import Progress, Report, verify
 
 ALWAYS = (c.LOG, c.SIGNATURES, c.COMPLETE, c.COMMITMENTS, c.RUN_FILE, c.PAYLOADS, c.REPLAY, c.MODEL)
 """Required claims, which are NOT_RUN if the bundles are not what was published."""
@@ -68,19 +69,6 @@ def _told(where: str, publication: Publication) -> str:
     return f"{publication.counted} of {where}, {size:.1f} MB{newest}{lacking}{end}"
 
 
-def _asked(places: Places) -> list[c.Claim]:
-    """Return the claims that the reader has asked for, beside those of every run."""
-    asked = {
-        c.asked(c.RELEASE): places.release_key,
-        c.asked(c.ATTESTATIONS): places.machines,
-        c.ANCHORS: places.chain,
-        c.WITNESSES: places.witnesses,
-        c.asked(c.DATA): places.data,
-        c.asked(c.AUDITS): places.auditors or None,
-    }
-    return [claim for claim, given in asked.items() if given is not None]
-
-
 def _unread(found: Fetched, places: Places) -> Report:
     because = f"claim {c.BUNDLES.name} is FAIL"
     log = found.publication
@@ -92,6 +80,6 @@ def _unread(found: Fetched, places: Places) -> Report:
         checkpoint="",
         findings=[
             c.Finding(c.BUNDLES, "FAIL", found.fault),
-            *(c.Finding(each, "NOT_RUN", because) for each in (*ALWAYS, *_asked(places))),
+            *(c.Finding(each, "NOT_RUN", because) for each in (*ALWAYS, *places.asked)),
         ],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,17 +26,16 @@ from dilocox.record.verify import claims as c
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code
 from dilocox.record.verify.audit_claims import Audits
 from dilocox.record.verify.availability_claim import judge_availability
-from dilocox.record.verify.chain_anchors import ChainHeads
 from dilocox.record.verify.completeness import broken_commitments, gaps, need_extensions
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
 from dilocox.record.verify.further_claims import further
-from dilocox.record.verify.machine_claims import MachineJudge, machine_checks
+from dilocox.record.verify.machine_claims import machine_checks
 from dilocox.record.verify.model_files import check_other_files, check_plain_files, published_files
 from dilocox.record.verify.outside_claims import outside
+from dilocox.record.verify.places import Places
 from dilocox.record.verify.rebuilt_payloads import rebuilt_payloads
 from dilocox.record.verify.release_signature import check_release, is_released
 from dilocox.record.verify.run_history import RunHistory, read_history
-from dilocox.record.verify.witness_claims import Witnesses
 from dilocox.record.writer.notary import code_digest
 
 if TYPE_CHECKING:
@@ -49,40 +48,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 """Callback (name of the activity, share of it done from 0 to 1)."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """Locations of the parts of a run, and facts that the reader knows from elsewhere."""
-
-    run: Path
-    """The run's folder, with `record/` and `run.toml`."""
-    stores: Sequence[str] = ()
-    """Further stores, beside the folder's own."""
-    model: Path | None = None
-    """The published model; None: `model/` in the run's folder."""
-    data: Path | None = None
-    """Token files; None: where the run file says."""
-    start: Path | None = None
-    """Folder that the reader knows to be `model.path`; None: what this machine has."""
-    key: str | None = None
-    """The log's key, from another source than the record; None: the record's `log.pub`."""
-    seen: Path | None = None
-    """A checkpoint of the log that the reader kept from an earlier verification."""
-    release_key: Path | None = None
-    """Public key, PEM, of the model folder's signature; None: the key file beside that folder."""
-    auditors: Sequence[str] = ()
-    """Public keys, hex, of auditors whose verdicts count; empty: all auditors."""
-    randomness: Mapping[int, bytes] = field(default_factory=dict)
-    """Public randomness by round, which the reader has looked up at its source."""
-    adapters: Path | None = None
-    """Folder that the reader knows to be `adapter.handover`; None: what this machine has."""
-    chain: ChainHeads | None = None
-    """What a chain says about the run; None: no chain was asked."""
-    witnesses: Witnesses | None = None
-    """Witnesses of the log that the reader trusts; None: none was named."""
-    machines: MachineJudge | None = None
-    """Judges evidence of machines; None: the reader has given no policy."""
 
 
 @dataclass
@@ -134,9 +99,7 @@ class _Verification:
             (c.REPLAY, self.replay),
             (c.MODEL, self.model),
         ]
-        if self.places.release_key is not None:
-            checks.append((c.asked(c.RELEASE), self.release))
-        elif is_released(self._model_folder()):
+        if self.places.release_key is not None or is_released(self._model_folder()):
             checks.append((c.RELEASE, self.release))
         checks += [(c.DATA, self.data), (c.CODE, self.code)]
         agreed = partial(self._need, c.LOG, c.SIGNATURES)
@@ -154,7 +117,8 @@ class _Verification:
                 course, self.content.entries, places.run, places.auditors, places.randomness
             )
             findings.append(self._judge(c.AUDITS, audits.verdicts))
-            findings.append(self._judge(c.BEACON, audits.beacon))
+            beacon = c.asked(c.BEACON) if places.randomness else c.BEACON
+            findings.append(self._judge(beacon, audits.beacon))
         evidence = self.places.machines, course, agreed, self.content.entries, self._get
         findings += [self._judge(*each) for each in machine_checks(*evidence)]
         if course is not None and course.config.get("availability") is not None:
@@ -178,8 +142,7 @@ class _Verification:
 
     def _judge(self, claim: c.Claim, check: Callable[[], str]) -> c.Finding:
         verdict: c.Verdict = "PASS"
-        if self._is_asked(claim):
-            claim = c.asked(claim)
+        claim = next((each for each in self.places.asked if each.name == claim.name), claim)
         try:
             reason = check()
         except c.NotRunError as why:
@@ -191,11 +154,6 @@ class _Verification:
         if verdict != "PASS":
             self.bad[claim.name] = verdict
         return c.Finding(claim, verdict, reason)
-
-    def _is_asked(self, claim: c.Claim) -> bool:
-        places = self.places
-        given = {c.DATA: places.data, c.AUDITS: places.auditors, c.BEACON: places.randomness}
-        return bool(given.get(claim))
 
     def _need(self, *claims: c.Claim) -> RunHistory:
         for claim in claims:

@@ -23,8 +23,9 @@ from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import CheckpointError, ConfigError, DilocoxError, RecordError
 from dilocox.record.log.blob_store import BF16, STATES
 from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, PUBLIC
+from dilocox.record.verify.places import Places
 from dilocox.record.verify.report_json import as_json
-from dilocox.record.verify.verify import Places, Report, verify
+from dilocox.record.verify.verify import Report, verify
 from dilocox.tools.release.check_text import CHECK, check_text
 from dilocox.tools.report.folder import read_run
 from dilocox.tools.report.page import build
