@@ -1,16 +1,16 @@
 """Measures what publishing a run costs its training, where both share one uplink.
 
-Two sites train in a lab (`dilocox.tools.testbed`) on links of 20 Mbit/s. Each pair of runs has one
-run alone, and one with `dilocox publish --follow --limit` at the first site: under the site's quota
-of processor time, over the site's uplink, to an S3 server (moto) at the coordinator. `ratio` is the
-tokens/s of the run with a publisher over those of the run alone; on a shared machine it varies by
-some per cent. `publisher_cpu_share` varies less: the publisher's processor time in the measured
-rounds, as a share of the site's quota. It does not have the publisher's start, which comes once in
-a run. Training cannot lose more than this share to the publisher's computing. `published_mbit` is
-what the publisher has sent while the run went on, per second of the measured rounds' time, and must
-be at most `limit_mbit`.
+Two sites train in a lab (`dilocox.tools.testbed`) on links of 20 Mbit/s. At the first site runs
+`dilocox publish --follow --limit`: under the site's quota of processor time, over the site's
+uplink, to an S3 server (moto) at the coordinator. The publisher stands still (SIGSTOP) in one of
+two neighbouring stretches of ten rounds; a draw with a fixed seed says in which one. So both
+stretches of a pair belong to one run. `ratio` is the tokens/s beside a publisher over those without
+one. `publisher_cpu_share` is the publisher's processor time in its stretches, as a share of the
+site's quota. It does not have the publisher's start, which comes once in a run. `published_mbit` is
+what the publisher has sent, per second of the time in which it was let. A publisher that is let
+again sends one part of 1 MB at once, so this figure may exceed `limit_mbit`.
 
-It takes about 15 minutes on two idle cores, and five with --quick. It needs the same as
+It takes about 28 minutes on two idle cores, and five with --quick. It needs the same as
 `dilocox lab`, and the packages s3fs, moto, flask and flask-cors; otherwise it prints one line and
 exits with code 3.
 """
@@ -18,12 +18,17 @@ exits with code 3.
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import math
 import os
+import random
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +45,33 @@ SITES = ("paris", "lyon")
 LINK = "20mbit"
 LIMIT_MBIT = 1
 PORT = 5000
-ROUNDS, INNER_STEPS, WARM_UP = 14, 20, 3
-PAIRS, QUICK_PAIRS = 5, 1
+INNER_STEPS, BATCH, SEQUENCE_LENGTH = 20, 8, 128
+WARM_UP = 10
+"""Rounds before the first stretch. The publisher starts in them."""
+STRETCH = 10
+"""Rounds of a stretch."""
+PAIRS, QUICK_PAIRS = 40, 6
 PATIENCE = 60.0
 """Seconds until the S3 server must answer."""
 NEEDED = ("s3fs", "moto", "flask", "flask_cors")
 
 
-def run_file(root: Path, name: str) -> Path:
-    """Write a run file and return its path."""
+def rounds_for(pairs: int) -> int:
+    """Return the rounds of a run that has so many pairs of stretches."""
+    return WARM_UP + 2 * pairs * STRETCH
+
+
+def run_file(root: Path, name: str, pairs: int) -> Path:
+    """Write a run file for so many pairs of stretches, and return its path."""
     content = {
         "run": {"name": name, "folder": str(root / "{name}")},
         "model": {"architecture": common.MODEL},
         "data": {
             "source": "python-stdlib", "folder": str(root / "data"), "vocabulary_size": 1024,
-            "sequence_length": 128, "max_documents": 100, "validation_sequences": 8,
+            "sequence_length": SEQUENCE_LENGTH, "max_documents": 100, "validation_sequences": 8,
         },
-        "site": {"batch_size": 8, "micro_batch_size": 4, "device": "cpu"},
-        "outer": {"rounds": ROUNDS, "inner_steps": INNER_STEPS, "fragments": 2},
+        "site": {"batch_size": BATCH, "micro_batch_size": 4, "device": "cpu"},
+        "outer": {"rounds": rounds_for(pairs), "inner_steps": INNER_STEPS, "fragments": 2},
         "control": {"adapt": "off"},
         "checkpoint": {"every_rounds": 0},
         "evaluation": {"completion_tokens": 0},
@@ -104,94 +118,118 @@ class Storage:
         )  # fmt: skip
 
 
-def tokens_per_second(lab: Lab, root: Path, name: str, storage: Storage | None) -> common.Row:
-    """Train one run, with a publisher beside it if there is a storage. Raises `LabError`."""
-    config = load_run(run_file(root, name))
-    beside: list[Beside] = []
-
-    def on_record(record: dict[str, Any]) -> None:
-        if storage is not None and not beside:
-            beside.append(Beside(storage.publish(config.folder)))
-        if record.get("kind") == "round" and record["round"] >= WARM_UP and beside:
-            beside[0].look()
-
-    found = run(lab, config, warm_up=WARM_UP, on_record=on_record)
-    row: common.Row = {"tokens_per_second": found.tokens_per_second}
-    if storage is not None:
-        (publisher,) = beside
-        if publisher.process.poll() not in (None, 0):
-            raise LabError(f"run {name}: publishing has failed")
-        row["published_bytes"] = storage.size(name)
-        row["published_mbit"] = row["published_bytes"] * 8e-6 / (time.time() - publisher.begin)
-        row["publisher_cpu_share"] = publisher.cores() / lab.quotas[SITES[0]]
-        publisher.process.kill()
-        publisher.process.wait()
-    return row
+def order(pairs: int) -> list[bool]:
+    """Return for each stretch whether the publisher sends in it: in one of each pair."""
+    draw = random.Random(0)
+    return [beside for _ in range(pairs) for beside in draw.sample((True, False), 2)]
 
 
-class Beside:
-    """A publisher, and the processor time that it takes."""
+class Stretches:
+    """A publisher that stands still in one stretch of each pair, and how long each stretch took."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], pairs: int) -> None:
         self.process = process
-        self.begin = time.time()
-        """When it was started."""
-        self._looks: list[tuple[float, float]] = []
+        self.beside_seconds = 0.0
+        """Time in which the publisher could send."""
+        self._order = order(pairs)
+        self._ends: list[tuple[float, float]] = []
+        """Unix time of each end of a stretch, and the publisher's CPU seconds until then."""
+        self._since: float | None = time.time()
 
-    def look(self) -> None:
-        """Note the present time and the processor time so far."""
-        self._looks.append((time.time(), common.cpu_seconds(self.process.pid)))
+    def round_ended(self, record: Mapping[str, Any]) -> None:
+        """Note the record of a round of the first site, and let or stop the publisher.
 
-    def cores(self) -> float:
-        """Return the mean number of cores that it took between the first look and the last one.
-
-        Raises `LabError` without two looks.
+        Raises `LabError` if the publisher has ended.
         """
-        if len(self._looks) < 2:
-            raise LabError("the run had fewer than two measured rounds")
-        (first, before), (last, after) = self._looks[0], self._looks[-1]
-        return (after - before) / (last - first)
+        if self.process.poll() is not None:
+            raise LabError("publishing has failed")
+        stretch, within = divmod(record["round"] + 1 - WARM_UP, STRETCH)
+        if stretch < 0 or within:
+            return
+        self._ends.append((record["time"], common.cpu_seconds(self.process.pid)))
+        self._let(stretch < len(self._order) and self._order[stretch])
+
+    def end(self) -> None:
+        """End the publisher."""
+        self._let(False)
+        self.process.kill()
+        self.process.wait()
+
+    def _let(self, on: bool) -> None:
+        if on == (self._since is not None):
+            return
+        self.process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+        if self._since is not None:
+            self.beside_seconds += time.time() - self._since
+        self._since = time.time() if on else None
+
+    def pairs(self, quota: float) -> Iterator[common.Row]:
+        """Yield a row of each pair of stretches. `quota`: the site's processor cores."""
+        tokens = STRETCH * INNER_STEPS * BATCH * SEQUENCE_LENGTH * len(SITES)
+        lengths = [(end - begin, cpu - before) for (begin, before), (end, cpu)
+                   in itertools.pairwise(self._ends)]  # fmt: skip
+        for first in range(0, len(lengths) - 1, 2):
+            with_it, without = lengths[first : first + 2]
+            if not self._order[first]:
+                with_it, without = without, with_it
+            yield {
+                "pair": first // 2,
+                "alone": round(tokens / without[0], 1),
+                "beside": round(tokens / with_it[0], 1),
+                "ratio": round(without[0] / with_it[0], 4),
+                "publisher_cpu_share": round(with_it[1] / with_it[0] / quota, 4),
+            }
 
 
-def measure(root: Path, pairs: int) -> list[common.Row]:
-    """Measure pairs of runs, the first of a pair alternately with and without a publisher."""
-    rows: list[common.Row] = []
+def measure(root: Path, pairs: int) -> tuple[list[common.Row], common.Row]:
+    """Train one run. Returns a row for each pair of stretches, and what was published in all.
+
+    Raises `LabError`, or another `DilocoxError` if the run cannot be started.
+    """
+    config = load_run(run_file(root, "beside", pairs))
+    beside: list[Stretches] = []
+
     with Lab(list(SITES), LINK) as lab:
         storage = Storage(lab)
-        for pair in range(pairs):
-            found: dict[bool, common.Row] = {}
-            for beside in (False, True) if pair % 2 == 0 else (True, False):
-                name = f"{'beside' if beside else 'alone'}{pair}"
-                found[beside] = tokens_per_second(lab, root, name, storage if beside else None)
-            alone, own = found[False]["tokens_per_second"], found[True]["tokens_per_second"]
-            rows.append(
-                {
-                    "pair": pair,
-                    "link": LINK,
-                    "limit_mbit": LIMIT_MBIT,
-                    "alone": round(alone, 1),
-                    "beside": round(own, 1),
-                    "ratio": round(own / alone, 4),
-                    "published_bytes": found[True]["published_bytes"],
-                    "published_mbit": round(found[True]["published_mbit"], 3),
-                    "publisher_cpu_share": round(found[True]["publisher_cpu_share"], 4),
-                }
-            )
-            share = found[True]["publisher_cpu_share"]
-            common.say(f"pair {pair}: {own / alone:.3f} of the speed alone; the publisher took "
-                       f"{share:.2%} of the site's processor time")  # fmt: skip
-    return rows
+
+        def on_record(record: dict[str, Any]) -> None:
+            if not beside:
+                beside.append(Stretches(storage.publish(config.folder), pairs))
+            if record.get("kind") == "round" and record.get("site") == SITES[0]:
+                beside[0].round_ended(record)
+                if (record["round"] + 1) % 50 == 0:
+                    common.say(f"round {record['round'] + 1} of {config.outer.rounds}")
+
+        run(lab, config, warm_up=WARM_UP, on_record=on_record)
+        (stretches,) = beside
+        stretches.end()
+        size = storage.size(config.folder.name)
+        rows = list(stretches.pairs(lab.quotas[SITES[0]]))
+    seconds = stretches.beside_seconds
+    return rows, {"published_bytes": size, "published_mbit": round(size * 8e-6 / seconds, 3)}
+
+
+def summary(rows: Sequence[common.Row]) -> common.Row:
+    """Return the figures over all pairs: the ratio's median with its interval and its mean with its
+    standard error, and the mean share of the processor."""
+    ratios = [row["ratio"] for row in rows]
+    middle = common.median_interval(ratios)
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return {
+        "ratio": {
+            "median": round(middle.median, 4), "low": round(middle.low, 4),
+            "high": round(middle.high, 4), "mean": round(statistics.fmean(ratios), 4),
+            "standard_error": round(error, 4),
+        },
+        "publisher_cpu_share": round(statistics.fmean(r["publisher_cpu_share"] for r in rows), 4),
+    }  # fmt: skip
 
 
 COLUMNS = {
     "pair": "d",
-    "link": "s",
-    "limit_mbit": "d",
     "alone": ",.1f",
     "beside": ",.1f",
     "ratio": ".3f",
-    "published_bytes": ",d",
-    "published_mbit": ".3f",
     "publisher_cpu_share": ".2%",
 }
 
@@ -205,22 +243,28 @@ def main() -> int:
     if common.cannot("storage", lacking):
         return common.CANNOT
     on = common.machine()
+    pairs = QUICK_PAIRS if options.quick else PAIRS
     with tempfile.TemporaryDirectory(prefix="dilocox-storage-") as folder:
         try:
-            rows = measure(Path(folder), QUICK_PAIRS if options.quick else PAIRS)
+            rows, published = measure(Path(folder), pairs)
         except DilocoxError as error:
             common.say(f"storage: {error}")
             return 1
-    ratio = common.median_interval([row["ratio"] for row in rows])
     print(common.table(rows, COLUMNS))
-    most = max(row["publisher_cpu_share"] for row in rows)
+    found = summary(rows) | published
     print(
-        f"ratio {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}); the publisher took at "
-        f"most {most:.2%} of the site's processor time"
+        f"ratio: median {found['ratio']['median']:.4f} ({found['ratio']['low']:.4f} to "
+        f"{found['ratio']['high']:.4f}), mean {found['ratio']['mean']:.4f}, standard error "
+        f"{found['ratio']['standard_error']:.4f}; the publisher took "
+        f"{found['publisher_cpu_share']:.2%} of the site's processor time, and sent "
+        f"{found['published_mbit']:.2f} Mbit/s"
     )
     path = options.json or (None if options.quick else RESULTS)
     if path:
-        settings = {"rounds": ROUNDS, "inner_steps": INNER_STEPS, "sites": len(SITES)}
+        settings = {
+            "rounds": rounds_for(pairs), "inner_steps": INNER_STEPS, "sites": len(SITES),
+            "link": LINK, "limit_mbit": LIMIT_MBIT, "stretch": STRETCH, "found": found,
+        }  # fmt: skip
         common.write_json(path, "storage", on, settings, rows)
     return 0
 

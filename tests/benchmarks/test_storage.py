@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,37 +27,62 @@ class FakeLab:
         return
 
 
-class FakeStorage:
-    """A storage that notes what is published."""
+class Publisher:
+    """A publisher that takes a hundredth of a core while it is let, as its signals say."""
 
-    published: list[str] = []  # noqa: RUF012 - of all of them
+    pid = 7
 
-    def __init__(self, lab: FakeLab) -> None:
-        assert lab.link == storage.LINK
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.running, self.cpu, self.last = clock, True, 0.0, clock[0]
+        self.code: int | None = None
 
-    def publish(self, folder: Path) -> Any:
-        FakeStorage.published.append(folder.name)
-        return SimpleNamespace(pid=7, poll=lambda: None, kill=lambda: None, wait=lambda: 0)
+    def taken(self) -> float:
+        if self.running:
+            self.cpu += (self.clock[0] - self.last) / 100
+        self.last = self.clock[0]
+        return self.cpu
 
-    def size(self, name: str) -> int:
-        assert name == FakeStorage.published[-1]
-        return 1000
+    def send_signal(self, number: int) -> None:
+        self.taken()
+        assert self.running == (number == signal.SIGSTOP)
+        self.running = not self.running
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9
+
+    def wait(self) -> int:
+        assert self.code == -9
+        return self.code
 
 
-def test_pairs_alternate_and_only_one_run_of_each_is_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained: list[str] = []
+@pytest.fixture
+def publisher(monkeypatch: pytest.MonkeyPatch) -> Publisher:
+    """A run in which a round takes 2 s, and 2.5 s beside the publisher."""
     clock = [0.0]
+    made = Publisher(clock)
 
-    def run(lab: FakeLab, config: RunConfig, warm_up: int, on_record: Any) -> Any:
-        assert list(config.sites) == lab.sites
-        trained.append(config.run.name)
+    def run(lab: FakeLab, config: RunConfig, warm_up: int, on_record: Any) -> None:
+        assert (list(config.sites), warm_up) == (lab.sites, storage.WARM_UP)
         on_record({"kind": "plan"})
-        for number in range(10):
-            clock[0] += 2.0
+        for number in range(config.outer.rounds):
+            clock[0] += 2.5 if made.running else 2.0
+            on_record({"kind": "round", "round": number, "site": lab.sites[1], "time": -1.0})
+            on_record({"kind": "round", "round": number, "site": lab.sites[0], "time": clock[0]})
             on_record({"kind": "round", "round": number})
-        return SimpleNamespace(tokens_per_second=95.0 if "beside" in trained[-1] else 100.0)
+
+    class FakeStorage:
+        def __init__(self, lab: FakeLab) -> None:
+            assert lab.link == storage.LINK
+
+        def publish(self, folder: Path) -> Any:
+            return made
+
+        def size(self, name: str) -> int:
+            assert name == "beside"
+            return 1_000_000
 
     for name, fake in {
         "Lab": FakeLab, "Storage": FakeStorage, "run": run, "PAIRS": 3,
@@ -65,20 +90,46 @@ def test_pairs_alternate_and_only_one_run_of_each_is_published(
     }.items():  # fmt: skip
         monkeypatch.setattr(storage, name, fake)
     monkeypatch.setattr("time.time", lambda: clock[0])
-    # Until the measured rounds it takes a whole core, and then a hundredth of a core.
-    taken = lambda pid: clock[0] if clock[0] <= 8.0 else 8.0 + (clock[0] - 8.0) / 100  # noqa: E731
-    monkeypatch.setattr(storage.common, "cpu_seconds", taken)
+    monkeypatch.setattr(storage.common, "cpu_seconds", lambda pid: made.taken())
     monkeypatch.setattr(storage.common, "machine", lambda: {"cores": 2})
     monkeypatch.setattr(storage.common, "end_on_signals", lambda: None)
+    return made
+
+
+def test_each_pair_has_one_stretch_with_a_publisher(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    publisher: Publisher,
+) -> None:
     file = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["storage", "--json", str(file)])
     assert storage.main() == 0
-    assert trained == ["alone0", "beside0", "beside1", "alone1", "alone2", "beside2"]
-    assert FakeStorage.published == ["beside0", "beside1", "beside2"]
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["ratio"] for row in rows] == [0.95] * 3
-    assert rows[0]["publisher_cpu_share"] == 0.02
-    assert "ratio 0.950 (0.950 to 0.950)" in capsys.readouterr().out
+    written = json.loads(file.read_text())
+    assert [row["ratio"] for row in written["rows"]] == [0.8] * 3
+    assert [row["publisher_cpu_share"] for row in written["rows"]] == [0.02] * 3  # of half a core
+    found = written["settings"]["found"]
+    assert (found["ratio"]["mean"], found["ratio"]["standard_error"]) == (0.8, 0.0)
+    # It was let in the warm-up and in three stretches of ten rounds.
+    assert found["published_mbit"] == pytest.approx(8 / (2.5 * (storage.WARM_UP + 30)), abs=1e-3)
+    assert "ratio: median 0.8000" in capsys.readouterr().out
+    assert publisher.code == -9
+
+
+def test_a_publisher_that_fails_ends_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], publisher: Publisher
+) -> None:
+    publisher.code = 1
+    monkeypatch.setattr(sys, "argv", ["storage"])
+    assert storage.main() == 1
+    assert "publishing has failed" in capsys.readouterr().err
+
+
+def test_both_kinds_of_stretch_come_first() -> None:
+    assert storage.order(1) in ([True, False], [False, True])
+    found = storage.order(40)
+    assert found[::2] == [not second for second in found[1::2]]
+    assert 10 < sum(found[::2]) < 30
 
 
 def test_what_is_not_installed_is_one_line(
