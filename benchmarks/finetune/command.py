@@ -14,7 +14,9 @@ share of held-out functions for which the model finds the docstring among four.
 Every entry has the same three inner learning rates as trials, in runs of half the length, with two
 sites and a seed of its own. The best rate is used. `--tune` makes the trials; without it, entries
 with trials are trained for the seeds of --seeds. Links of `dilocox` are declared, one per
-reduction. The peer's rules are Nesterov momentum 0.9 and no momentum (`diloco`).
+reduction. The peer's rules are Nesterov momentum 0.9 and no momentum (`diloco`). --study changes
+one thing of a plan at a time, with adapters and two sites: local steps, codec, outer rates, frozen
+A (`study.py`).
 
 Every row is written when it is done; started again with the same --json, the benchmark continues.
 A full run takes hours. --quick trains three rows with adapters and two sites, 16 steps each, at the
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.finetune import report, rows
+from benchmarks.finetune import report, rows, study
 from benchmarks.finetune.data import Conversations
 from benchmarks.finetune.rows import ADAPTER, BATCH, RATES, SEEDS, Job
 from benchmarks.finetune.run import Row, configuration, train
@@ -52,6 +54,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--wikitext", type=Path, metavar="DIR", help="folder of wikitext2-*.txt")
     made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep token files")
     made.add_argument("--tune", action="store_true", help="make the trials instead")
+    made.add_argument("--study", action="store_true", help="make the runs of study.py instead")
     made.add_argument("--modes", nargs="+", choices=list(RATES), default=list(RATES))
     made.add_argument("--sites", nargs="+", type=int, choices=(2, 4), default=[2, 4])
     made.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -118,7 +121,7 @@ class Bench:
             known.append({**row, "text": self._data.described(job.seed)["digest"]})
             self._write(path, known)
             common.say(f"{job}: {_result(row)}, {row['seconds']:.0f} s")
-        print(report.table(known, self._parameters))
+        print(study.table(known) if self._options.study else report.table(known, self._parameters))
         return 1 if failures else 0
 
     def _jobs(self, known: list[Row]) -> Iterator[Job]:
@@ -127,6 +130,9 @@ class Bench:
             for entry in rows.entries("lora"):
                 if entry.label in QUICK:
                     yield Job(entry, "lora", 2, SEEDS[0], RATES["lora"][1], QUICK_STEPS)
+            return
+        if options.study:
+            yield from (job for job in study.jobs(known) if self._wanted(job.entry))
             return
         for mode in options.modes:
             found = [entry for entry in rows.entries(mode) if self._wanted(entry)]

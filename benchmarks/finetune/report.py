@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import common
-from benchmarks.finetune.rows import BASELINE, TRIAL_SEED
+from benchmarks.finetune.rows import BASELINE, STUDY_SEED, TRIAL_SEED
 
 Row = dict[str, Any]
 
@@ -17,9 +17,9 @@ def summarised(rows: Sequence[Row], parameters: Mapping[str, int]) -> list[Row]:
 
     `gap` is the mean over seeds of the loss over that of synchronous training of the same mode,
     sites and seed, less one; `gap_spread` is the half range. `of_full` is the reduction against
-    synchronous training of all parameters. Rows of trials do not count.
+    synchronous training of all parameters. Rows of trials and of the study do not count.
     """
-    quoted = [row for row in rows if row["seed"] != TRIAL_SEED]
+    quoted = [row for row in rows if row["seed"] not in (TRIAL_SEED, STUDY_SEED)]
     cells: dict[tuple[str, int, str], list[Row]] = {}
     for row in quoted:
         cells.setdefault((row["mode"], row["sites"], row["label"]), []).append(row)

@@ -23,6 +23,8 @@ ROUND = 16
 """Inner steps of a round of the methods that do not choose them."""
 SEEDS = (0, 1, 2)
 TRIAL_SEED = 1000
+STUDY_SEED = 2000
+"""Seed of the runs of `study`."""
 RATES: Mapping[Mode, tuple[float, ...]] = {
     "lora": (3e-4, 1e-3, 3e-3),
     "full": (1e-5, 3e-5, 1e-4),
@@ -71,8 +73,8 @@ class Job:
 
     @property
     def is_trial(self) -> bool:
-        """Whether the run only serves to choose the learning rate."""
-        return self.seed == TRIAL_SEED
+        """Whether the run only serves to choose rates. It is not quoted, and answers no task."""
+        return self.seed in (TRIAL_SEED, STUDY_SEED)
 
     def link(self, trained: int) -> str | None:
         """Return the declared link of a run that trains so many parameters, or None."""

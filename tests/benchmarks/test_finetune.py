@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from benchmarks.finetune import report, rows
+from benchmarks.finetune import report, rows, study
 from benchmarks.finetune.chats import CONTINUE, QUESTION, Chat, of_functions, of_paragraphs
-from benchmarks.finetune.rows import RATES, TRIAL_SEED, Entry, Job
+from benchmarks.finetune.rows import RATES, STUDY_SEED, TRIAL_SEED, Entry, Job
 
 MODULE = '''\
 def area(width, height):
@@ -110,3 +110,21 @@ def test_gaps_are_against_the_synchronous_row_of_the_same_seed():
     assert (found["seeds"], found["reduction"], found["of_full"]) == (2, 41.0, 41.0 * 27)
     assert lines[rows.BASELINE]["gap"] == 0.0
     assert "dilocox 40x" in report.table(known, {"full": 135, "lora": 5})
+
+
+def test_the_study_waits_for_the_trials_and_is_not_quoted():
+    assert study.jobs([]) == []
+    trials = rows.trials(rows.entries("lora")[0], "lora")
+    known = [{**job.key, "val_loss": job.rate} for job in trials]
+    jobs = study.jobs(known)
+    assert [job.entry.label for job in jobs[:2]] == ["allreduce", "allreduce, A frozen"]
+    assert {(job.sites, job.rate, job.is_trial) for job in jobs} == {(2, RATES["lora"][0], True)}
+    assert len({job.entry.label for job in jobs}) == len(jobs)
+    made = [{**job.key, "val_loss": 2.0, "plans": "", "reduction_total": 1.0} for job in jobs]
+    made[2]["val_loss"] = 2.1
+    assert report.summarised(known + made, {"full": 1, "lora": 1}) == []
+    assert rows.best_rate(rows.entries("lora")[0], "lora", known + made) == RATES["lora"][0]
+    text = study.table(known + made)
+    assert jobs[2].seed == STUDY_SEED
+    assert "+5.00%" in text
+    assert "A frozen" in text

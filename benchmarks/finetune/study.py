@@ -1,0 +1,73 @@
+"""Runs that change one thing of a plan with adapters: local steps, codec, outer rates, frozen A.
+
+The controller's loss table for adapters is set from these runs. All have two sites, one seed that
+no quoted row has, and the learning rate of synchronous training. Keys that an entry sets are
+pinned; the controller chooses the others for a link that lets exchanges land early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import common
+from benchmarks.finetune.rows import BASELINE, STEPS, STUDY_SEED, Entry, Job, best_rate, entries
+from benchmarks.quality.rows import DECLARED, Settings
+
+Row = dict[str, Any]
+
+FAST_LINK = 1
+"""Reduction for which the link is declared: synchronous training would just fit."""
+
+
+def _plan(inner_steps: int, codec: str, learning_rate: float, momentum: float) -> Settings:
+    return {
+        **DECLARED,
+        "outer.inner_steps": inner_steps,
+        "compression.codec": codec,
+        "outer.learning_rate": learning_rate,
+        "outer.momentum": momentum,
+    }
+
+
+FROZEN: Settings = {"adapter.freeze_a": True}
+PLANS: Mapping[str, Settings] = {
+    "H 8, none, 1/0": _plan(8, "none", 1.0, 0.0),
+    "H 8, topk:41, 1/0": _plan(8, "topk:41", 1.0, 0.0),
+    "H 8, none, .7/.9": _plan(8, "none", 0.7, 0.9),
+    "H 8, none, .8/.5": _plan(8, "none", 0.8, 0.5),
+    "H 8, topk:41, .8/.5": _plan(8, "topk:41", 0.8, 0.5),
+    "H 8, none, 1/0, A frozen": {**_plan(8, "none", 1.0, 0.0), **FROZEN},
+    "H 32, none, 1/0": _plan(32, "none", 1.0, 0.0),
+    "H 1, topk:41, 1/0": _plan(1, "topk:41", 1.0, 0.0),
+    "H 1, topk:10, 1/0": _plan(1, "topk:10", 1.0, 0.0),
+    "H 8, topk:10, 1/0": _plan(8, "topk:10", 1.0, 0.0),
+    "H 2, none, 1/0": _plan(2, "none", 1.0, 0.0),
+}
+"""By label: round, codec, outer learning rate and momentum."""
+
+
+def jobs(rows: Sequence[Row]) -> list[Job]:
+    """Return the runs of the study; none before synchronous training has its trials in `rows`."""
+    baseline = entries("lora")[0]
+    rate = best_rate(baseline, "lora", list(rows))
+    if rate is None:
+        return []
+    frozen = Entry(f"{BASELINE}, A frozen", baseline.method, {**baseline.settings, **FROZEN})
+    found = [baseline, frozen]
+    found += [Entry(label, "dilocox", plan, FAST_LINK) for label, plan in PLANS.items()]
+    return [Job(entry, "lora", 2, STUDY_SEED, rate, STEPS) for entry in found]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the study's rows as aligned text, with the gap to synchronous training."""
+    mine = [row for row in rows if row["seed"] == STUDY_SEED]
+    base = next((row["val_loss"] for row in mine if row["label"] == BASELINE), None)
+    lines = [
+        {**row, "gap": row["val_loss"] / base - 1 if base and row["val_loss"] else None}
+        for row in mine
+    ]
+    columns = {
+        "label": "s", "plans": "s", "val_loss": ".4f", "gap": "+.2%", "reduction_total": ",.1f",
+    }  # fmt: skip
+    return common.table(lines, columns)
