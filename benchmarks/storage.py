@@ -92,7 +92,7 @@ class Storage:
             "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
         }  # fmt: skip
         server = ["-m", "moto.server", "-H", lab.address(HUB), "-p", str(PORT)]
-        self._start(HUB, server, subprocess.DEVNULL)
+        self.server = self._start(HUB, server, subprocess.DEVNULL)
         make = ["-c", "import s3fs; s3fs.S3FileSystem().mkdir('runs')"]
         end = time.monotonic() + PATIENCE
         while self._start(SITES[0], make, subprocess.DEVNULL).wait() != 0:
@@ -127,13 +127,17 @@ def order(pairs: int) -> list[bool]:
 class Stretches:
     """A publisher that stands still in one stretch of each pair, and how long each stretch took."""
 
-    def __init__(self, process: subprocess.Popen[str], pairs: int) -> None:
+    def __init__(self, process: subprocess.Popen[str], server: int, pairs: int) -> None:
+        """`server`: process id of the S3 server."""
         self.process = process
+        self._server = server
         self.beside_seconds = 0.0
         """Time in which the publisher could send."""
         self._order = order(pairs)
-        self._ends: list[tuple[float, float]] = []
-        """Unix time of each end of a stretch, and the publisher's CPU seconds until then."""
+        self._waited = 0.0
+        self._ends: list[tuple[float, float, float, float]] = []
+        """Of each end of a stretch: Unix time; the publisher's and the server's CPU seconds until
+        then; seconds for which training has waited for the network until then."""
         self._since: float | None = time.time()
 
     def round_ended(self, record: Mapping[str, Any]) -> None:
@@ -143,10 +147,12 @@ class Stretches:
         """
         if self.process.poll() is not None:
             raise LabError("publishing has failed")
+        self._waited += record["wait_seconds"]
         stretch, within = divmod(record["round"] + 1 - WARM_UP, STRETCH)
         if stretch < 0 or within:
             return
-        self._ends.append((record["time"], common.cpu_seconds(self.process.pid)))
+        used = (common.cpu_seconds(process) for process in (self.process.pid, self._server))
+        self._ends.append((record["time"], *used, self._waited))
         self._let(stretch < len(self._order) and self._order[stretch])
 
     def end(self) -> None:
@@ -166,18 +172,24 @@ class Stretches:
     def pairs(self, quota: float) -> Iterator[common.Row]:
         """Yield a row of each pair of stretches. `quota`: the site's processor cores."""
         tokens = STRETCH * INNER_STEPS * BATCH * SEQUENCE_LENGTH * len(SITES)
-        lengths = [(end - begin, cpu - before) for (begin, before), (end, cpu)
-                   in itertools.pairwise(self._ends)]  # fmt: skip
+        lengths = [
+            [after - before for before, after in zip(begin, end, strict=True)]
+            for begin, end in itertools.pairwise(self._ends)
+        ]
         for first in range(0, len(lengths) - 1, 2):
             with_it, without = lengths[first : first + 2]
             if not self._order[first]:
                 with_it, without = without, with_it
+            beside, alone = with_it[0], without[0]
             yield {
                 "pair": first // 2,
-                "alone": round(tokens / without[0], 1),
-                "beside": round(tokens / with_it[0], 1),
-                "ratio": round(without[0] / with_it[0], 4),
-                "publisher_cpu_share": round(with_it[1] / with_it[0] / quota, 4),
+                "alone": round(tokens / alone, 1),
+                "beside": round(tokens / beside, 1),
+                "ratio": round(alone / beside, 4),
+                "publisher_cpu_share": round(with_it[1] / beside / quota, 4),
+                "server_cores": round(with_it[2] / beside, 4),
+                "wait_alone": round(without[3] / alone, 4),
+                "wait_beside": round(with_it[3] / beside, 4),
             }
 
 
@@ -194,7 +206,7 @@ def measure(root: Path, pairs: int) -> tuple[list[common.Row], common.Row]:
 
         def on_record(record: dict[str, Any]) -> None:
             if not beside:
-                beside.append(Stretches(storage.publish(config.folder), pairs))
+                beside.append(Stretches(storage.publish(config.folder), storage.server.pid, pairs))
             if record.get("kind") == "round" and record.get("site") == SITES[0]:
                 beside[0].round_ended(record)
                 if (record["round"] + 1) % 50 == 0:
@@ -221,7 +233,10 @@ def summary(rows: Sequence[common.Row]) -> common.Row:
             "high": round(middle.high, 4), "mean": round(statistics.fmean(ratios), 4),
             "standard_error": round(error, 4),
         },
-        "publisher_cpu_share": round(statistics.fmean(r["publisher_cpu_share"] for r in rows), 4),
+        **{
+            name: round(statistics.fmean(row[name] for row in rows), 4)
+            for name in ("publisher_cpu_share", "server_cores", "wait_alone", "wait_beside")
+        },
     }  # fmt: skip
 
 
@@ -231,6 +246,9 @@ COLUMNS = {
     "beside": ",.1f",
     "ratio": ".3f",
     "publisher_cpu_share": ".2%",
+    "server_cores": ".3f",
+    "wait_alone": ".2%",
+    "wait_beside": ".2%",
 }
 
 
