@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,12 +71,14 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> Publisher:
         for number in range(config.outer.rounds):
             clock[0] += 2.5 if made.running else 2.0
             on_record({"kind": "round", "round": number, "site": lab.sites[1], "time": -1.0})
-            on_record({"kind": "round", "round": number, "site": lab.sites[0], "time": clock[0]})
+            mine = {"time": clock[0], "wait_seconds": 0.25 if made.running else 0.0}
+            on_record({"kind": "round", "round": number, "site": lab.sites[0], **mine})
             on_record({"kind": "round", "round": number})
 
     class FakeStorage:
-        def __init__(self, lab: FakeLab) -> None:
-            assert lab.link == storage.LINK
+        def __init__(self, lab: FakeLab, apart: bool) -> None:
+            assert (lab.link, apart) == (storage.LINK, False)
+            self.server = SimpleNamespace(pid=8)
 
         def publish(self, folder: Path) -> Any:
             return made
@@ -90,7 +93,9 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> Publisher:
     }.items():  # fmt: skip
         monkeypatch.setattr(storage, name, fake)
     monkeypatch.setattr("time.time", lambda: clock[0])
-    monkeypatch.setattr(storage.common, "cpu_seconds", lambda pid: made.taken())
+    monkeypatch.setattr(
+        storage.common, "cpu_seconds", lambda pid: made.taken() if pid == 7 else clock[0] / 5
+    )
     monkeypatch.setattr(storage.common, "machine", lambda: {"cores": 2})
     monkeypatch.setattr(storage.common, "end_on_signals", lambda: None)
     return made
@@ -109,6 +114,8 @@ def test_each_pair_has_one_stretch_with_a_publisher(
     assert [row["ratio"] for row in written["rows"]] == [0.8] * 3
     assert [row["publisher_cpu_share"] for row in written["rows"]] == [0.02] * 3  # of half a core
     found = written["settings"]["found"]
+    assert (found["wait_alone"], found["wait_beside"]) == (0.0, 0.1)
+    assert found["server_cores"] == 0.2
     assert (found["ratio"]["mean"], found["ratio"]["standard_error"]) == (0.8, 0.0)
     # It was let in the warm-up and in three stretches of ten rounds.
     assert found["published_mbit"] == pytest.approx(8 / (2.5 * (storage.WARM_UP + 30)), abs=1e-3)

@@ -20,7 +20,7 @@ from tests.support.older_record import resign
 
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.record.bundles.fetch import fetched, is_bundled
-from dilocox.record.bundles.place import Place
+from dilocox.record.bundles.place import AT_ONCE, Place
 from dilocox.record.bundles.publication import INDEX, Publication
 from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import Store, Stores
@@ -116,6 +116,26 @@ def test_a_cut_upload_goes_on(run: Path, url: str, monkeypatch: pytest.MonkeyPat
     parts = [path for path in written if path != INDEX]
     assert len(set(parts)) == len(parts)
     assert written.count(INDEX) == 3
+    same_claims(run, url)
+
+
+def test_a_new_upload_asks_for_a_few_parts_alone(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each part costs is one call that writes it, and one that looks whether it is whole."""
+    monkeypatch.setattr(bundle_file, "PART_SIZE", 2_000)
+    asked: list[str] = []
+
+    class Counted(Place):
+        def size(self, path: str) -> int | None:
+            asked.append(path)
+            return super().size(path)
+
+    publish_once(publisher(run, Counted(url)))
+    published = index(url).bundles
+    parts = sum(len(bundle.parts) for bundle in published)
+    assert parts > 4 * AT_ONCE * len(published)
+    assert parts <= len(asked) <= parts + 2 * AT_ONCE * len(published)
     same_claims(run, url)
 
 

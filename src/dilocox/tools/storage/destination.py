@@ -7,7 +7,7 @@ from typing import Protocol
 
 from dilocox.errors import RecordError
 from dilocox.record.bundles.fetch import BadBundleError, OtherIndexError, read_index
-from dilocox.record.bundles.place import Place, in_order
+from dilocox.record.bundles.place import AT_ONCE, Place, in_order
 from dilocox.record.bundles.publication import INDEX, Bundle, Publication
 from dilocox.tools.storage.bundle_file import BundleFile
 from dilocox.tools.storage.uplink import Uplink
@@ -78,13 +78,18 @@ class FilesDestination:
     def send(self, file: BundleFile, bundle: Bundle, uplink: Uplink) -> tuple[Bundle, int]:
         """Upload the parts that the storage does not have yet. Raises `RecordError`.
 
-        A part of the right size that is there is read, because it may have other bytes.
+        A part of the right size that is there is read, because it may have other bytes. Parts are
+        sent in order, at most `AT_ONCE` at a time. So once so many are missing, an earlier upload
+        has sent none of the later ones, and the storage is not asked for them.
         """
+        missing: list[str] = []
 
         def send(part: tuple[str, bytes]) -> int:
             path, data = part
-            if self.place.size(path) == len(data) and self.place.get(path, len(data)) == data:
-                return 0
+            if len(missing) < AT_ONCE:
+                if self.place.size(path) == len(data) and self.place.get(path, len(data)) == data:
+                    return 0
+                missing.append(path)
             uplink.take(len(data))
             self.place.put(path, data)
             if self.place.size(path) != len(data):
