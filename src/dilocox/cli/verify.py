@@ -64,11 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--start", type=Path, metavar="FOLDER",
-        help="the model that the run started from (default: model.path of the run file)",
+        help="the model that the run started from (default: model.path of the run file); it makes "
+        "the claim start required, or base if the run trains adapters",
     )  # fmt: skip
     parser.add_argument(
         "--adapters", type=Path, metavar="FOLDER",
-        help="the handover that the run's adapters started from (default: adapter.handover)",
+        help="the handover that the run's adapters started from (default: adapter.handover); it "
+        "makes the claim start required",
     )  # fmt: skip
     parser.add_argument(
         "--key", metavar="NAME+HASH+KEY", help="the log's key, as its owner has told it to you"

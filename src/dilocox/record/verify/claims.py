@@ -217,8 +217,8 @@ payloads; `base` if adapters are trained; `audits` and `beacon` if the run store
 one, the run file names a policy, or the reader gives one; `availability` if the run cuts payloads;
 `anchors` if a chain is asked; `stakes` if, besides, the run admits by stake; `witnesses` if some
 are named; `bundles` if the run is read from bundles. A claim is required if the reader has asked
-for it by naming a chain, witnesses, a policy, a release key, token files, auditors or public
-randomness."""
+for it by naming a chain, witnesses, a policy, a release key, token files, auditors, public
+randomness, or the folder of the weights that the run began from."""
 
 
 def asked(claim: Claim) -> Claim:

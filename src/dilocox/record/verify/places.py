@@ -45,11 +45,17 @@ class Places:
     machines: MachineJudge | None = None
     """Judges evidence of machines; None: the reader has given no policy."""
 
-    @property
-    def asked(self) -> list[c.Claim]:
-        """Claims that the reader has asked for, as required claims; also if the run has no such
-        facts. The claim `beacon` is not among them: only an audited run can have it."""
+    def asked(self, of_adapters: bool) -> list[c.Claim]:
+        """Return the claims that the reader has asked for, as required claims.
+
+        They are required also if the run has no such facts. The claim `beacon` is not among them:
+        only an audited run can have it. `of_adapters`: whether the run trains adapters. `start`
+        then names their base model.
+        """
+        begun = self.adapters is not None or (self.start is not None and not of_adapters)
         given = {
+            c.START: begun,
+            c.BASE: of_adapters and self.start is not None,
             c.RELEASE: self.release_key is not None,
             c.ATTESTATIONS: self.machines is not None,
             c.ANCHORS: self.chain is not None,

@@ -80,6 +80,9 @@ def _unread(found: Fetched, places: Places) -> Report:
         checkpoint="",
         findings=[
             c.Finding(c.BUNDLES, "FAIL", found.fault),
-            *(c.Finding(each, "NOT_RUN", because) for each in (*ALWAYS, *places.asked)),
+            *(
+                c.Finding(each, "NOT_RUN", because)
+                for each in (*ALWAYS, *places.asked(of_adapters=False))
+            ),
         ],
     )

@@ -109,7 +109,7 @@ class _Verification:
         course = self.course
         if course is not None and course.keep != "all":
             findings.insert(7, self._judge(c.HISTORY, self.history))
-        if course is not None and course.config.get("adapter") is not None:
+        if self._trains_adapters():
             findings.append(self._judge(c.BASE, self.base))
         places = self.places
         if course is not None and (self._audited(course) or places.auditors):
@@ -136,13 +136,17 @@ class _Verification:
             findings=findings,
         )
 
+    def _trains_adapters(self) -> bool:
+        return self.course is not None and self.course.config.get("adapter") is not None
+
     def _audited(self, course: RunHistory) -> bool:
         every = course.states_every
         return every > 0 or bool(course.verdicts) or (self.places.run / "record" / FOLDER).is_dir()
 
     def _judge(self, claim: c.Claim, check: Callable[[], str]) -> c.Finding:
         verdict: c.Verdict = "PASS"
-        claim = next((each for each in self.places.asked if each.name == claim.name), claim)
+        asked = self.places.asked(self._trains_adapters())
+        claim = next((each for each in asked if each.name == claim.name), claim)
         try:
             reason = check()
         except c.NotRunError as why:
