@@ -43,10 +43,8 @@ def base(shared_workshop: Workshop) -> Path:
 
 
 def words(workshop: Workshop, base: Path, name: str, *sets: str) -> list[str]:
-    """The command line of a run with adapters. All such runs share one run file."""
-    model = MODEL.format(base=base)
-    found = workshop.run_file("adapters", *DATA, *sets, model=model)
-    return [f"run.name={name}" if word == "run.name=adapters" else word for word in found]
+    """The command line of a run with adapters."""
+    return workshop.run_file(name, *DATA, *sets, model=MODEL.format(base=base))
 
 
 @pytest.mark.runs
