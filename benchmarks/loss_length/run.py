@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from dilocox.outer.outer_step import Rule, local_view, nesterov_step
 
 CLIP, DECAY, BETAS, EPS = 1.0, 0.1, (0.9, 0.95), 1e-8
 SYNCHRONOUS = "synchronous"
+Moments = Literal["rows", "factored", "none"]
+"""What sites share of second moments at a boundary. `rows`: as in the engine, the mean of each row,
+once in `PERIOD` rounds. `factored`: means of all rows and columns; sites keep nothing else."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,15 @@ class Inner:
         flat.mul_(1 - rate * self._decay)
         flat.addcdiv_(self.first, root, value=-rate / (1 - BETAS[0] ** self._taken))
 
+    def factor_moments(self) -> None:
+        """Give all copies one second moment: per matrix, the product of row means and column means
+        of the mean over copies, divided by the mean of all."""
+        for second in views(self.second).values():
+            if second.dim() > 2:
+                mean = second.mean(0)
+                rows, columns = mean.mean(-1, keepdim=True), mean.mean(-2, keepdim=True)
+                second.copy_((rows * columns / mean.mean().clamp(min=1e-30)).expand_as(second))
+
     def share_moments(self, due: int) -> None:
         """Scale every `PERIOD`th row of second moments, from `due` on, to the mean over copies."""
         for second in views(self.second).values():
@@ -115,14 +128,22 @@ class Inner:
                 rows *= torch.where(means > 0, means.mean(0) / means, 1.0)
 
 
-def train(text: Text, plan: Plan, rate: float, steps: int, seed: int, outside: Outside) -> float:
+def train(
+    text: Text,
+    plan: Plan,
+    rate: float,
+    steps: int,
+    seed: int,
+    outside: Outside,
+    moments: Moments = "rows",
+) -> float:
     """Train, and return the held-out loss of the anchor after `steps` inner steps of every site."""
     draw = torch.Generator().manual_seed(seed)
     synchronous = plan.inner_steps == 0
     copies = 1 if synchronous else SITES
     live = first_weights(seed).repeat(copies, 1).requires_grad_()
     inner = Inner(copies, rate, steps)
-    outer = None if synchronous else Outer(live.detach(), plan, steps, outside)
+    outer = None if synchronous else Outer(live.detach(), plan, steps, outside, moments)
     for taken in range(1, steps + 1):
         ids = text.batch(draw)
         if synchronous:
@@ -141,7 +162,10 @@ def train(text: Text, plan: Plan, rate: float, steps: int, seed: int, outside: O
 class Outer:
     """Anchor, momentum, residuals and the average in flight: one fragment, overlap `keep`."""
 
-    def __init__(self, live: Tensor, plan: Plan, steps: int, outside: Outside) -> None:
+    def __init__(
+        self, live: Tensor, plan: Plan, steps: int, outside: Outside, moments: Moments = "rows"
+    ) -> None:
+        self._moments = moments
         self.anchor = live[0].clone()
         self._momentum = torch.zeros_like(self.anchor)
         self._reference = live.clone()
@@ -171,7 +195,10 @@ class Outer:
         sent = torch.stack([self._through(each) for each in wanted])
         self._residual = wanted - sent
         self._mean = sent.mean(0)
-        inner.share_moments(self._rounds % PERIOD)
+        if self._moments == "rows":
+            inner.share_moments(self._rounds % PERIOD)
+        elif self._moments == "factored":
+            inner.factor_moments()
         self._rounds += 1
 
     def _through(self, values: Tensor) -> Tensor:

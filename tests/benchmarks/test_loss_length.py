@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.common import Row
 from benchmarks.loss_length import command as loss_length
+from benchmarks.loss_length import mixed
 from benchmarks.loss_length.command import Job, best, jobs
 from benchmarks.loss_length.model import LAYOUT, SITES, Text, first_weights, losses, views
 from benchmarks.loss_length.run import Inner, Outer, Outside, Plan, reduction, train
@@ -154,3 +156,48 @@ def test_a_short_run_learns_and_is_the_same_again() -> None:
         torch.set_num_threads(before)
     assert found[0] == found[1]
     assert max(found) < 5.3  # 5.5 before
+
+
+def test_factored_moments_are_equal_and_keep_the_means_of_rows_and_columns() -> None:
+    inner = Inner(SITES, 1e-3, 10)
+    draw = torch.Generator().manual_seed(0)
+    inner.second.copy_(torch.rand(inner.second.shape, generator=draw))
+    before = {name: view.mean(0) for name, view in views(inner.second.clone()).items()}
+    inner.factor_moments()
+    for name, after in views(inner.second).items():
+        if after.dim() > 2:
+            assert torch.equal(after, after[:1].expand_as(after))
+            for dim in (-1, -2):
+                means = before[name].mean(dim)
+                assert torch.allclose(after[0].mean(dim), means, rtol=1e-5)
+            assert torch.linalg.matrix_rank(after[0]) == 1
+        else:
+            assert not torch.equal(after[0], after[1])  # vectors are a site's own
+
+
+def test_held_out_blocks_are_not_trained_on(tmp_path: Path) -> None:
+    content = b"".join(bytes([number % 251]) * mixed.BLOCK for number in range(60))
+    train_on, held = mixed.divided(content)
+    assert len(train_on) + len(held) == len(content)
+    assert [held[at] for at in range(0, len(held), mixed.BLOCK)] == [0, 25, 50]
+    assert not set(held) & set(train_on)
+    files = []
+    for name in "abcd":
+        files.append(tmp_path / name)
+        files[-1].write_bytes(name.encode() + content)
+    own, same = (mixed.read(tuple(files), iid) for iid in (False, True))
+    assert [chr(int(part[0])) for part in own.parts] == ["\0"] * 4  # the first block is held out
+    assert [len(part) for part in same.parts] == [sum(len(part) for part in own.parts)] * 4
+    assert torch.equal(own.held_out, same.held_out)
+
+
+def test_a_gap_is_to_the_best_synchronous_row() -> None:
+    sparse = {"plan": "H=2 topk:7", "moments": "rows", "iid": False, "reduction": 500.0}
+    base = {"plan": mixed.SYNCHRONOUS, "moments": "none", "iid": False, "reduction": 1.0}
+    rows = [
+        {**base, "rate": 1e-3, "loss": 2.0}, {**base, "rate": 2e-3, "loss": 2.5},
+        {**sparse, "rate": 1e-3, "loss": 2.2}, {**sparse, "rate": 2e-3, "loss": 2.4},
+    ]  # fmt: skip
+    text = mixed.report(rows)
+    assert "+10.0%" in text
+    assert "2.4" not in text

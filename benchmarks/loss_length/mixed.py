@@ -1,0 +1,160 @@
+"""Simulates what text that differs from site to site costs, and what sites share of second moments.
+
+The simulation is that of `benchmarks.loss_length`. --domains names four text files, one per site;
+with --iid each site has all of them. Of every 25 blocks of 4,096 bytes one is held out.
+
+A row is one plan at one inner rate, with one way to share second moments (`run.Moments`). `gap` is
+the loss over the lowest loss of synchronous training with the same text and length, less one; so
+synchronous training is tuned, and the rate of each row is its own. Outer rates are those of the
+controller's table. A row takes half a minute on one idle core.
+
+Rows are written as they are made; started again with the same --json, the benchmark continues.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks import common
+from benchmarks.loss_length.model import HELD_OUT, LENGTH, SITES, Text
+from benchmarks.loss_length.run import SYNCHRONOUS, Moments, Outside, Plan, reduction, train
+
+STEPS = 2500
+SEED = 0
+BLOCK, EVERY = 4096, 25
+"""Bytes of a block of text, and number of blocks of which one is held out."""
+CHARACTERS = 1_500_000
+"""Bytes that are used of each domain."""
+RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+PLANS: Sequence[tuple[Plan, Moments]] = (
+    (Plan(0, ""), "none"),
+    (Plan(2, "topk:7"), "none"),
+    (Plan(2, "topk:7"), "rows"),
+    (Plan(2, "topk:7"), "factored"),
+    (Plan(2, "topk:28"), "rows"),
+    (Plan(2, "topk:28"), "factored"),
+    (Plan(8, "topk:28"), "rows"),
+    (Plan(8, "topk:28"), "factored"),
+    (Plan(2, "none"), "rows"),
+    (Plan(2, "none"), "factored"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to make."""
+
+    plan: Plan
+    moments: Moments
+    rate: float
+    iid: bool
+
+    @property
+    def key(self) -> dict[str, object]:
+        """The fields that identify the row, beside the text."""
+        return {
+            "plan": self.plan.name, "moments": self.moments, "rate": self.rate, "iid": self.iid,
+            "steps": STEPS, "seed": SEED,
+        }  # fmt: skip
+
+
+def divided(content: bytes) -> tuple[bytes, bytes]:
+    """Return the text to train on, and the held-out text."""
+    blocks = [content[at : at + BLOCK] for at in range(0, len(content), BLOCK)]
+    train_on = [block for number, block in enumerate(blocks) if number % EVERY]
+    return b"".join(train_on), b"".join(blocks[::EVERY])
+
+
+@functools.cache
+def read(domains: tuple[Path, ...], iid: bool) -> Text:
+    """Return the text of each site. Raises `OSError`."""
+    parts, held = [], []
+    for path in domains:
+        mine, aside = (
+            torch.frombuffer(bytearray(each), dtype=torch.uint8)
+            for each in divided(path.read_bytes()[:CHARACTERS])
+        )
+        starts = torch.linspace(0, len(aside) - LENGTH - 1, HELD_OUT).long()
+        parts.append(mine)
+        held.append(aside[starts[:, None] + torch.arange(LENGTH + 1)].long())
+    return Text([torch.cat(parts)] * SITES if iid else parts, torch.cat(held))
+
+
+def make(job: Job, domains: tuple[Path, ...]) -> common.Row:
+    """Make a row."""
+    began = time.monotonic()
+    text, outside = read(domains, job.iid), Outside.of_table(job.plan, STEPS)
+    loss = train(text, job.plan, job.rate, STEPS, SEED, outside, job.moments)
+    return {
+        **job.key, "loss": loss, "reduction": reduction(job.plan),
+        "seconds": round(time.monotonic() - began, 1), "commit": common.commit(),
+    }  # fmt: skip
+
+
+def report(rows: Sequence[common.Row]) -> str:
+    """Return the best row of each plan as a table."""
+    best: dict[tuple[object, ...], common.Row] = {}
+    for row in sorted(rows, key=lambda row: float(row["loss"]), reverse=True):
+        best[row["iid"], row["plan"], row["moments"]] = row
+    base = {iid: row["loss"] for (iid, plan, _), row in best.items() if plan == SYNCHRONOUS}
+    lines = [
+        {**row, "gap": row["loss"] / base[row["iid"]] - 1 if row["iid"] in base else None}
+        for row in sorted(best.values(), key=lambda row: (row["iid"], row["loss"]))
+    ]
+    columns = {
+        "iid": str, "plan": "s", "moments": "s", "reduction": ",.0f", "rate": "g", "loss": ".4f",
+        "gap": "+.1%",
+    }  # fmt: skip
+    return common.table(lines, columns)
+
+
+def main() -> int:
+    """Make what is missing, print and write the rows. Returns the exit code."""
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--domains", nargs=SITES, type=Path, required=True, metavar="FILE")
+    parser.add_argument("--iid", action="store_true", help="the same text at all sites")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--plans", nargs="+", metavar="NAME", help="such as 'H=2 topk:7'")
+    options = parser.parse_args()
+    common.end_on_signals()
+    missing = [str(path) for path in options.domains if not path.is_file()]
+    if common.cannot("loss_length.mixed", f"no such file: {missing[0]}" if missing else None):
+        return common.CANNOT
+    domains = tuple(path.resolve() for path in options.domains)
+    texts = [hashlib.sha256(path.read_bytes()[:CHARACTERS]).hexdigest() for path in domains]
+    on = common.machine()
+    settings = {
+        "sites": SITES, "steps": STEPS, "domains": [path.stem for path in domains], "sha256": texts
+    }  # fmt: skip
+    rows = common.read_rows(options.json, "loss_length_mixed", settings)
+    wanted = [
+        Job(plan, moments, rate, options.iid)
+        for plan, moments in (PLANS[:4] if options.quick else PLANS)
+        for rate in options.rates
+        if not options.plans or plan.name in options.plans
+    ]
+    wanted = [job for job in wanted if not any(row.items() >= job.key.items() for row in rows)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(on["cores"], context, torch.set_num_threads, (1,)) as pool:
+        for done in as_completed([pool.submit(make, job, domains) for job in wanted]):
+            row = done.result()
+            rows.append(row)
+            common.say(f"{row['plan']}, {row['moments']}, {row['rate']:g}: {row['loss']:.4f}")
+            if options.json is not None:
+                common.write_json(options.json, "loss_length_mixed", on, settings, rows)
+    print(report(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
