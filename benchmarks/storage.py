@@ -272,6 +272,7 @@ def main() -> int:
     """Measure, print and write. Returns 1 if a run could not be measured."""
     parser = common.parser(__doc__ or "")
     parser.add_argument("--apart", action="store_true", help="publish outside of the site's quota")
+    parser.add_argument("--pairs", type=int, metavar="N", help=f"pairs (default: {PAIRS})")
     options = parser.parse_args()
     common.end_on_signals()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -279,7 +280,7 @@ def main() -> int:
     if common.cannot("storage", lacking):
         return common.CANNOT
     on = common.machine()
-    pairs = QUICK_PAIRS if options.quick else PAIRS
+    pairs = options.pairs or (QUICK_PAIRS if options.quick else PAIRS)
     with tempfile.TemporaryDirectory(prefix="dilocox-storage-") as folder:
         try:
             rows, published = measure(Path(folder), pairs, options.apart)
