@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -111,7 +112,7 @@ def report(rows: Sequence[common.Row]) -> str:
         {**row, "gap": row["loss"] / base[row["iid"]] - 1 if row["iid"] in base else None}
         for row in sorted(best.values(), key=lambda row: (row["iid"], row["loss"]))
     ]
-    columns = {
+    columns: dict[str, Any] = {
         "iid": str, "plan": "s", "moments": "s", "reduction": ",.0f", "rate": "g", "loss": ".4f",
         "gap": "+.1%",
     }  # fmt: skip
