@@ -112,12 +112,12 @@ class Storage:
         command = ["-m", "dilocox", "publish", str(folder), "--to", f"s3://runs/{folder.name}"]
         command += ["--every", "1", "--follow", "--limit", f"{LIMIT_MBIT}mbit"]
         if not self._apart:
-            return self._start(SITES[0], command, subprocess.PIPE)
+            return self._start(SITES[0], command, subprocess.DEVNULL)
         outside = self._lab.network.command(SITES[0], [sys.executable, *command])
+        quiet = subprocess.DEVNULL
         return subprocess.Popen(
-            outside, env=self._settings, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            outside, env=self._settings, text=True, stdin=quiet, stdout=quiet, stderr=quiet
+        )
 
     def size(self, name: str) -> int:
         """Return the bytes that are published of run `name`."""
@@ -228,9 +228,13 @@ def measure(root: Path, pairs: int, apart: bool) -> tuple[list[common.Row], comm
                 if (record["round"] + 1) % 50 == 0:
                     common.say(f"round {record['round'] + 1} of {config.outer.rounds}")
 
-        run(lab, config, warm_up=WARM_UP, on_record=on_record)
+        try:
+            run(lab, config, warm_up=WARM_UP, on_record=on_record)
+        finally:
+            # The lab ends what is under a quota. A publisher apart is not.
+            for each in beside:
+                each.end()
         (stretches,) = beside
-        stretches.end()
         size = storage.size(config.folder.name)
         rows = list(stretches.pairs(lab.quotas[SITES[0]]))
     seconds = stretches.beside_seconds
@@ -274,13 +278,15 @@ def main() -> int:
     parser.add_argument("--apart", action="store_true", help="publish outside of the site's quota")
     parser.add_argument("--pairs", type=int, metavar="N", help=f"pairs (default: {PAIRS})")
     options = parser.parse_args()
+    pairs = options.pairs or (QUICK_PAIRS if options.quick else PAIRS)
+    if pairs < 2:
+        parser.error("--pairs: a standard error needs at least two pairs")
     common.end_on_signals()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     lacking = f"not installed: {', '.join(missing)}" if missing else unsupported_reason()
     if common.cannot("storage", lacking):
         return common.CANNOT
     on = common.machine()
-    pairs = options.pairs or (QUICK_PAIRS if options.quick else PAIRS)
     with tempfile.TemporaryDirectory(prefix="dilocox-storage-") as folder:
         try:
             rows, published = measure(Path(folder), pairs, options.apart)

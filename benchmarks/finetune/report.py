@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import common
-from benchmarks.finetune.rows import BASELINE, STUDY_SEED, TRIAL_SEED
+from benchmarks.finetune.rows import BASELINE, UNQUOTED
 
 Row = dict[str, Any]
 
@@ -19,7 +19,7 @@ def summarised(rows: Sequence[Row], parameters: Mapping[str, int]) -> list[Row]:
     sites and seed, less one; `gap_spread` is the half range. `of_full` is the reduction against
     synchronous training of all parameters. Rows of trials and of the study do not count.
     """
-    quoted = [row for row in rows if row["seed"] not in (TRIAL_SEED, STUDY_SEED)]
+    quoted = [row for row in rows if row["seed"] not in UNQUOTED]
     cells: dict[tuple[str, int, str], list[Row]] = {}
     for row in quoted:
         cells.setdefault((row["mode"], row["sites"], row["label"]), []).append(row)

@@ -24,7 +24,8 @@ ROUND = 16
 SEEDS = (0, 1, 2)
 TRIAL_SEED = 1000
 STUDY_SEED = 2000
-"""Seed of the runs of `study`."""
+UNQUOTED = (TRIAL_SEED, STUDY_SEED)
+"""Seeds of the runs that choose the learning rate, and of the runs of `study`."""
 RATES: Mapping[Mode, tuple[float, ...]] = {
     "lora": (3e-4, 1e-3, 3e-3),
     "full": (1e-5, 3e-5, 1e-4),
@@ -74,7 +75,7 @@ class Job:
     @property
     def is_trial(self) -> bool:
         """Whether the run only serves to choose rates. It is not quoted, and answers no task."""
-        return self.seed in (TRIAL_SEED, STUDY_SEED)
+        return self.seed in UNQUOTED
 
     def link(self, trained: int) -> str | None:
         """Return the declared link of a run that trains so many parameters, or None."""

@@ -1,8 +1,9 @@
 """Runs that change one thing of a plan with adapters: local steps, codec, outer rates, frozen A.
 
-The controller's loss table for adapters is set from these runs. All have two sites, one seed that
-no quoted row has, and the learning rate of synchronous training. Keys that an entry sets are
-pinned; the controller chooses the others for a link that lets exchanges land early.
+The controller has no loss table for adapters yet; these runs are to show what such a table should
+hold. All runs have two sites, one seed that no quoted row has, and the learning rate of synchronous
+training. Keys that an entry sets are pinned. The controller chooses the others for a link on which
+exchanges land early.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from benchmarks import common
 from benchmarks.loss_length.model import BATCH, HELD_OUT, LENGTH, SITES, Text, shapes
 from benchmarks.loss_length.run import SYNCHRONOUS, Outside, Plan, reduction, train
 
+J = TypeVar("J")
 RESULTS = common.RESULTS / "loss_length-cpu.json"
 LENGTHS = (640, 3300)
 """Inner steps of the runs."""
@@ -121,7 +122,7 @@ def _best_rate(rows: Sequence[common.Row], plan: Plan, steps: int, seed: int, ii
     """Return the best inner rate of a plan in runs of `steps` steps."""
     wanted = (plan.name, steps, seed, iid)
     same = [row for row in rows if _run_of(row) == wanted]
-    return float(min(same, key=_loss)["rate"])
+    return float(min(same, key=loss_of)["rate"])
 
 
 def _run_of(row: common.Row) -> tuple[object, ...]:
@@ -129,19 +130,20 @@ def _run_of(row: common.Row) -> tuple[object, ...]:
     return row["plan"], row["steps"], row["seed"], row["iid"]
 
 
-def _loss(row: common.Row) -> float:
+def loss_of(row: common.Row) -> float:
+    """Return the row's loss; infinity if the run has diverged."""
     return math.inf if row["loss"] is None else float(row["loss"])
 
 
 def best(rows: Sequence[common.Row]) -> list[common.Row]:
     """Return the best row of every plan, length, seed and choice of text, with its gap."""
     chosen: dict[tuple[object, ...], common.Row] = {}
-    for row in sorted(rows, key=_loss, reverse=True):
+    for row in sorted(rows, key=loss_of, reverse=True):
         chosen[_run_of(row)] = row
     found = []
     for (_, *same), row in chosen.items():
         base = chosen.get((SYNCHRONOUS, *same))
-        gap = None if base is None else _loss(row) / _loss(base) - 1
+        gap = None if base is None else loss_of(row) / loss_of(base) - 1
         found.append({**row, "gap": gap})
     return sorted(found, key=lambda row: (row["iid"], row["steps"], row["seed"], row["reduction"]))
 
@@ -170,12 +172,14 @@ def _make(job: Job) -> common.Row:
     }
 
 
-def made(wanted: Sequence[Job], workers: int) -> Iterator[common.Row]:
-    """Make the rows of the jobs, and yield each when it is complete."""
+def made(
+    make: Callable[[J], common.Row], wanted: Sequence[J], workers: int
+) -> Iterator[common.Row]:
+    """Make the rows of the jobs by `make`, in processes, and yield each when it is complete."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
         try:
-            for done in as_completed([pool.submit(_make, job) for job in wanted]):
+            for done in as_completed([pool.submit(make, job) for job in wanted]):
                 yield done.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -223,7 +227,7 @@ def main() -> int:
         "sequence_length": LENGTH, "held_out": SITES * HELD_OUT,
     }  # fmt: skip
     while wanted := jobs(rows, plans, lengths, options.seed, options.rates, outside, options.iid):
-        for number, row in enumerate(made(wanted, on["cores"])):
+        for number, row in enumerate(made(_make, wanted, on["cores"])):
             rows.append(row)
             if path is not None:
                 common.write_json(path, "loss_length", on, settings, rows)

@@ -9,33 +9,32 @@ synchronous training is tuned, and the rate of each row is its own. Outer rates 
 controller's table. A row takes half a minute on one idle core.
 
 Rows are written as they are made; started again with the same --json, the benchmark continues.
+--quick has the plans of one number of bytes alone.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import multiprocessing
+import math
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import common
-from benchmarks.loss_length.model import HELD_OUT, LENGTH, SITES, Text
+from benchmarks.loss_length.command import loss_of, made
+from benchmarks.loss_length.model import SITES, Text
 from benchmarks.loss_length.run import SYNCHRONOUS, Moments, Outside, Plan, reduction, train
 
 STEPS = 2500
 SEED = 0
 BLOCK, EVERY = 4096, 25
 """Bytes of a block of text, and number of blocks of which one is held out."""
-CHARACTERS = 1_500_000
-"""Bytes that are used of each domain."""
+DOMAIN_BYTES = 1_500_000
+"""Largest number of bytes that are used of each domain."""
 RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 PLANS: Sequence[tuple[Plan, Moments]] = (
     (Plan(0, ""), "none"),
@@ -79,25 +78,20 @@ def divided(content: bytes) -> tuple[bytes, bytes]:
 @functools.cache
 def read(domains: tuple[Path, ...], iid: bool) -> Text:
     """Return the text of each site. Raises `OSError`."""
-    parts, held = [], []
-    for path in domains:
-        mine, aside = (
-            torch.frombuffer(bytearray(each), dtype=torch.uint8)
-            for each in divided(path.read_bytes()[:CHARACTERS])
-        )
-        starts = torch.linspace(0, len(aside) - LENGTH - 1, HELD_OUT).long()
-        parts.append(mine)
-        held.append(aside[starts[:, None] + torch.arange(LENGTH + 1)].long())
-    return Text([torch.cat(parts)] * SITES if iid else parts, torch.cat(held))
+    return Text.of([divided(_content(path)) for path in domains], iid)
 
 
-def make(job: Job, domains: tuple[Path, ...]) -> common.Row:
-    """Make a row."""
+def _content(path: Path) -> bytes:
+    return path.read_bytes()[:DOMAIN_BYTES]
+
+
+def make(domains: tuple[Path, ...], job: Job) -> common.Row:
+    """Make a row. A run that diverged has the loss None."""
     began = time.monotonic()
     text, outside = read(domains, job.iid), Outside.of_table(job.plan, STEPS)
     loss = train(text, job.plan, job.rate, STEPS, SEED, outside, job.moments)
     return {
-        **job.key, "loss": loss, "reduction": reduction(job.plan),
+        **job.key, "loss": loss if math.isfinite(loss) else None, "reduction": reduction(job.plan),
         "seconds": round(time.monotonic() - began, 1), "commit": common.commit(),
     }  # fmt: skip
 
@@ -105,12 +99,12 @@ def make(job: Job, domains: tuple[Path, ...]) -> common.Row:
 def report(rows: Sequence[common.Row]) -> str:
     """Return the best row of each plan as a table."""
     best: dict[tuple[object, ...], common.Row] = {}
-    for row in sorted(rows, key=lambda row: float(row["loss"]), reverse=True):
+    for row in sorted(rows, key=loss_of, reverse=True):
         best[row["iid"], row["plan"], row["moments"]] = row
-    base = {iid: row["loss"] for (iid, plan, _), row in best.items() if plan == SYNCHRONOUS}
+    base = {iid: loss_of(row) for (iid, plan, _), row in best.items() if plan == SYNCHRONOUS}
     lines = [
-        {**row, "gap": row["loss"] / base[row["iid"]] - 1 if row["iid"] in base else None}
-        for row in sorted(best.values(), key=lambda row: (row["iid"], row["loss"]))
+        {**row, "gap": loss_of(row) / base[row["iid"]] - 1 if row["iid"] in base else None}
+        for row in sorted(best.values(), key=lambda row: (row["iid"], loss_of(row)))
     ]
     columns: dict[str, Any] = {
         "iid": str, "plan": "s", "moments": "s", "reduction": ",.0f", "rate": "g", "loss": ".4f",
@@ -132,7 +126,7 @@ def main() -> int:
     if common.cannot("loss_length.mixed", f"no such file: {missing[0]}" if missing else None):
         return common.CANNOT
     domains = tuple(path.resolve() for path in options.domains)
-    texts = [hashlib.sha256(path.read_bytes()[:CHARACTERS]).hexdigest() for path in domains]
+    texts = [hashlib.sha256(_content(path)).hexdigest() for path in domains]
     on = common.machine()
     settings = {
         "sites": SITES, "steps": STEPS, "domains": [path.stem for path in domains], "sha256": texts
@@ -145,14 +139,11 @@ def main() -> int:
         if not options.plans or plan.name in options.plans
     ]
     wanted = [job for job in wanted if not any(row.items() >= job.key.items() for row in rows)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(on["cores"], context, torch.set_num_threads, (1,)) as pool:
-        for done in as_completed([pool.submit(make, job, domains) for job in wanted]):
-            row = done.result()
-            rows.append(row)
-            common.say(f"{row['plan']}, {row['moments']}, {row['rate']:g}: {row['loss']:.4f}")
-            if options.json is not None:
-                common.write_json(options.json, "loss_length_mixed", on, settings, rows)
+    for row in made(functools.partial(make, domains), wanted, on["cores"]):
+        rows.append(row)
+        common.say(f"{row['plan']}, {row['moments']}, {row['rate']:g}: {loss_of(row):.4f}")
+        if options.json is not None:
+            common.write_json(options.json, "loss_length_mixed", on, settings, rows)
     print(report(rows))
     return 0
 

@@ -125,16 +125,25 @@ class Text:
 
         The held-out sequences are the same in both cases.
         """
-        parts, held = [], []
+        sites = []
         for documents in quality_data.contiguous(quality_data.read_corpus(None), SITES):
             kept = [text for number, text in enumerate(documents) if number % EVERY]
-            parts.append(_bytes(kept))
-            aside = _bytes(documents[::EVERY])
+            sites.append((_joined(kept), _joined(documents[::EVERY])))
+        return cls.of(sites, iid)
+
+    @classmethod
+    def of(cls, sites: Sequence[tuple[bytes, bytes]], iid: bool = False) -> Text:
+        """Return the text of sites, given for each: bytes to train on, and bytes held out.
+
+        With `iid` each site trains on the bytes of all. `HELD_OUT` sequences are spread evenly over
+        the held-out bytes of each site.
+        """
+        parts, held = [], []
+        for train_on, aside in sites:
+            parts.append(_tensor(train_on))
             starts = torch.linspace(0, len(aside) - LENGTH - 1, HELD_OUT).long()
-            held.append(_sequences(aside, starts))
-        if iid:
-            parts = [torch.cat(parts)] * SITES
-        return cls(parts, torch.cat(held))
+            held.append(_sequences(_tensor(aside), starts))
+        return cls([torch.cat(parts)] * len(parts) if iid else parts, torch.cat(held))
 
     def batch(self, draw: torch.Generator) -> Tensor:
         """Return random sequences of every site, int64 [SITES, BATCH, LENGTH + 1]."""
@@ -145,9 +154,12 @@ class Text:
         return torch.stack(found)
 
 
-def _bytes(documents: Sequence[str]) -> Tensor:
-    joined = "\n".join(documents).encode("utf-8", "replace")
-    return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+def _joined(documents: Sequence[str]) -> bytes:
+    return "\n".join(documents).encode("utf-8", "replace")
+
+
+def _tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _sequences(text: Tensor, starts: Tensor) -> Tensor:
