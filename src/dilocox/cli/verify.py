@@ -51,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dilocox verify` to `parser`."""
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its URL (as in fsspec)")
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    _add_parts(parser)
+    _add_facts(parser)
+    _add_outside(parser)
+    parser.set_defaults(call=run)
+
+
+def _add_parts(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say where parts of the run are."""
     parser.add_argument(
         "--store", action="append", default=[], metavar="PLACE",
         help="a further store of payloads, folder or URL; may be given several times",
@@ -72,6 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the handover that the run's adapters started from (default: adapter.handover); it "
         "makes the claim start required",
     )  # fmt: skip
+
+
+def _add_facts(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for what the reader knows from elsewhere."""
     parser.add_argument(
         "--key", metavar="NAME+HASH+KEY", help="the log's key, as its owner has told it to you"
     )
@@ -94,6 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file with lines `ROUND HEX`: public randomness that you looked up yourself. Audits "
         "must have been selected by it, and the claim beacon of audited runs is required",
     )  # fmt: skip
+
+
+def _add_outside(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for chain, witnesses, storage and machines."""
     parser.add_argument(
         "--chain", type=Path, metavar="FILE",
         help="file of `dilocox chain register`: the heads that the chain keeps must be prefixes of "
@@ -127,7 +143,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="policy file by which the evidence of the sites' machines must hold; it makes the "
         "claim attestations required",
     )  # fmt: skip
-    parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
