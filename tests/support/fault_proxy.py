@@ -22,22 +22,27 @@ class FaultProxy:
         self.port: int = self._listener.getsockname()[1]
         self._mode: Mode = "pass"
         self._open: list[socket.socket] = []
+        self._lock = threading.Lock()
+        """Held while connections are opened or closed: none is opened in a mode that has ended."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def become(self, mode: Mode) -> None:
         """Close all connections, and treat new ones in another way."""
-        self._mode = mode
-        self._hang_up()
+        with self._lock:
+            self._mode = mode
+            self._hang_up()
 
     def lead_to(self, port: int) -> None:
         """Close all connections, and pass new ones on to another port."""
-        self.server = port
-        self._hang_up()
+        with self._lock:
+            self.server = port
+            self._hang_up()
 
     def close(self) -> None:
         """Close all sockets."""
         self._listener.close()
-        self._hang_up()
+        with self._lock:
+            self._hang_up()
 
     def _hang_up(self) -> None:
         for each in self._open:
@@ -52,18 +57,27 @@ class FaultProxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            if self._mode == "dead":
-                client.close()
-                continue
-            self._open.append(client)
-            if self._mode == "silent":
-                continue
+            with self._lock:
+                self._take(client)
+
+    def _take(self, client: socket.socket) -> None:
+        """Treat a new connection as the mode says. A server that is not there closes it."""
+        if self._mode == "dead":
+            client.close()
+            return
+        self._open.append(client)
+        if self._mode == "silent":
+            return
+        try:
             server = socket.create_connection(("127.0.0.1", self.server))
-            self._open.append(server)
-            for each in (client, server):
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for ends in ((client, server), (server, client)):
-                threading.Thread(target=self._pass, args=(*ends, server), daemon=True).start()
+        except OSError:
+            client.close()
+            return
+        self._open.append(server)
+        for each in (client, server):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for ends in ((client, server), (server, client)):
+            threading.Thread(target=self._pass, args=(*ends, server), daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
