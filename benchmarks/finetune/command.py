@@ -19,7 +19,7 @@ one thing of a plan at a time, with adapters and two sites: local steps, codec, 
 A (`study.py`).
 
 Every row is written when it is done; started again with the same --json, the benchmark continues.
-A full run takes hours. --quick trains three rows with adapters and two sites, 16 steps each, at the
+A full run takes hours, and far longer on a processor without instructions for bf16. --quick trains three rows with adapters and two sites, 16 steps each, at the
 middle learning rate.
 """
 
@@ -40,6 +40,7 @@ from benchmarks.finetune.run import Row, configuration, train
 from benchmarks.quality.data import WIKITEXT
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError
+from dilocox.inner.device import cpu_multiplies_bf16
 from dilocox.training.model_plan import ModelPlan
 
 NAME = "finetune"
@@ -68,6 +69,8 @@ def main() -> int:
     common.end_on_signals()
     if common.cannot(NAME, _lacking(options.model)):
         return common.CANNOT
+    if not cpu_multiplies_bf16():
+        common.say("this processor has no instructions for bf16, so a row may take hours")
     with tempfile.TemporaryDirectory(prefix="dilocox-finetune-") as temporary:
         return Bench(options, (options.folder or Path(temporary)).resolve()).measure()
 
@@ -109,6 +112,7 @@ class Bench:
                 continue
             self._data.tokenise(job.seed, job.sites)
             config = configuration(job, self._data, self._folder / "run", self._parameters)
+            common.say(f"{job}: begins")
             try:
                 row = train(job, config, self._folder / "run.log", self._data.held_out())
             except DilocoxError as error:

@@ -50,12 +50,17 @@ def resolve_precision(site: SiteSection, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        capabilities = torch.cpu.get_capabilities()
-        keys = ("avx512_bf16", "amx_bf16")
-        if platform.machine() in ("aarch64", "arm64"):
-            keys = ("bf16", "sve_bf16")
-        native = any(bool(capabilities.get(key)) for key in keys)
+        native = cpu_multiplies_bf16()
     return torch.bfloat16 if native else torch.float32
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Return whether this machine's processor has instructions that multiply bf16."""
+    capabilities = torch.cpu.get_capabilities()
+    keys = ("avx512_bf16", "amx_bf16")
+    if platform.machine() in ("aarch64", "arm64"):
+        keys = ("bf16", "sve_bf16")
+    return any(bool(capabilities.get(key)) for key in keys)
 
 
 def available_cores() -> int:

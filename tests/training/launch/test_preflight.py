@@ -16,7 +16,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles, prepare
 from dilocox.errors import ConfigError, DataError, ModelError, TrainingError
 from dilocox.inner import memory
-from dilocox.training.builder import Hooks
+from dilocox.training.builder import Hooks, ModelPlan
 from dilocox.training.launch import (
     capacity_check,
     coordinator_check,
@@ -30,6 +30,7 @@ from dilocox.training.launch import (
 from dilocox.training.launch.headline import headline
 from tests.data.chats import write_records
 from tests.data.flagged import write_flagged
+from tests.support.base_model import write_base
 from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal, write_text
 
 pytestmark = pytest.mark.waits
@@ -467,6 +468,28 @@ def test_free_memory_is_judged_with_what_a_bounded_record_copies(
     monkeypatch.setattr(memory, "host_problem", lambda *given: asked.append(given[5]))
     preflight.check_run(config(place, record={"keep": keep}), 270, sites_here=2)
     assert asked == [bounded]
+
+
+@pytest.mark.parametrize(("native", "width"), [(True, 2), (False, 4)])
+def test_memory_is_judged_in_the_data_type_that_auto_takes_here(
+    place: Path, tmp_path: Path, native: bool, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "auto" and no instructions for bf16, a frozen base has 4 bytes per parameter."""
+    asked: list[tuple[RunConfig, list[tuple[int, int]]]] = []
+    monkeypatch.setattr("dilocox.inner.device.cpu_multiplies_bf16", lambda: native)
+    monkeypatch.setattr(memory, "host_problem", lambda *given: asked.append((given[0], given[6])))
+    base = str(write_base(tmp_path / "base"))
+    run = config(
+        place,
+        model={"path": base, "architecture": None, "pretrained": True},
+        adapter={"kind": "lora", "rank": 2, "alpha": 4},
+        site={"device": "cpu", "stages": 1},
+    )
+    plan = ModelPlan.of(run, 272)
+    capacity_check.check_capacity(run, plan, [plan.trained], sites_here=1)
+    ((judged, frozen),) = asked
+    assert judged.site.precision == {2: "bf16", 4: "fp32"}[width]
+    assert sum(divided for divided, _ in frozen) == width * (plan.parameters - plan.trained)
 
 
 def test_free_memory_is_a_number_of_bytes() -> None:

@@ -6,9 +6,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError
-from dilocox.inner import chunks_of_stage, memory
+from dilocox.inner import chunks_of_stage, memory, resolve_precision
 from dilocox.inner.cgroup import available_memory
 from dilocox.record.log.blob_store import Store
 from dilocox.record.pieces import erasure
@@ -41,6 +43,9 @@ def check_capacity(
         ConfigError: memory or disk is too small, or `record.keep` is, or a package is missing.
         RecordError: the record's store cannot be used.
     """
+    on_gpu = ranks_use_gpu(config)
+    if not on_gpu:
+        config = _on_this_cpu(config)
     frozen = _frozen(config, blueprint)
     if ranks_here is not None:
         parameters = _held_by_first(config, parameters, ranks_here)
@@ -49,7 +54,6 @@ def check_capacity(
         frozen = list(zip(divided, packed, strict=True))
     available = available_memory()
     if available is not None:
-        on_gpu = ranks_use_gpu(config)
         windows = has_windows(config, blueprint.trained)
         problem = memory.host_problem(
             config, parameters, sites_here, available, on_gpu, windows, frozen
@@ -61,6 +65,13 @@ def check_capacity(
         raise ConfigError(erasure.MISSING)
     if config.record.enabled:
         _check_store(config, blueprint, sum(parameters))
+
+
+def _on_this_cpu(config: RunConfig) -> RunConfig:
+    """Return the run with `site.precision` as ranks on this machine's processor resolve it."""
+    bf16 = resolve_precision(config.site, torch.device("cpu")) == torch.bfloat16
+    site = config.site.model_copy(update={"precision": "bf16" if bf16 else "fp32"})
+    return config.model_copy(update={"site": site})
 
 
 def _frozen(config: RunConfig, blueprint: ModelPlan) -> list[tuple[int, int]]:

@@ -41,7 +41,6 @@ from dilocox.training.launch.supervisor import Ended, listening, print_error
 from dilocox.training.launch.torchrun import Preparation, join_as_rank
 from dilocox.training.launch.torchrun_env import rank_variables
 from dilocox.training.run_model import generate
-from dilocox.transport.link.tcp import congestion_hint
 from dilocox.utils import chrome_trace, processes
 from dilocox.utils.formatting import number
 
@@ -350,9 +349,6 @@ def join(
         )  # fmt: skip
     display = Display(config)
     preflight.check(config, role, display)
-    hint = congestion_hint(len(config.sites), config.network.congestion)
-    if hint is not None:
-        display.line(hint)
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
     if deposit is not None:
         check_site(config, site, endpoint)

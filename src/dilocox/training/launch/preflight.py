@@ -29,6 +29,7 @@ from dilocox.training.launch.data_check import check_data, check_handed_data
 from dilocox.training.launch.data_preparation import OWN_DATA, prepare_data
 from dilocox.training.launch.forking import stay_forkable
 from dilocox.training.launch.headline import headline
+from dilocox.training.launch.hints import hints
 from dilocox.training.launch.model_check import check_blueprint, check_model
 from dilocox.training.launch.run_folder import (
     as_begun,
@@ -36,6 +37,7 @@ from dilocox.training.launch.run_folder import (
     check_writable,
     refuse_finished,
 )
+from dilocox.training.launch.supervisor import print_error
 from dilocox.training.launch.tasks_check import check_run_tasks
 from dilocox.training.launch.tokenizer_check import (
     check_handed_tokenizer,
@@ -126,6 +128,8 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
         check_tokenizer(config)
     check_handed_momentum(config)
     check_run_tasks(config, role.site, display)
+    for line in hints(config, alone=role.site is not None):
+        print_error(line) if display is None else display.line(line)
     if display is None:
         fetch_weights(config)
     else:

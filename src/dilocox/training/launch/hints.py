@@ -1,0 +1,26 @@
+"""Advice on settings that work and suit this machine badly. No start is refused for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dilocox.config.run_config import RunConfig
+from dilocox.inner.device import cpu_multiplies_bf16
+from dilocox.training.launch.cuda_driver import ranks_use_gpu
+from dilocox.transport.link.tcp import congestion_hint
+
+
+def hints(config: RunConfig, alone: bool) -> Iterator[str]:
+    """Yield lines of advice on a run whose ranks train on this machine.
+
+    `alone`: the machine holds one site of several, and exchanges over a network.
+    """
+    advice = congestion_hint(len(config.sites), config.network.congestion) if alone else None
+    if advice is not None:
+        yield advice
+    if config.site.precision == "bf16" and not ranks_use_gpu(config) and not cpu_multiplies_bf16():
+        yield (
+            'site.precision = "bf16": this machine\'s processor has no instructions for bf16 '
+            "(AVX-512 BF16, AMX or Arm's BF16), so steps may take many times as long as in fp32; "
+            'leave site.precision at "auto", which takes fp32 here'
+        )

@@ -1,0 +1,69 @@
+"""Advice at the start of a run: said once, and only where it applies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dilocox.training.launch import hints as hints_module
+from dilocox.training.launch import preflight
+from dilocox.training.launch.hints import hints
+from dilocox.training.launch.preflight import Role
+from tests.support.process_starts import config, prepared
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text and token files, shared by the tests of this module."""
+    return prepared(tmp_path_factory.mktemp("hints"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "gpu", "native", "told"),
+    [
+        ("bf16", False, False, True),
+        ("bf16", False, True, False),
+        ("bf16", True, False, False),
+        ("auto", False, False, False),
+        ("fp32", False, False, False),
+    ],
+)
+def test_bf16_without_instructions_is_told(
+    place: Path, precision: str, gpu: bool, native: bool, told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(hints_module, "ranks_use_gpu", lambda _: gpu)
+    monkeypatch.setattr(hints_module, "cpu_multiplies_bf16", lambda: native)
+    found = list(hints(config(place, site={"precision": precision}), alone=False))
+    assert [line.startswith('site.precision = "bf16": this machine') for line in found] == (
+        [True] * told
+    )
+
+
+def test_the_congestion_control_matters_to_a_machine_with_one_site(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints_module, "congestion_hint", lambda *_: "slow lines")
+    run = config(place, site={"precision": "fp32"})
+    assert list(hints(run, alone=True)) == ["slow lines"]
+    assert list(hints(run, alone=False)) == []
+
+
+def test_every_command_that_trains_says_the_advice_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`join` under torchrun has no display, and other ranks of the site are silent."""
+    asked: list[bool] = []
+
+    def advice(_run: object, alone: bool) -> list[str]:
+        asked.append(alone)
+        return ["some advice"]
+
+    monkeypatch.setattr(preflight, "hints", advice)
+    run = config(place)
+    preflight.check(run, Role("train"))
+    preflight.check(run, Role("join", site="paris", url="https://localhost:1"))
+    preflight.check(run, Role("rank", site="paris", url="https://localhost:1"))
+    assert asked == [False, True]
+    assert capsys.readouterr().err.count("some advice") == 2
