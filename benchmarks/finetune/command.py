@@ -19,8 +19,8 @@ one thing of a plan at a time, with adapters and two sites: local steps, codec, 
 A (`study.py`).
 
 Every row is written when it is done; started again with the same --json, the benchmark continues.
-A full run takes hours, and far longer on a processor without instructions for bf16. --quick trains three rows with adapters and two sites, 16 steps each, at the
-middle learning rate.
+A full run takes hours, and far longer on a processor without instructions for bf16. --quick trains
+three rows with adapters and two sites, 16 steps each, at the middle learning rate.
 """
 
 from __future__ import annotations

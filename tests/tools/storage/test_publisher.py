@@ -140,7 +140,7 @@ def test_a_new_upload_asks_for_a_few_parts_alone(
 
 
 def test_the_uplink_s_budget_holds(run: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock: at no moment more was sent than the rate allows, and one part."""
+    """By the clock: at no moment more was sent than the rate allows, and one part or index."""
     part, rate = 10_000, 200_000
     monkeypatch.setattr(bundle_file, "PART_SIZE", part)
     begun = time.monotonic()
@@ -148,8 +148,7 @@ def test_the_uplink_s_budget_holds(run: Path, url: str, monkeypatch: pytest.Monk
 
     class Timed(Place):
         def put(self, path: str, data: bytes) -> None:
-            if path != INDEX:
-                sent.append((time.monotonic() - begun, len(data)))
+            sent.append((time.monotonic() - begun, len(data)))
             super().put(path, data)
 
     found = publisher(run, Timed(url), every=10)
@@ -160,8 +159,74 @@ def test_the_uplink_s_budget_holds(run: Path, url: str, monkeypatch: pytest.Monk
     for moment, size in sent:
         assert total <= rate * moment
         total += size
-    assert total == found.size > 15 * part
-    assert sent[-1][0] >= (total - part) / rate
+    whole = len((at(url) / INDEX).read_bytes())
+    assert total - whole == found.size > 15 * part
+    assert sent[-1][0] >= (total - whole) / rate
+    same_claims(run, url)
+
+
+class SmallParts(CutPlace):
+    """A place for very many small files, which do not wait for the disk."""
+
+    def _write(self, path: str, data: bytes) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+
+
+class Looked:
+    """A run whose log grows between two looks of `publish_to_the_end`, round by round."""
+
+    def __init__(self, run: Path, ends: list[int]) -> None:
+        self.run, self.ends = run, ends
+        self.whole = list(read_log(run / "record").entries)
+        self.looks = 0
+        self.cut(ends[0])
+
+    def cut(self, end: int) -> None:
+        resign(self.run, lambda entries: entries.__setitem__(slice(None), self.whole[:end]))
+
+    def sleep(self, seconds: float) -> None:
+        self.looks += 1
+        self.cut(self.ends[self.looks] if self.looks < len(self.ends) else len(self.whole))
+
+
+def test_indexes_take_no_more_of_the_uplink_than_bundles(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parts of 40 bytes an index is larger than its bundles, so it is never due."""
+    monkeypatch.setattr(bundle_file, "PART_SIZE", 40)
+    place = SmallParts(url)
+    publish_once(publisher(run, place))
+    bundles = index(url).bundles
+    assert len(bundles) == 3
+    assert len((at(url) / INDEX).read_bytes()) > sum(each.size for each in bundles)
+    assert [number for number, path in enumerate(place.written) if path == INDEX] == [
+        len(place.written) - 1
+    ]
+    same_claims(run, url)
+
+
+def test_an_index_that_waits_is_sent_when_nothing_is_new(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle_file, "PART_SIZE", 40)
+    steps = [
+        number
+        for number, entry in enumerate(read_log(run / "record").entries)
+        if s.opened(entry)[0].kind == s.STEP
+    ]
+    ends = [steps[-1] + 1, steps[-1] + 1, steps[-1] + 1]
+    seen: list[int] = []
+    place, run_in_looks = SmallParts(url), Looked(run, ends)
+
+    def sleep(seconds: float) -> None:
+        seen.append(place.written.count(INDEX))
+        run_in_looks.sleep(seconds)
+
+    publish_to_the_end(publisher(run, place), print, sleep)
+    assert seen == [0, 1, 1]
+    assert place.written.count(INDEX) == 2
     same_claims(run, url)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dilocox.errors import RecordError
@@ -38,10 +38,13 @@ class Destination(Protocol):
         Raises `RecordError`.
         """
 
-    def send_index(self, text: str) -> None:
-        """Replace the index. All of its bundles were sent. Raises `RecordError`."""
+    def send_index(self, text: str, due: bool, uplink: Uplink) -> None:
+        """Take the newest index, of which all bundles were sent. Raises `RecordError`.
 
-    def finish(self) -> None:
+        `due`: the index is worth its bytes by now, where it is a file that is sent again and again.
+        """
+
+    def finish(self, uplink: Uplink) -> None:
         """Do what is left so that readers see the newest index. Raises `RecordError`."""
 
 
@@ -50,6 +53,10 @@ class FilesDestination:
     """A folder or object storage, where each part of a bundle is a file."""
 
     place: Place
+    _newest: str = field(default="", init=False)
+    """Text of the newest index; empty without one."""
+    _written: str = field(default="", init=False)
+    """Text of the index that the storage has, as far as this process knows."""
 
     @property
     def url(self) -> str:
@@ -64,7 +71,9 @@ class FilesDestination:
     def read_index(self, key: str) -> Publication:
         """Read the index. Raises like `Destination.read_index`."""
         try:
-            return read_index(self.place, key)
+            found = read_index(self.place, key)
+            self._newest = self._written = found.text
+            return found
         except OtherIndexError:
             raise
         except BadBundleError as error:
@@ -98,9 +107,17 @@ class FilesDestination:
 
         return bundle, sum(in_order(send, zip(bundle.paths(), file.parts(), strict=True)))
 
-    def send_index(self, text: str) -> None:
-        """Write the index. Raises `RecordError`."""
-        self.place.put(INDEX, text.encode())
+    def send_index(self, text: str, due: bool, uplink: Uplink) -> None:
+        """Write the index if it is due. Raises `RecordError`."""
+        self._newest = text
+        if due:
+            self.finish(uplink)
 
-    def finish(self) -> None:
-        """Do nothing: a file is seen once it is written."""
+    def finish(self, uplink: Uplink) -> None:
+        """Write the newest index, unless the storage has it. Raises `RecordError`."""
+        if self._newest == self._written:
+            return
+        data = self._newest.encode()
+        uplink.take(len(data))
+        self.place.put(INDEX, data)
+        self._written = self._newest

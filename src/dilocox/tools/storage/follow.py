@@ -55,7 +55,7 @@ def publish_to_the_end(
     with _only_one(publisher):
         while not publisher.ended:
             try:
-                publisher.publish()
+                publisher.publish(later=True)
             except (RecordError, OSError) as error:
                 # A place that has taken a bundle may refuse access for a time only.
                 denied = isinstance(error, DeniedError) and not publisher.bundles

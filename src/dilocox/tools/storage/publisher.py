@@ -73,6 +73,10 @@ class Publisher:
     """Number of bundles that this process has published."""
     size: int = 0
     """Bytes that this process has uploaded, without the index."""
+    _since: int = 0
+    """Bytes of the bundles after the one with which an index was due."""
+    _due: bool = False
+    """True if an index was due since readers were last shown one."""
     _index: Publication | None = None
     _tree: Frontier = field(default_factory=Frontier)
     """Tree over the statements that are published."""
@@ -98,8 +102,14 @@ class Publisher:
         """What tells the index that is published from an older one, for users."""
         return f"{self._published.counted}, {self._published.newest}"
 
-    def publish(self) -> None:
+    def publish(self, later: bool = False) -> None:
         """Publish all rounds that are complete; of a run that has ended, everything.
+
+        The index grows with each bundle and is sent whole. It is due once the bundles since the
+        last one have as many bytes, so indexes take at most as much of the uplink as bundles.
+
+        `later`: this call is one of many, so an index that is not due may wait. It waits for the
+        next bundle, at most until a call finds nothing new.
 
         Raises:
             WrongPlaceError: The place holds another run, or is a folder with a bad index.
@@ -108,6 +118,7 @@ class Publisher:
         """
         if self._index is None:
             self._index = self._opened()
+        before = self.bundles
         self.source.look_again()
         self._read()
         ended = self.source.has_ended(self._states)
@@ -120,8 +131,10 @@ class Publisher:
             self._publish(end, False)
         if ended and (self._lines or self._changed(True)):
             self._publish(len(self._lines), True)
-        if self._published.bundles:
-            self.place.finish()
+        waits = later and not ended and not self._due and self.bundles > before
+        if self._published.bundles and not waits:
+            self.place.finish(self.uplink)
+            self._since, self._due = 0, False
         self.ended = ended
 
     def _opened(self) -> Publication:
@@ -304,7 +317,7 @@ class Publisher:
             yield STATEMENTS.format(self._next), data
 
     def _send(self, file: BundleFile, bundle: Bundle) -> None:
-        """Upload a bundle, then the index that names it."""
+        """Upload a bundle, then the index that names it if that is due."""
         bundle, size = self.place.send(file, bundle, self.uplink)
         self.size += size
         signer = s.Signer(self.source.private)
@@ -313,6 +326,10 @@ class Publisher:
             [*self._published.bundles], [*self._published.lines],
         )  # fmt: skip
         grown.add(bundle, signer)
-        self.place.send_index(grown.text)
+        text = grown.text
+        since = self._since + bundle.size
+        due = since >= len(text)
+        self.place.send_index(text, due, self.uplink)
+        self._since, self._due = 0 if due else since, self._due or due
         self._index = grown
         self.bundles += 1

@@ -120,7 +120,7 @@ class ZerogDestination:
         where = ZerogFile(tree.root.hex(), submitted.transaction)
         return replace(bundle, zerog=where), sent
 
-    def send_index(self, text: str) -> None:
+    def send_index(self, text: str, due: bool, uplink: Uplink) -> None:
         """Keep the index in the run's folder; `finish` stores it. Raises `RecordError`."""
         folder = self._opened()
         try:
@@ -129,7 +129,7 @@ class ZerogDestination:
         except OSError as error:
             raise RecordError(f"{folder / INDEX}: cannot be written ({error})") from None
 
-    def finish(self) -> None:
+    def finish(self, uplink: Uplink) -> None:
         """Store the newest index, and tell its URL. Raises `RecordError`."""
         text = (self._opened() / INDEX).read_text(encoding="utf-8")
         if text == self._stored:
@@ -141,7 +141,7 @@ class ZerogDestination:
         def pieces() -> Iterator[bytes]:
             return (data[at : at + step] for at in range(0, len(data), step))
 
-        self._store(INDEX, tree, pieces, Uplink(None))
+        self._store(INDEX, tree, pieces, uplink)
         self._index_root, self._stored = tree.root.hex(), text
         self.tell(f"index stored: {self.published}")
 
