@@ -98,8 +98,8 @@ def measure(root: Path, places: dict[str, Any], account: Any, size: int, number:
         raise RuntimeError(f"{count:,} bytes were uploaded, not {bundle.size:,}")
     index = Publication(log, "benchmark")
     index.add(sent, s.Signer(private))
-    destination.send_index(index.text)
-    destination.finish()
+    destination.send_index(index.text, True, Uplink(None))
+    destination.finish(Uplink(None))
     stored = _clocks()
     with fetched(open_bundles(destination.published), str(log)) as found:
         down = _clocks()
