@@ -99,7 +99,7 @@ def measure(root: Path, places: dict[str, Any], account: Any, size: int, number:
     index = Publication(log, "benchmark")
     index.add(sent, s.Signer(private))
     destination.send_index(index.text, True, Uplink(None))
-    destination.finish(Uplink(None))
+    destination.finish(index.text, Uplink(None))
     stored = _clocks()
     with fetched(open_bundles(destination.published), str(log)) as found:
         down = _clocks()

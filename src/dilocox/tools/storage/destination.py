@@ -41,11 +41,12 @@ class Destination(Protocol):
     def send_index(self, text: str, due: bool, uplink: Uplink) -> None:
         """Take the newest index, of which all bundles were sent. Raises `RecordError`.
 
-        `due`: the index is worth its bytes by now, where it is a file that is sent again and again.
+        `due`: the bundles since the last index outweigh this one. A storage in which a new index
+        replaces the old one shows it now; others wait for `finish`.
         """
 
-    def finish(self, uplink: Uplink) -> None:
-        """Do what is left so that readers see the newest index. Raises `RecordError`."""
+    def finish(self, text: str, uplink: Uplink) -> None:
+        """Show readers the newest index, unless they see it. Raises `RecordError`."""
 
 
 @dataclass
@@ -53,8 +54,6 @@ class FilesDestination:
     """A folder or object storage, where each part of a bundle is a file."""
 
     place: Place
-    _newest: str = field(default="", init=False)
-    """Text of the newest index; empty without one."""
     _written: str = field(default="", init=False)
     """Text of the index that the storage has, as far as this process knows."""
 
@@ -72,8 +71,6 @@ class FilesDestination:
         """Read the index. Raises like `Destination.read_index`."""
         try:
             found = read_index(self.place, key)
-            self._newest = self._written = found.text
-            return found
         except OtherIndexError:
             raise
         except BadBundleError as error:
@@ -83,6 +80,8 @@ class FilesDestination:
             raise RecordError(
                 f"{self.url}: {error}; if it stays so, choose another place, or empty this one"
             ) from None
+        self._written = found.text
+        return found
 
     def send(self, file: BundleFile, bundle: Bundle, uplink: Uplink) -> tuple[Bundle, int]:
         """Upload the parts that the storage does not have yet. Raises `RecordError`.
@@ -109,15 +108,14 @@ class FilesDestination:
 
     def send_index(self, text: str, due: bool, uplink: Uplink) -> None:
         """Write the index if it is due. Raises `RecordError`."""
-        self._newest = text
         if due:
-            self.finish(uplink)
+            self.finish(text, uplink)
 
-    def finish(self, uplink: Uplink) -> None:
-        """Write the newest index, unless the storage has it. Raises `RecordError`."""
-        if self._newest == self._written:
+    def finish(self, text: str, uplink: Uplink) -> None:
+        """Write the index, unless the storage has it. Raises `RecordError`."""
+        if text == self._written:
             return
-        data = self._newest.encode()
+        data = text.encode()
         uplink.take(len(data))
         self.place.put(INDEX, data)
-        self._written = self._newest
+        self._written = text

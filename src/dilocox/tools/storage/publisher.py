@@ -74,9 +74,9 @@ class Publisher:
     size: int = 0
     """Bytes that this process has uploaded, without the index."""
     _since: int = 0
-    """Bytes of the bundles after the one with which an index was due."""
+    """Bytes of the bundles since an index was due."""
     _due: bool = False
-    """True if an index was due since readers were last shown one."""
+    """True if an index was due since the last call of `Destination.finish`."""
     _index: Publication | None = None
     _tree: Frontier = field(default_factory=Frontier)
     """Tree over the statements that are published."""
@@ -133,7 +133,7 @@ class Publisher:
             self._publish(len(self._lines), True)
         waits = later and not ended and not self._due and self.bundles > before
         if self._published.bundles and not waits:
-            self.place.finish(self.uplink)
+            self.place.finish(self._published.text, self.uplink)
             self._since, self._due = 0, False
         self.ended = ended
 

@@ -129,9 +129,8 @@ class ZerogDestination:
         except OSError as error:
             raise RecordError(f"{folder / INDEX}: cannot be written ({error})") from None
 
-    def finish(self, uplink: Uplink) -> None:
-        """Store the newest index, and tell its URL. Raises `RecordError`."""
-        text = (self._opened() / INDEX).read_text(encoding="utf-8")
+    def finish(self, text: str, uplink: Uplink) -> None:
+        """Store the index, and tell its URL. Raises `RecordError`."""
         if text == self._stored:
             return
         data = text.encode()

@@ -14,6 +14,7 @@ from dilocox.coordinator.metrics.privacy import words
 from dilocox.coordinator.protocol.held_out_figures import beside_text, changes
 from dilocox.coordinator.protocol.task_figures import line as task_line
 from dilocox.coordinator.protocol.task_figures import reported
+from dilocox.training.launch.supervisor import print_error
 from dilocox.utils.formatting import number, size
 from dilocox.utils.plain_text import plain, plain_lines
 
@@ -170,3 +171,11 @@ class Display:
                 f"training would have sent {size(record['allreduce_bytes'])} "
                 f"({record['ratio_per_token']:.0f}x)"
             )
+
+
+def tell(line: str, display: Display | None) -> None:
+    """Print a line in `display`; None: to standard error."""
+    if display is None:
+        print_error(line)
+    else:
+        display.line(line)

@@ -11,9 +11,8 @@ from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
 from dilocox.errors import ConfigError
-from dilocox.training.launch.console import Display
+from dilocox.training.launch.console import Display, tell
 from dilocox.training.launch.reference import add_reference, check_reference
-from dilocox.training.launch.supervisor import print_error
 from dilocox.utils import processes
 
 OWN_DATA = (
@@ -47,7 +46,7 @@ def prepare_data(
     if display is not None:
         display.step_done()
     for line in said:
-        print_error(line) if display is None else display.line(line)
+        tell(line, display)
     return TokenFiles.open(folder)
 
 

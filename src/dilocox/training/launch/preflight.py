@@ -22,7 +22,7 @@ from dilocox.models.prefetch import fetch_weights
 from dilocox.training.builder import Hooks, ModelPlan
 from dilocox.training.launch.base_check import check_base
 from dilocox.training.launch.capacity_check import check_capacity
-from dilocox.training.launch.console import Display
+from dilocox.training.launch.console import Display, tell
 from dilocox.training.launch.coordinator_check import check_coordinator, port_before, with_port
 from dilocox.training.launch.cuda_driver import check_driver
 from dilocox.training.launch.data_check import check_data, check_handed_data
@@ -37,7 +37,6 @@ from dilocox.training.launch.run_folder import (
     check_writable,
     refuse_finished,
 )
-from dilocox.training.launch.supervisor import print_error
 from dilocox.training.launch.tasks_check import check_run_tasks
 from dilocox.training.launch.tokenizer_check import (
     check_handed_tokenizer,
@@ -129,7 +128,7 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
     check_handed_momentum(config)
     check_run_tasks(config, role.site, display)
     for line in hints(config, alone=role.site is not None):
-        print_error(line) if display is None else display.line(line)
+        tell(line, display)
     if display is None:
         fetch_weights(config)
     else:
