@@ -27,6 +27,7 @@ from dilocox.record.log.blob_store import Store, Stores
 from dilocox.record.log.transparency_log import read_log
 from dilocox.record.verify.places import Places
 from dilocox.record.verify.verify import verify
+from dilocox.record.writer.one_writer import held
 from dilocox.tools.storage import bundle_file
 from dilocox.tools.storage.contents import Contents
 from dilocox.tools.storage.follow import publish_once, publish_to_the_end
@@ -208,6 +209,31 @@ def test_an_index_that_waits_is_sent_when_nothing_is_new(
     publish_to_the_end(publisher(run, place), print, sleep)
     assert seen == [0, 1, 1]
     assert place.written.count(INDEX) == 2
+    same_claims(run, url)
+
+
+def test_an_index_waits_while_a_coordinator_runs(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a round takes: looks without a new bundle do not send the index."""
+    monkeypatch.setattr(bundle_file, "PART_SIZE", 40)
+    whole = list(read_log(run / "record").entries)
+    steps = [n for n, line in enumerate(whole) if s.opened(line)[0].kind == s.STEP]
+    resign(run, lambda entries: entries.__delitem__(slice(steps[-1] + 1, None)))
+    seen: list[int] = []
+    place = SmallParts(url)
+    with contextlib.ExitStack() as coordinator:
+        assert coordinator.enter_context(held(run / "coordinator"))
+
+        def sleep(seconds: float) -> None:
+            seen.append(place.written.count(INDEX))
+            if len(seen) == 4:
+                coordinator.close()
+                resign(run, lambda entries: entries.__setitem__(slice(None), whole))
+
+        publish_to_the_end(publisher(run, place), print, sleep)
+    assert seen == [0, 0, 0, 0]
+    assert place.written.count(INDEX) == 1
     same_claims(run, url)
 
 

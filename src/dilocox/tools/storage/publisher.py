@@ -108,8 +108,8 @@ class Publisher:
         The index grows with each bundle and is sent whole. It is due once the bundles since the
         last one have as many bytes, so indexes take at most as much of the uplink as bundles.
 
-        `later`: this call is one of many, so an index that is not due may wait. It waits for the
-        next bundle, at most until a call finds nothing new.
+        `later`: this call is one of many, so an index that is not due may wait. It waits while a
+        coordinator runs, and then until a call finds nothing new.
 
         Raises:
             WrongPlaceError: The place holds another run, or is a folder with a bad index.
@@ -131,7 +131,8 @@ class Publisher:
             self._publish(end, False)
         if ended and (self._lines or self._changed(True)):
             self._publish(len(self._lines), True)
-        waits = later and not ended and not self._due and self.bundles > before
+        goes_on = self.source.coordinated or self.bundles > before
+        waits = later and goes_on and not ended and not self._due
         if self._published.bundles and not waits:
             self.place.finish(self._published.text, self.uplink)
             self._since, self._due = 0, False
