@@ -3,19 +3,21 @@
 Two sites train in a lab (`dilocox.tools.testbed`) on links of 20 Mbit/s. At the first site runs
 `dilocox publish --follow --limit`: under the site's quota of processor time, over the site's
 uplink, to an S3 server (moto) at the coordinator. The publisher stands still (SIGSTOP) in one of
-two neighbouring stretches of ten rounds; a draw with a fixed seed says in which one. So both
-stretches of a pair belong to one run. `ratio` is the tokens/s beside a publisher over those without
-one. `publisher_cpu_share` is the publisher's processor time in its stretches, as a share of the
-site's quota. It does not have the publisher's start, which comes once in a run. `published_mbit` is
-what the publisher has sent, per second of the time in which it was let. A publisher that is let
-again sends one part of 1 MB at once, so this figure may exceed `limit_mbit`. `server_cores` is the
-processor time of the S3 server, in cores; `wait_alone` and `wait_beside` are the shares of time in
-which training has waited for the network.
+two neighbouring stretches of twelve rounds; a draw with a fixed seed says in which one. So both
+stretches of a pair belong to one run. The round before each stretch does not count: a publisher
+that is let again sends one part at once in it, which a publisher that is never stopped does not.
+
+`ratio` is the tokens/s beside a publisher over those without one. `publisher_cpu_share` is the
+publisher's processor time in its stretches, as a share of the site's quota. It does not have the
+publisher's start, which comes once in a run. `published_mbit` is what the publisher has sent, per
+second of the time in which it was let. This time includes the rounds that do not count, so the
+figure may exceed `limit_mbit`. `server_cores` is the processor time of the S3 server, in cores;
+`wait_alone` and `wait_beside` are the shares of time in which training has waited for the network.
 
 With --apart the publisher is outside of the site's quota, as on a site that has a core to spare. It
 shares the uplink with training, and the machine's remaining tenth.
 
-It takes about 28 minutes on two idle cores, and five with --quick. It needs the same as
+It takes about 35 minutes on two idle cores, and six with --quick. It needs the same as
 `dilocox lab`, and the packages s3fs, moto, flask and flask-cors; otherwise it prints one line and
 exits with code 3.
 """
@@ -23,7 +25,6 @@ exits with code 3.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import os
 import random
@@ -35,7 +36,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import common
 from dilocox.config.run_config import load_run
@@ -53,7 +54,9 @@ PORT = 5000
 INNER_STEPS, BATCH, SEQUENCE_LENGTH = 20, 8, 128
 WARM_UP = 10
 """Rounds before the first stretch. The publisher starts in them."""
-STRETCH = 10
+SETTLE = 1
+"""Rounds before each stretch in which the publisher has been let or stopped already."""
+STRETCH = 12
 """Rounds of a stretch."""
 PAIRS, QUICK_PAIRS = 40, 6
 PATIENCE = 60.0
@@ -63,7 +66,7 @@ NEEDED = ("s3fs", "moto", "flask", "flask_cors")
 
 def rounds_for(pairs: int) -> int:
     """Return the rounds of a run that has so many pairs of stretches."""
-    return WARM_UP + 2 * pairs * STRETCH
+    return WARM_UP + 2 * pairs * (SETTLE + STRETCH)
 
 
 def run_file(root: Path, name: str, pairs: int) -> Path:
@@ -138,6 +141,23 @@ def order(pairs: int) -> list[bool]:
     return [beside for _ in range(pairs) for beside in draw.sample((True, False), 2)]
 
 
+class Mark(NamedTuple):
+    """What had been used when a stretch began or ended."""
+
+    time: float
+    """Unix time."""
+    publisher: float
+    """CPU seconds of the publisher."""
+    server: float
+    """CPU seconds of the S3 server."""
+    waited: float
+    """Seconds for which training had waited for the network."""
+
+    def since(self, other: Mark) -> Mark:
+        """Return what was used after `other`."""
+        return Mark._make(now - then for now, then in zip(self, other, strict=True))
+
+
 class Stretches:
     """A publisher that stands still in one stretch of each pair, and how long each stretch took."""
 
@@ -149,9 +169,9 @@ class Stretches:
         """Time in which the publisher could send."""
         self._order = order(pairs)
         self._waited = 0.0
-        self._ends: list[tuple[float, float, float, float]] = []
-        """Of each end of a stretch: Unix time; the publisher's and the server's CPU seconds until
-        then; seconds for which training has waited for the network until then."""
+        self._begin: Mark | None = None
+        self._lengths: list[Mark] = []
+        """What each stretch has used."""
         self._since: float | None = time.time()
 
     def round_ended(self, record: Mapping[str, Any]) -> None:
@@ -162,11 +182,16 @@ class Stretches:
         if self.process.poll() is not None:
             raise LabError("publishing has failed")
         self._waited += record["wait_seconds"]
-        stretch, within = divmod(record["round"] + 1 - WARM_UP, STRETCH)
-        if stretch < 0 or within:
+        stretch, within = divmod(record["round"] + 1 - WARM_UP, SETTLE + STRETCH)
+        if stretch < 0 or within not in (0, SETTLE):
             return
-        used = (common.cpu_seconds(process) for process in (self.process.pid, self._server))
-        self._ends.append((record["time"], *used, self._waited))
+        used = [common.cpu_seconds(process) for process in (self.process.pid, self._server)]
+        mark = Mark(record["time"], used[0], used[1], self._waited)
+        if within == SETTLE:
+            self._begin = mark
+            return
+        if self._begin is not None:
+            self._lengths.append(mark.since(self._begin))
         self._let(stretch < len(self._order) and self._order[stretch])
 
     def end(self) -> None:
@@ -186,24 +211,19 @@ class Stretches:
     def pairs(self, quota: float) -> Iterator[common.Row]:
         """Yield a row of each pair of stretches. `quota`: the site's processor cores."""
         tokens = STRETCH * INNER_STEPS * BATCH * SEQUENCE_LENGTH * len(SITES)
-        lengths = [
-            [after - before for before, after in zip(begin, end, strict=True)]
-            for begin, end in itertools.pairwise(self._ends)
-        ]
-        for first in range(0, len(lengths) - 1, 2):
-            with_it, without = lengths[first : first + 2]
+        for first in range(0, len(self._lengths) - 1, 2):
+            beside, alone = self._lengths[first : first + 2]
             if not self._order[first]:
-                with_it, without = without, with_it
-            beside, alone = with_it[0], without[0]
+                alone, beside = beside, alone
             yield {
                 "pair": first // 2,
-                "alone": round(tokens / alone, 1),
-                "beside": round(tokens / beside, 1),
-                "ratio": round(alone / beside, 4),
-                "publisher_cpu_share": round(with_it[1] / beside / quota, 4),
-                "server_cores": round(with_it[2] / beside, 4),
-                "wait_alone": round(without[3] / alone, 4),
-                "wait_beside": round(with_it[3] / beside, 4),
+                "alone": round(tokens / alone.time, 1),
+                "beside": round(tokens / beside.time, 1),
+                "ratio": round(alone.time / beside.time, 4),
+                "publisher_cpu_share": round(beside.publisher / beside.time / quota, 4),
+                "server_cores": round(beside.server / beside.time, 4),
+                "wait_alone": round(alone.waited / alone.time, 4),
+                "wait_beside": round(beside.waited / beside.time, 4),
             }
 
 
@@ -306,8 +326,8 @@ def main() -> int:
     if path:
         settings = {
             "rounds": rounds_for(pairs), "inner_steps": INNER_STEPS, "sites": len(SITES),
-            "link": LINK, "limit_mbit": LIMIT_MBIT, "stretch": STRETCH, "apart": options.apart,
-            "found": found,
+            "link": LINK, "limit_mbit": LIMIT_MBIT, "settle": SETTLE, "stretch": STRETCH,
+            "apart": options.apart, "found": found,
         }  # fmt: skip
         common.write_json(path, "storage", on, settings, rows)
     return 0

@@ -117,8 +117,8 @@ def test_each_pair_has_one_stretch_with_a_publisher(
     assert (found["wait_alone"], found["wait_beside"]) == (0.0, 0.1)
     assert found["server_cores"] == 0.2
     assert (found["ratio"]["mean"], found["ratio"]["standard_error"]) == (0.8, 0.0)
-    # It was let in the warm-up and in three stretches of ten rounds.
-    assert found["published_mbit"] == pytest.approx(8 / (2.5 * (storage.WARM_UP + 30)), abs=1e-3)
+    # It was let in the warm-up, and in three stretches of twelve rounds with a round before each.
+    assert found["published_mbit"] == pytest.approx(8 / (2.5 * (storage.WARM_UP + 39)), abs=1e-3)
     assert "ratio: median 0.8000" in capsys.readouterr().out
     assert publisher.code == -9
 

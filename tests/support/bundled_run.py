@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from dilocox.errors import RecordError
@@ -24,13 +25,15 @@ class CutPlace(Place):
         self.left = writes
         """Writes that still work; None: all."""
         self.written: list[str] = []
+        self._lock = threading.Lock()
 
     def put(self, path: str, data: bytes) -> None:
         """Write a file, unless the connection is cut."""
-        if self.left is not None:
+        with self._lock:  # several threads write
             if self.left == 0:
                 raise RecordError(f"{self.url}/{path}: cannot be written (connection reset)")
-            self.left -= 1
+            if self.left is not None:
+                self.left -= 1
         super().put(path, data)
         self.written.append(path)
 

@@ -136,7 +136,26 @@ def test_a_new_upload_asks_for_a_few_parts_alone(
     published = index(url).bundles
     parts = sum(len(bundle.parts) for bundle in published)
     assert parts > 4 * AT_ONCE * len(published)
-    assert parts <= len(asked) <= parts + 2 * AT_ONCE * len(published)
+    assert parts <= len(asked) <= parts + 2 * AT_ONCE
+    same_claims(run, url)
+
+
+def test_a_publisher_whose_storage_fails_sends_no_part_twice(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage refuses the middle of a bundle; the publisher goes on with what is missing."""
+    monkeypatch.setattr(bundle_file, "PART_SIZE", 2_000)
+    place = CutPlace(url, writes=5 * AT_ONCE)
+    found = publisher(run, place)
+    with pytest.raises(RecordError):
+        found.publish()
+    before = len(place.written)
+    assert before == 5 * AT_ONCE
+    place.left = None
+    found.publish()
+    parts = [path for path in place.written if path != INDEX]
+    assert len(parts) > 2 * before
+    assert len(set(parts)) == len(parts)
     same_claims(run, url)
 
 

@@ -56,6 +56,8 @@ class FilesDestination:
     place: Place
     _written: str = field(default="", init=False)
     """Text of the index that the storage has, as far as this process knows."""
+    _missing: list[str] = field(default_factory=list, init=False)
+    """The first parts that the storage did not have, since an upload began or has failed."""
 
     @property
     def url(self) -> str:
@@ -88,23 +90,27 @@ class FilesDestination:
 
         A part of the right size that is there is read, because it may have other bytes. Parts are
         sent in order, at most `AT_ONCE` at a time. So once so many are missing, an earlier upload
-        has sent none of the later ones, and the storage is not asked for them.
+        has sent none of the later ones, and the storage is not asked for them; nor for those of
+        later bundles.
         """
-        missing: list[str] = []
 
         def send(part: tuple[str, bytes]) -> int:
             path, data = part
-            if len(missing) < AT_ONCE:
+            if len(self._missing) < AT_ONCE:
                 if self.place.size(path) == len(data) and self.place.get(path, len(data)) == data:
                     return 0
-                missing.append(path)
+                self._missing.append(path)
             uplink.take(len(data))
             self.place.put(path, data)
             if self.place.size(path) != len(data):
                 raise RecordError(f"{self.url}/{path}: was written, but is not there whole")
             return len(data)
 
-        return bundle, sum(in_order(send, zip(bundle.paths(), file.parts(), strict=True)))
+        try:
+            return bundle, sum(in_order(send, zip(bundle.paths(), file.parts(), strict=True)))
+        except Exception:
+            self._missing.clear()  # the next attempt finds what this one has sent
+            raise
 
     def send_index(self, text: str, due: bool, uplink: Uplink) -> None:
         """Write the index if it is due. Raises `RecordError`."""
