@@ -35,7 +35,9 @@ def answers_of(model: str, records: Sequence[dict[str, Any]], device: str = "cpu
 
     folder = Path(model) / "model" if (Path(model) / "model").is_dir() else Path(model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    network = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    # Not every processor has instructions for bf16; without them a question takes minutes.
+    dtype = torch.float32 if device == "cpu" else "auto"
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     found = []
     for record in records:
         asked = tokenizer.apply_chat_template(

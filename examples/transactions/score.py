@@ -43,7 +43,9 @@ def scores_of(model: str, prompts: Sequence[str], device: str = "cpu") -> list[f
 
     folder = Path(model) / "model" if (Path(model) / "model").is_dir() else Path(model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    network = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    # Not every processor has instructions for bf16; without them a question takes minutes.
+    dtype = torch.float32 if device == "cpu" else "auto"
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     no, yes = (first_token(tokenizer, answer) for answer in ANSWERS)
     found: list[float] = []
     for start in range(0, len(prompts), BATCH):

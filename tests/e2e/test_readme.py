@@ -74,6 +74,7 @@ RUN_ELSEWHERE = {
     "python -m benchmarks.single_site --own-loop --pairs 30": "tests/benchmarks",
     "python -m benchmarks.single_site --own-loop --threads 1 --pairs 22": "tests/benchmarks",
     "python -m benchmarks.evidence": "tests/benchmarks",
+    "python -m benchmarks.finetune --model DIR --wikitext DIR --modes lora": "tests/benchmarks",
     "python -m benchmarks.overlap --quick": "tests/benchmarks",
     "python -m benchmarks.wan --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
     "python -m benchmarks.wan --ratio 400 --sites 4 --json NEW.json": "tests/benchmarks",
