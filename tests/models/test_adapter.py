@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dilocox.config.run_config import ModelSection
 from dilocox.errors import CheckpointError, ConfigError, ModelError
 from dilocox.models import ModelChunk, Published, build_chunk, materialise, plan_cut
 from dilocox.models.adapter import adapter_shapes, is_adapter, target_names, trained_shapes
+from dilocox.models.adapter_folder import AdapterFolder
 from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
 from dilocox.models.adapter_weights import AdapterWeights, fixed_values, with_fixed
 from dilocox.models.base_weights import base_digest
@@ -105,6 +107,17 @@ def test_peft_computes_the_same_with_the_adapters_of_every_stage(
     assert torch.allclose(loaded(ids).logits, logits, atol=1e-5)
     merged = loaded.merge_and_unload()
     assert torch.allclose(merged(ids).logits, logits, atol=1e-4)
+
+
+def test_readers_of_a_folder_see_no_warning_of_its_libraries(tmp_path: Path) -> None:
+    """Commands that load adapters print to users."""
+    config = small_config("qwen3")
+    reference = reference_model(config)
+    write_adapter_stage(tmp_path, 0, trained(adapted(config, 1, reference, seed=1)), Published())
+    finish_adapter_folder(tmp_path, config, ModelSection(path="a/base"), LORA, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AdapterFolder.of(tmp_path).added_to(reference)
 
 
 def test_first_values_do_not_depend_on_the_cut_and_are_distributed_as_pefts() -> None:

@@ -6,6 +6,7 @@ The folder may come from a stranger, so no code in it is run and no pickle is re
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,4 +52,9 @@ class AdapterFolder:
         """Return the base model `model` with the folder's adapters, as PEFT loads them."""
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(model, self.folder)
+        with warnings.catch_warnings():
+            # PEFT uses a name of transformers that is deprecated since transformers 5.23.
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing`", category=FutureWarning
+            )
+            return PeftModel.from_pretrained(model, self.folder)
