@@ -426,6 +426,11 @@ def test_held_out_text_of_its_own(corpus: Path, tmp_path: Path) -> None:
     few = section(corpus, validation_source=str(tmp_path / "few.txt"))
     with pytest.raises(DataError, match=r"data\.validation_source: the validation split has"):
         prepare(few, tmp_path / "few", seed=0)
+    (tmp_path / "few.txt").write_text("\n")
+    for rule in ("stream", "documents"):
+        none = few.model_copy(update={"packing": rule})
+        with pytest.raises(DataError, match=r"validation_source: the validation split has 0 tok"):
+            prepare(none, tmp_path / "few", seed=0)
 
 
 def test_held_out_text_of_a_hub_data_set_is_of_its_split(

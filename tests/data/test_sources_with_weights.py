@@ -19,6 +19,8 @@ from dilocox.data.croissant import render_croissant
 from dilocox.data.parts import parts_of
 from dilocox.data.rows import RowBatch, describe_rows
 from dilocox.errors import DataError
+from tests.data.chat_templates import CHATML
+from tests.data.chats import talks, write_records
 from tests.data.conftest import story
 
 LENGTH = 16
@@ -263,16 +265,30 @@ def short_text(places: dict[str, Path], folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "change", "message"),
+    ("spoil", "change", "packing", "message"),
     [
-        (empty_folder, {}, 'data.sources "notes": no text in the sources; name files'),
-        (
-            empty_folder,
-            {"validation_fraction": 0},
-            'data.sources "notes": the train split has 0 tokens, sequence_length 16 needs 17; ',
+        (empty_folder, {}, "stream", 'data.sources "notes": no text in the sources; name files'),
+        *(
+            (
+                empty_folder,
+                {"validation_fraction": 0},
+                packing,
+                'data.sources "notes": the train split has 0 tokens, sequence_length 16 needs 17; ',
+            )
+            for packing in ("stream", "documents", "none")
         ),
-        (short_text, {}, r'data.sources "notes": the \w+ split has \d+ tokens, sequence_length 16'),
-        (None, {"epochs": 1e-6}, 'data.sources "notes": 1e-06 epochs of its [0-9,]+ sequences are'),
+        (
+            short_text,
+            {},
+            "stream",
+            r'data.sources "notes": the \w+ split has \d+ tokens, sequence_length 16',
+        ),
+        (
+            None,
+            {"epochs": 1e-6},
+            "stream",
+            'data.sources "notes": 1e-06 epochs of its [0-9,]+ sequences are',
+        ),
     ],
 )
 def test_a_source_without_enough_text_is_named(
@@ -280,14 +296,39 @@ def test_a_source_without_enough_text_is_named(
     tmp_path: Path,
     spoil: Callable[[dict[str, Path], Path], dict[str, Path]] | None,
     change: dict[str, Any],
+    packing: str,
     message: str,
 ) -> None:
     spoilt = places if spoil is None else spoil(places, tmp_path)
-    data = section(spoilt, {"prose": {}, "notes": change})
+    data = section(spoilt, {"prose": {}, "notes": change}, packing=packing)
     with pytest.raises(DataError, match=message) as caught:
         prepare(data, tmp_path / "data", seed=0)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_a_source_of_conversations_that_teach_nothing_is_named(
+    tmp_path: Path, packing: str
+) -> None:
+    silent = [
+        {"messages": [message | {"weight": 0} for message in each["messages"]]}
+        for each in talks(12)
+    ]
+    (tmp_path / "template.jinja").write_text(CHATML, encoding="utf-8")
+    made = {"good": write_records(tmp_path / "good.jsonl", talks()),
+            "silent": write_records(tmp_path / "silent.jsonl", silent)}  # fmt: skip
+    data = section(
+        made,
+        {"good": {}, "silent": {}},
+        format="chat",
+        chat_template=str(tmp_path / "template.jinja"),
+        packing=packing,
+        sequence_length=128,
+    )
+    message = r'data.sources "silent": the train split has 0 tokens, and no token of its .*weight 0'
+    with pytest.raises(DataError, match=message):
+        prepare(data, tmp_path / "data", seed=0)
 
 
 def test_rows_of_whole_documents_are_planned_by_source(

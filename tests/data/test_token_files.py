@@ -69,6 +69,13 @@ def test_open_does_not_read_the_tokens_and_verify_does(copy: TokenFiles) -> None
         opened.verify()
 
 
+def test_a_range_without_tokens_holds_nothing(files: TokenFiles) -> None:
+    none = files.tokens("train").window(3, 0)
+    for found in (none.places_of(0), none.places_with(1)):
+        assert (found.dtype, found.tolist()) == (np.dtype(np.int64), [])
+    assert none.count_before(1, np.zeros(2, dtype=np.int64)).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("name", ["train-00000.bin", "tokenizer/tokenizer.json"])
 def test_missing_and_cut_files_are_named(copy: TokenFiles, name: str) -> None:
     path = copy.folder / name

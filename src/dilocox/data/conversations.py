@@ -27,6 +27,11 @@ ANSWERS = ("chosen", "rejected")
 
 _ANSWERS = "each record needs the better answer in chosen and the other one in rejected"
 _PAIRS = "set data.prompt_field and data.completion_field"
+LEARNED = (
+    'give conversations with messages of the role "assistant" and without weight 0, a chat '
+    'template whose {% generation %} blocks hold them, or data.loss_on = "all"'
+)
+"""Remedy in messages about conversations of which no token is learned."""
 
 
 class Conversation(Document):

@@ -9,7 +9,7 @@ from typing import Any, cast
 from dilocox.config.data import DataSection
 from dilocox.data.chat_encoding import ChatEncoder
 from dilocox.data.columns import columns_of
-from dilocox.data.conversations import Conversation
+from dilocox.data.conversations import LEARNED, Conversation
 from dilocox.data.flags import SECOND
 from dilocox.data.packing import SHARD_BYTES, Packer
 from dilocox.data.protected_tokens import Encoded, ProtectedTokenizer
@@ -114,9 +114,7 @@ class DocumentEncoder:
         because = f" ({left:,} conversations without a learned token were left out)" if left else ""
         name = {"train": "training", "validation": "held-out"}[empty[0]]
         raise DataError(
-            f"data.source: no token of the {name} conversations is learned{because}; give "
-            'conversations with messages of the role "assistant", a chat template whose '
-            '{% generation %} blocks hold them, or data.loss_on = "all"'
+            f"data.source: no token of the {name} conversations is learned{because}; {LEARNED}"
         )
 
     def describe(self) -> dict[str, Any]:

@@ -160,7 +160,6 @@ def prepare(
             made_with = _made_with(options, text.sources) | {"special_text": dict(spelled)}
             made_with |= _rows(partial, content, data)
             write_manifest(partial, content, made_with)
-            check_lengths(TokenFiles.open(partial), data.rows)
             if publish(partial, place, replace=bool(stale)):
                 if stale and replaced is not None:
                     replaced(stale)
@@ -437,9 +436,15 @@ def _check_disk(total: int | None, folder: Path) -> None:
 
 
 def _rows(partial: Path, content: dict[str, Any], data: DataSection) -> dict[str, Any]:
-    """Returns the key `rows` of `made_with`, empty for a stream of labels alone."""
+    """Returns the key `rows` of `made_with`, empty for a stream of labels alone.
+
+    Raises `DataError` as `check_lengths`.
+    """
     manifest = {"format": format_of(content), "digest": digest_of(content), "content": content}
-    described = describe_rows(TokenFiles(partial, manifest), data.rows)
+    files = TokenFiles(partial, manifest)
+    # First, since a source without any tokens has no rows to describe.
+    check_lengths(files, data.rows)
+    described = describe_rows(files, data.rows)
     return {} if described is None else {"rows": described}
 
 

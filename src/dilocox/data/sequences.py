@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dilocox.config.data import DataSection, LongDocuments, Packing, RowRules
+from dilocox.data.conversations import LEARNED
 from dilocox.data.mixed import MixedSpace, held_out_shares, mixture_of, trained_terms
 from dilocox.data.parts import PartFiles, parts_of
 from dilocox.data.rows import RowBatch, joined, plan_rows
@@ -263,6 +264,8 @@ def _too_small(files: TokenFiles, split: str, tokens: int, sequence_length: int)
     mend = "give more text or lower data.sequence_length"
     own = split == "validation" and "validation_from" in files.content
     key = "data.validation_source" if own else "data.source"
+    if not tokens and "conversations" in files.content:
+        need, mend = "and no token of its conversations is learned", LEARNED
     if isinstance(files, PartFiles):
         key = files.key
         if split == "validation":

@@ -89,7 +89,7 @@ class TokenArray:
 
         `offsets`: ascending, 0 to the length of the split. The whole split is read.
         """
-        counts = np.empty(len(offsets), dtype=np.int64)
+        counts = np.zeros(len(offsets), dtype=np.int64)
         done, total = 0, 0
         for first, some in self._blocks():
             # 32 bits suffice for a block, and take a third of the time of 64.
@@ -101,9 +101,9 @@ class TokenArray:
         return counts
 
     def _where(self, test: Callable[[Part], Part]) -> npt.NDArray[np.int64]:
-        found = [
-            np.flatnonzero(test(part)).astype(np.int64) + offset for offset, part in self._blocks()
-        ]
+        found = [np.empty(0, dtype=np.int64)]
+        for offset, part in self._blocks():
+            found.append(np.flatnonzero(test(part)).astype(np.int64) + offset)
         return np.concatenate(found)
 
     def _blocks(self) -> Iterator[tuple[int, Part]]:
@@ -221,7 +221,8 @@ class TokenFiles:
         """Returns the end offset of each document of a split, end-of-text included: int64 [n]."""
         flags = self.flags(split)
         if flags is not None:
-            return np.append(flags.places_with(STARTS)[1:], len(flags))
+            starts = flags.places_with(STARTS)
+            return np.append(starts[1:], len(flags))[: len(starts)]
         # Text is never encoded as the end-of-text token; only the packer writes it.
         return self.tokens(split).places_of(self.end_of_text) + 1
 
