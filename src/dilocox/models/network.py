@@ -43,9 +43,12 @@ def attention_of(base: str, revision: str | None) -> str:
     A folder may name one whose code is on a hub, so it is chosen here. Passes on transformers'
     errors.
     """
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     named = {} if revision is None else {"revision": revision}
     config = AutoConfig.from_pretrained(base, trust_remote_code=False, **named)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # Beside models that cap the logits of attention, there are some with attention sinks.
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return "eager" if capped else "sdpa"
+    supported = getattr(kind, "_supports_sdpa", True)
+    return "eager" if capped or not supported else "sdpa"

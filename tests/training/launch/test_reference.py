@@ -12,7 +12,7 @@ import torch
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.data import TokenFiles, prepare
 from dilocox.data.flags import COUNTED, SECOND, STARTS
-from dilocox.errors import DataError
+from dilocox.errors import DataError, ModelError
 from dilocox.training.launch import reference
 from tests.data.chats import write_records
 from tests.data.test_preferences import pairs
@@ -21,10 +21,10 @@ from tests.support.base_model import write_base
 pytestmark = pytest.mark.waits
 
 
-def a_run(base: Path, source: Path) -> RunConfig:
+def a_run(base: Path, source: Path, attention: str = "sdpa") -> RunConfig:
     return resolve_run(
         {
-            "model": {"path": str(base)},
+            "model": {"path": str(base), "attention": attention},
             "data": {
                 "source": str(source), "format": "preference", "sequence_length": 128,
                 "validation_fraction": 0.2,
@@ -42,17 +42,13 @@ def made(config: RunConfig, folder: Path) -> TokenFiles:
     return prepare(config.data, folder, seed=0, finish=finish)
 
 
-def test_it_is_the_start_models_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def agrees(config: RunConfig, files: TokenFiles) -> bool:
+    """Whether the column has what the whole model says of each answer by itself."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(reference, "LOGITS", 272 * 300)
-    base, other = write_base(tmp_path / "base"), write_base(tmp_path / "other", seed=1)
-    config = a_run(base, write_records(tmp_path / "pairs.jsonl", pairs()))
-    files = made(config, tmp_path / "data")
-    files.verify()
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(config.model.path), dtype=torch.float32, attn_implementation=config.model.attention
+    )
     compared = 0
     for split in ("train", "validation"):
         flags, tokens = files.flags(split), files.tokens(split)
@@ -70,8 +66,47 @@ def test_it_is_the_start_models_and_no_other(
             assert (found[~counts] == 0).all()
             assert np.allclose(found[1:][counts[1:]], wanted[counts[1:]], atol=2e-6)
             compared += int(counts[1:].sum())
-    assert compared > 1000
+    return compared > 1000
+
+
+def test_it_is_the_start_models_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "LOGITS", 272 * 300)
+    base, other = write_base(tmp_path / "base"), write_base(tmp_path / "other", seed=1)
+    config = a_run(base, write_records(tmp_path / "pairs.jsonl", pairs()))
+    files = made(config, tmp_path / "data")
+    files.verify()
+    assert agrees(config, files)
     reference.check_reference(config, files)
     with pytest.raises(DataError, match=r"are of the model with digest .*, and model.*other"):
         reference.check_reference(a_run(other, tmp_path / "pairs.jsonl"), files)
     assert made(a_run(other, tmp_path / "pairs.jsonl"), tmp_path / "more").digest != files.digest
+
+
+def test_a_model_that_caps_attention_is_a_reference_too(tmp_path: Path) -> None:
+    """Gemma 2 cannot be computed by sdpa."""
+    from transformers import AutoModelForCausalLM, Gemma2Config
+
+    base = write_base(tmp_path / "base")
+    keys = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    capped = Gemma2Config(vocab_size=272, attn_logit_softcapping=0.5, **keys, **heads)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(capped).save_pretrained(base)
+    config = a_run(base, write_records(tmp_path / "pairs.jsonl", pairs()), "eager")
+    files = made(config, tmp_path / "data")
+    assert agrees(config, files)
+    reference.check_reference(config, files)
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    config = a_run(base, write_records(tmp_path / "pairs.jsonl", pairs()))
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    with pytest.raises(ModelError, match=r"^model\.path .*base: cannot be loaded as the ref") as e:
+        made(config, tmp_path / "data")
+    assert "\n" not in str(e.value)
+    assert not (tmp_path / "data").exists()

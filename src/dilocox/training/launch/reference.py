@@ -21,11 +21,13 @@ from dilocox.data.columns import COLUMN_DTYPE
 from dilocox.data.flags import COUNTED, SECOND, STARTS
 from dilocox.data.packing import ShardFile, column_file
 from dilocox.data.token_files import SPLITS
-from dilocox.errors import DataError
+from dilocox.errors import DataError, ModelError
 from dilocox.inner.device import resolve_device, resolve_precision
 from dilocox.inner.loss import log_likelihoods
+from dilocox.models.architecture import one_line
 from dilocox.models.base_weights import base_digest
 from dilocox.models.hf_weights import locate_weights
+from dilocox.models.network import load_network
 
 LOGITS = 2**27
 """Most logits that are computed at once."""
@@ -45,22 +47,13 @@ def add_reference(
         progress: is called with the name of the step and the finished fraction, 0 to 1.
 
     Raises:
-        ModelError: if the model cannot be read.
+        ModelError: if the model cannot be read or loaded.
     """
-    from transformers import AutoModelForCausalLM
-
     files = TokenFiles(folder, {"content": content, "digest": ""})
     place = locate_weights(str(config.model.path), config.model.revision)
     device = resolve_device(config.site)
     precision = resolve_precision(config.site, device)
-    model = AutoModelForCausalLM.from_pretrained(
-        place,
-        dtype=precision,
-        attn_implementation="sdpa",
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
-    model.eval().to(device)
+    model = _reference(config, place, precision).to(device)
     total, done = sum(files.token_count(split) for split in SPLITS), 0
     for split in SPLITS:
         values = np.zeros(files.token_count(split), dtype=COLUMN_DTYPE)
@@ -70,6 +63,20 @@ def add_reference(
         done += len(values)
         _write(folder, content["splits"][split]["shards"], values)
     content[REFERENCE] = {"model": base_digest(place), "precision": str(precision).split(".")[1]}
+
+
+def _reference(config: RunConfig, place: Path, precision: torch.dtype) -> Any:
+    """Returns the model in folder `place`, on the CPU and in evaluation mode.
+
+    Raises `ModelError` if it cannot be loaded.
+    """
+    try:
+        return load_network(place, None, precision).eval()
+    except Exception as error:  # transformers raises many kinds of errors here
+        raise ModelError(
+            f"model.path {config.model.path}: cannot be loaded as the reference of preference "
+            f"training ({one_line(error)}); name a whole model that transformers can load"
+        ) from None
 
 
 def check_reference(config: RunConfig, files: TokenFiles) -> None:
