@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
+import math
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +144,100 @@ def test_texts_for_a_tokenizer() -> None:
     talk = [*TALK, {"role": "assistant", "tool_calls": []}]
     assert Conversation({"messages": talk}, "").texts() == "a\nb"
     assert Conversation({"prompt": "a", "completion": "b"}, "").texts() == "a\nb"
+
+
+def called(name: str, arguments: object, **more: object) -> dict[str, Any]:
+    """A message of the assistant that calls a tool."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call], **more}
+
+
+def tool(name: str, **properties: object) -> dict[str, Any]:
+    """The description of a tool."""
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+CALLS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {"role": "user", "content": "Is it warm?"},
+            called("weather", {"city": "Paris", "days": [{"from": 1}, {"to": 2}]}),
+        ],
+        "tools": [tool("weather", city={"type": "string"}, days={"type": "array"})],
+    },
+    {
+        "messages": [TALK[0], called("clock", {"zone": "UTC", "at": ["x", None]}, thought="hm")],
+        "tools": [tool("clock", zone={"type": "string", "enum": ["UTC", None]})],
+    },
+    {"messages": [TALK[0], called("now", {})], "tools": [tool("now")]},
+]
+
+
+def test_arrow_adds_no_keys_to_calls_and_tools(tmp_path: Path) -> None:
+    """Arrow gives the arguments of all calls the same keys, and null where there was none."""
+    table = pa.Table.from_pylist(CALLS)
+    added = table.to_pylist()[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    assert added["zone"] is None
+    pq.write_table(table, tmp_path / "a.parquet")
+    path = write(tmp_path / "a.jsonl", *CALLS)
+    assert read(tmp_path / "a.parquet", kind="parquet") == read(path) == (CALLS, 0)
+    pairs = [
+        {"chosen": each["messages"], "rejected": TALK, "tools": each["tools"]} for each in CALLS[1:]
+    ]
+    pq.write_table(pa.Table.from_pylist(pairs), tmp_path / "b.parquet")
+    layout = Layout("preference")
+    made = read(write(tmp_path / "b.jsonl", *pairs), layout)
+    assert read(tmp_path / "b.parquet", layout, "parquet") == made
+
+
+def test_nulls_that_json_gives_are_kept(tmp_path: Path) -> None:
+    schema = tool("clock", zone={"default": None})
+    messages = [TALK[0], called("clock", {"zone": None})]
+    assert one(tmp_path, *messages, tools=[schema]) == {"messages": messages, "tools": [schema]}
+    as_text = [TALK[0], called("clock", '{"zone": null}')]
+    table = pa.Table.from_pylist([{"messages": as_text, "tools": json.dumps([schema])}])
+    pq.write_table(table, tmp_path / "a.parquet")
+    [made], _ = read(tmp_path / "a.parquet", kind="parquet")
+    assert made == {"messages": messages, "tools": [schema]}
+
+
+def test_arrow_values_become_those_of_json(tmp_path: Path) -> None:
+    day = datetime.datetime(2024, 7, 26, 12, 30, tzinfo=datetime.UTC)
+    arguments = {"day": day.date(), "hour": day.time(), "price": Decimal("1.50"), "n": Decimal(3)}
+    messages = [
+        TALK[0] | {"sent": day, "content": b"a"},
+        called("pay", arguments, parts=[{"text": "x", "type": None}]),
+    ]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    [made], _ = read(tmp_path / "a.parquet", kind="parquet")
+    written = {"day": "2024-07-26", "hour": "12:30:00", "price": 1.5, "n": 3}
+    assert made["messages"] == [
+        TALK[0] | {"sent": "2024-07-26T12:30:00+00:00", "content": "a"},
+        called("pay", written, parts=[{"text": "x"}]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (datetime.timedelta(1), '"x" is of type timedelta, which JSON cannot hold; give text or'),
+        (b"\xff", '"x" is of type bytes, which JSON cannot hold; give text or a number, or remove'),
+        ({"y": [1.0, math.nan]}, '"x", "y", entry 2 is nan, which JSON cannot hold; give a finite'),
+        (-math.inf, '"x" is -inf, which JSON cannot hold; give a finite number, or remove the key'),
+    ],
+)
+def test_what_json_cannot_hold_is_named(tmp_path: Path, value: object, reason: str) -> None:
+    records = [{"messages": TALK}, {"messages": [TALK[0], TALK[1] | {"x": value}]}]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "a.parquet", kind="parquet")
+    place = f"{tmp_path / 'a.parquet'}:row 2"
+    assert str(caught.value).startswith(f'{place}: "messages", entry 2, {reason}')
+    if "of type" in reason:
+        return
+    with pytest.raises(DataError) as caught:
+        read(write(tmp_path / "a.jsonl", *records))
+    assert str(caught.value).startswith(f'{tmp_path}/a.jsonl:2: "messages", entry 2, {reason}')
+    with pytest.raises(DataError, match=r'^here: "tools", entry 1, "x"'):
+        CHAT.parse({"messages": TALK, "tools": [{"x": value}]}, "here")

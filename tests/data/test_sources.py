@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import gzip
 import hashlib
 import json
@@ -412,6 +413,30 @@ def test_conversations_of_a_hub_dataset(tmp_path: Path) -> None:
     pq.write_table(table, folder / "a.parquet")
     with pytest.raises(DataError, match=r'data.source .*: row 0: message 1: role "bot"'):
         list(HubSource(str(folder), data).documents())
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_hub_datasets_add_no_arguments_to_calls(tmp_path: Path) -> None:
+    """And dates are text, as in JSON."""
+    calls = [("weather", {"city": "Paris"}), ("clock", {"zone": "UTC"})]
+    records: list[dict[str, Any]] = [
+        {
+            "messages": [
+                {"role": "user", "content": "a", "sent": datetime.date(2024, 7, 26)},
+                {"role": "assistant", "tool_calls": [{"name": name, "arguments": arguments}]},
+            ],
+            "tools": [{"name": name, "parameters": {key: {"type": "string"} for key in arguments}}],
+        }
+        for name, arguments in calls
+    ]
+    folder = tmp_path / "talks"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(records), folder / "a.parquet")
+    data = section(folder, format="chat", tokenizer="team/tiny")
+    for record in records:
+        record["messages"][0]["sent"] = "2024-07-26"
+    found = HubSource(str(folder), data).documents()
+    assert [json.loads(each) for each in found] == records
 
 
 def test_which_names_are_those_of_hub_datasets(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ document of text. `dilocox.data.chat_encoding` makes tokens of it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ ANSWERS = ("chosen", "rejected")
 
 _ANSWERS = "each record needs the better answer in chosen and the other one in rejected"
 _PAIRS = "set data.prompt_field and data.completion_field"
+
 LEARNED = (
     'give conversations with messages of the role "assistant" and without weight 0, a chat '
     'template whose {% generation %} blocks hold them, or data.loss_on = "all"'
@@ -44,8 +46,16 @@ class Conversation(Document):
     where: str
 
     def __new__(cls, content: Mapping[str, Any], where: str) -> Conversation:
-        """Write `content` as JSON text; `where` names the file and the line of the record."""
-        made = super().__new__(cls, clean(json.dumps(content, ensure_ascii=False)))
+        """Write `content` as JSON text; `where` names the file and the line of the record.
+
+        Raises `DataError`, which begins with `where`, if JSON cannot hold a value.
+        """
+        try:
+            text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            reason = next(_not_json(content), f"cannot be written as JSON ({error})")
+            raise DataError(f"{where}: {reason}") from None
+        made = super().__new__(cls, clean(text))
         made.where = where
         return made
 
@@ -249,6 +259,27 @@ def _pair(record: Mapping[str, Any], prompt_field: str, where: str) -> Conversat
     if made[0] == made[1]:
         raise DataError(f"{where}: chosen and rejected are equal; remove the record")
     return Conversation(dict(zip(ANSWERS, made, strict=True)), where)
+
+
+def _not_json(value: object, place: str = "") -> Iterator[str]:
+    """Yield the place of each value that JSON cannot hold, with reason and remedy."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _not_json(each, f'{place}, "{key}"')
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value, start=1):
+            yield from _not_json(each, f"{place}, entry {number}")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield (
+                f"{place.removeprefix(', ')} is {value}, which JSON cannot hold; give a finite "
+                "number, or remove the key"
+            )
+    elif value is not None and not isinstance(value, str | int):
+        yield (
+            f"{place.removeprefix(', ')} is of type {type(value).__name__}, which JSON cannot "
+            "hold; give text or a number, or remove the key"
+        )
 
 
 def _checked(messages: list[Any], where: str) -> list[dict[str, Any]]:

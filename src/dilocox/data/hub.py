@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dilocox.config.data import DataSection
+from dilocox.data.arrow_values import json_record
 from dilocox.data.conversations import Layout
 from dilocox.data.readers import FIELD, UNPACKED, clean, with_columns
 from dilocox.data.record_filter import RecordFilter, columns_of
@@ -133,15 +134,16 @@ class HubSource:
 
     def _document(self, row: dict[str, Any], number: int) -> str | None:
         """Returns the text or conversation of a row, or None if it is null or missing."""
+        where = f"data.source {self.name}: row {number}"
         if self._layout is not None:
-            return self._layout.parse(row, f"data.source {self.name}: row {number}")
+            names = (*self._layout.fields, *self._layout.optional)
+            return self._layout.parse(json_record(row, names), where)
         text = row.get(self.field)
         if text is not None and not isinstance(text, str):
             raise DataError(
                 f'data.source {self.name}: column "{self.field}" of row {number} holds '
                 f"{type(text).__name__}, not text; {FIELD}"
             )
-        where = f"data.source {self.name}: row {number}"
         return with_columns(clean(text) if text else text, row, self._columns, where)
 
     def placed(self) -> Iterator[tuple[int, str]]:

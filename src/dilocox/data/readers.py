@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from dilocox.data.arrow_values import json_record
 from dilocox.data.columns import Document, numbers_of
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
@@ -354,6 +355,8 @@ def parquet_records(
 ) -> Iterator[tuple[str, object]]:
     """Yield (place, record) of each row of a Parquet file that the filter takes.
 
+    Values are as JSON has them, see `json_value`.
+
     Args:
         path: the file.
         fields: columns that the file must have; a record holds them by name.
@@ -376,7 +379,7 @@ def parquet_records(
             for record, wanted in zip(batch.select(columns).to_pylist(), taken, strict=True):
                 row += 1
                 if wanted:
-                    yield f"{path}:row {row}", record
+                    yield f"{path}:row {row}", json_record(record, columns)
 
 
 @contextmanager
@@ -389,7 +392,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path) as table:
             yield table
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{path}: not a readable Parquet file ({reason})") from None
 
