@@ -7,6 +7,7 @@ import base64
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,11 +27,13 @@ from tests.support.witnessed import (
     write_log,
 )
 
+from dilocox.cli import witness as witness_command
 from dilocox.cli.main import main
 from dilocox.errors import RecordError
 from dilocox.record.log import cosigned
 from dilocox.record.log.signed_note import LogCheckpoint, WitnessKey, cosign, cosigned_at, open_note
 from dilocox.record.verify.witness_claims import Witnesses, judge_witnesses
+from dilocox.record.writer.checkpoint_publisher import CheckpointPublisher
 from dilocox.tools.witness import server
 from dilocox.tools.witness.asking import Answer, WitnessAddress, ask
 from dilocox.tools.witness.folder import WitnessFolder
@@ -336,6 +339,68 @@ def test_what_the_log_gets_after_the_runs_end_is_cosigned_too(tmp_path: Path) ->
         main(["witness", "ask", str(tmp_path), "--witness", str(KEY), url, "--every", "0.01"])
     assert end.value.code == 0
     assert size_of(tmp_path, KEY) == 6
+
+
+def checkpoint_of(run: Path) -> str:
+    return (run / "record" / "checkpoint").read_text()
+
+
+def test_the_hook_asks_about_the_checkpoint_that_it_is_given(tmp_path: Path) -> None:
+    """A newer one waits for a standby that does not have its statements yet."""
+    write_log(tmp_path, entries(4))
+    given = checkpoint_of(tmp_path)
+    write_log(tmp_path, entries(7))
+    asked: list[int] = []
+
+    def answer(body: bytes) -> tuple[int, bytes]:
+        asked.append(LogCheckpoint.parse(open_note(parse_request(body)[2], LOG)).size)
+        return 200, cosignature(body)
+
+    with lying(answer) as url:
+        command = [sys.executable, "-m", "dilocox", "witness", "ask", str(tmp_path)]
+        hook = CheckpointPublisher([*command, "--witness", str(KEY), url], 60.0)
+        hook.take(given)
+        hook.close()
+        assert hook.trouble() is None
+        assert (asked, size_of(tmp_path, KEY)) == ([4], 4)
+        # A witness that has cosigned a later one already is not asked, and has not refused.
+        assert ask(tmp_path, [WitnessAddress(KEY, url)]) == [Answer(WitnessAddress(KEY, url), 7)]
+        known = ask(tmp_path, [WitnessAddress(KEY, url)], note=given)
+        assert known == [Answer(WitnessAddress(KEY, url), 7)]
+        assert (asked, size_of(tmp_path, KEY)) == ([4, 7], 7)
+    cosigned.path_of(tmp_path / "record", KEY).unlink()
+    with lying(lambda body: (409, b"7\n")) as url:
+        (found,) = ask(tmp_path, [WitnessAddress(KEY, url)], note=given)
+        assert found.trouble == (
+            "it says that it has cosigned 7 statements already, more than this checkpoint has: 4"
+        )
+    for note in ("nonsense", signed(entries(4, fork=2)), signed(entries(9))):
+        with pytest.raises(RecordError, match="the given checkpoint is not one of this log: "):
+            ask(tmp_path, [WitnessAddress(KEY, url)], note=note)
+
+
+def test_ask_does_not_wait_for_an_input_on_which_nothing_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over SSH, or from a script. `ask --every` does not look at its input at all."""
+    monkeypatch.setattr(witness_command, "INPUT_SECONDS", 0.1)
+    write_log(tmp_path, entries(4))
+    given = checkpoint_of(tmp_path)
+    write_log(tmp_path, entries(7))
+    (tmp_path / "summary.json").write_text("{}")
+    reading, writing = os.pipe()
+    with lying(lambda body: (200, cosignature(body))) as url, os.fdopen(reading) as pipe:
+        monkeypatch.setattr("sys.stdin", pipe)
+        command = ["witness", "ask", str(tmp_path), "--witness", str(KEY), url]
+        for more in ([], ["--every", "0.01"]):
+            with pytest.raises(SystemExit) as end:
+                main([*command, *more])
+            assert end.value.code == 0
+            assert size_of(tmp_path, KEY) == 7
+            cosigned.path_of(tmp_path / "record", KEY).unlink()
+            os.write(writing, given.encode())
+        os.close(writing)
+        assert pipe.read() == given * 2
 
 
 def test_ask_every_ends_with_the_run_and_tells_a_trouble_once(

@@ -164,14 +164,16 @@ def open_log(folder: Path) -> LogContent:
     return LogContent(FileEntries(folder / ENTRIES), note, public.strip())
 
 
-def read_covered(folder: Path, key: NoteKey) -> LogContent:
-    """Open the part of a growing log that its newest checkpoint covers.
+def read_covered(folder: Path, key: NoteKey, note: str | None = None) -> LogContent:
+    """Open the part of a growing log that a checkpoint covers.
 
     Entries are read from the disk on each pass, as with `open_log`. Raises `RecordError` like
     `read_log`, and if `key` has not signed the checkpoint.
+
+    `note`: the signed checkpoint; None: the newest one of the folder.
     """
     # Read the checkpoint first: the entries that it covers are on the disk already.
-    note = read_text(folder / CHECKPOINT)
+    note = read_text(folder / CHECKPOINT) if note is None else note
     size = LogCheckpoint.parse(open_note(note, key)).size
     return LogContent(FileEntries.covered(folder / ENTRIES, size), note, str(key))
 

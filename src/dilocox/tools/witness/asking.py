@@ -24,6 +24,7 @@ from dilocox.record.log.signed_note import (
     open_note,
 )
 from dilocox.record.log.transparency_log import (
+    CHECKPOINT,
     PUBLIC,
     LogContent,
     check_log,
@@ -58,18 +59,41 @@ class Answer:
     """Why it is not cosigned; empty if it is."""
 
 
-def ask(run: Path, witnesses: Sequence[WitnessAddress], seconds: float = SECONDS) -> list[Answer]:
-    """Have the newest checkpoint of the log of `run` cosigned, by all witnesses at once.
+def ask(
+    run: Path,
+    witnesses: Sequence[WitnessAddress],
+    seconds: float = SECONDS,
+    note: str | None = None,
+) -> list[Answer]:
+    """Have a checkpoint of the log of `run` cosigned, by all witnesses at once.
 
-    Cosignatures are kept below `record/cosigned`. Raises `RecordError` if the run has no log that
-    can be read, or if a cosignature cannot be written.
+    Cosignatures are kept below `record/cosigned`.
+
+    Args:
+        run: The run's folder.
+        witnesses: The witnesses. A witness that has cosigned a later checkpoint already, as the
+            folder shows, is not asked; its answer names that size.
+        seconds: Time limit of one witness.
+        note: The signed checkpoint; None: the newest one of the folder.
+
+    Raises:
+        RecordError: The run has no log that can be read, `note` is no checkpoint of it, or a
+            cosignature cannot be written.
     """
     record = run / "record"
     key = NoteKey.parse(read_text(record / PUBLIC))
-    content = read_covered(record, key)
-    checkpoint = check_log(content, key)
+    try:
+        content = read_covered(record, key, note)
+        checkpoint = check_log(content, key)
+    except RecordError as error:
+        if note is None:
+            raise
+        raise RecordError(f"{run}: the given checkpoint is not one of this log: {error}") from None
+    grown = checkpoint.size
+    if note is not None:
+        grown = LogCheckpoint.parse(open_note(read_text(record / CHECKPOINT), key)).size
     # Of a checkpoint other cosignatures may be there already: only the log's own is sent.
-    log = _Log(record, key, content, checkpoint)
+    log = _Log(record, key, content, checkpoint, grown)
 
     async def all_at_once() -> list[Answer]:
         return list(await asyncio.gather(*(_ask(log, each, seconds) for each in witnesses)))
@@ -83,6 +107,8 @@ class _Log:
     key: NoteKey
     content: LogContent
     checkpoint: LogCheckpoint
+    grown: int
+    """Statements of the log's newest checkpoint."""
 
     def body(self, old: int) -> bytes:
         proof = []
@@ -103,6 +129,9 @@ class _Log:
 
 
 async def _ask(log: _Log, witness: WitnessAddress, seconds: float) -> Answer:
+    known = log.known(witness.key)
+    if log.checkpoint.size < known <= log.grown:
+        return Answer(witness, known)
     try:
         async with asyncio.timeout(seconds), aiohttp.ClientSession() as session:
             line = await _cosignature(session, log, witness)
@@ -145,6 +174,11 @@ async def _cosignature(session: aiohttp.ClientSession, log: _Log, witness: Witne
             said = plain(text.strip())[:300]
             if reply.status == 409 and said.isascii() and said.isdigit():
                 size = int(said[:19])
+                if log.checkpoint.size < size <= log.grown:
+                    raise RecordError(
+                        f"it says that it has cosigned {size} statements already, more than this "
+                        f"checkpoint has: {log.checkpoint.size}"
+                    )
                 if size > log.checkpoint.size:
                     raise RecordError(
                         f"it says that it has cosigned {size} statements, and this log has "
