@@ -17,7 +17,9 @@ from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import open_log
 from dilocox.record.verify.replay import Stage, read_listing
 from dilocox.record.verify.run_history import RunHistory, read_history
+from dilocox.tools.storage import bundle_file
 from dilocox.tools.storage.follow import publish_once
+from dilocox.training import published_state
 from dilocox.training.published_state import PublishedState
 from tests.support.bundled_run import publisher
 from tests.support.older_record import resign, unpacked
@@ -146,6 +148,80 @@ def test_a_faster_donor_is_taken(run: Path, tmp_path: Path) -> None:
     assert 30 <= late.now <= 32
     assert "and a donor about 30.0 s" in late.said[0]
     assert len(late.said) == 1
+
+
+def test_rounds_that_nobody_publishes_are_given_up(run: Path, tmp_path: Path) -> None:
+    """The link is not known, and the bundles have fewer bytes than a donor would send."""
+    url = f"file://{tmp_path}/public"
+    publish_once(publisher(run, Place(url)))
+    rank = Entering(url, history_of(run).pieces, rate=None)
+    looks: list[float] = []
+
+    def look() -> None:
+        looks.append(rank.now)
+        assert len(looks) < 1000
+
+    assert rank.state(99, look).pieces() == {}
+    assert published_state.LONGEST <= rank.now <= published_state.LONGEST + 2
+    assert "without a known link the longest wait is 180.0 s" in rank.said[0]
+    assert len(rank.said) == 1
+
+
+def test_a_storage_without_a_rate_is_waited_for_as_long_as_a_donor_would_take(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A donor at the rate of the bundles; time without a fetch does not make the rate smaller."""
+    url = f"file://{tmp_path}/public"
+    publish_once(publisher(run, Place(url)))
+    count = history_of(run).pieces
+    rank = Entering(url, count, rate=None, values=100_000)
+    opened = published_state.open_bundles
+
+    def slow(url: str) -> Any:
+        place = opened(url)
+        own = place.get_part
+
+        def get_part(bundle: Any, number: int) -> bytes:
+            rank.now += 60.0
+            return own(bundle, number)
+
+        place.get_part = get_part  # type: ignore[method-assign]
+        return place
+
+    monkeypatch.setattr(published_state, "open_bundles", slow)
+    assert rank.state(99).pieces() == {}
+    size = sum(path.stat().st_size for path in (tmp_path / "public" / "bundles").iterdir())
+    parts = len(list((tmp_path / "public" / "bundles").iterdir()))
+    donor = count * 8 * 100_000 * parts * 60 / size
+    assert donor > 1.2 * published_state.LONGEST
+    assert donor <= rank.now <= donor + 2
+
+
+def test_a_bundle_that_comes_slowly_is_given_up_before_it_is_whole(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle_file, "PART_SIZE", 2_000)
+    url = f"file://{tmp_path}/public"
+    publish_once(publisher(run, Place(url)))
+    count = history_of(run).pieces
+    rank = Entering(url, count, rate=8_000_000 * count // 30)
+    opened = published_state.open_bundles
+
+    def slow(url: str) -> Any:
+        place = opened(url)
+        own = place.get_part
+
+        def get_part(bundle: Any, number: int) -> bytes:
+            rank.now += 4.0
+            return own(bundle, number)
+
+        place.get_part = get_part  # type: ignore[method-assign]
+        return place
+
+    monkeypatch.setattr(published_state, "open_bundles", slow)
+    assert rank.state(1).pieces() == {}
+    assert 30 <= rank.now <= 30 + 6 * 4.0, "up to four parts are on their way"
+    assert "and a donor about 30.0 s" in rank.said[0]
 
 
 @pytest.mark.parametrize("damage", ["dead", "index", "bundle", "other"])

@@ -7,7 +7,8 @@ bundles save the donor's transfer, and whatever is wrong with them costs time al
 
 The bundles are used if they are expected to be there sooner than a donor's transfer: by the bytes
 of both, the rate at which the bundles come, and the rate of the run's links: as the newest plan
-has it, else as the run file declares it.
+has it, else as the run file declares it. Without such a rate fewer bytes are taken for sooner, and
+rounds that nobody publishes are given up after `LONGEST`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ from dilocox.transport.state_transfer import OwnPiece
 log = logging.getLogger(__name__)
 
 LOOK = 1.0
-"""Seconds between two looks for a newer index."""
+"""Seconds between two looks for a newer index, and between two estimates during a bundle."""
+LONGEST = 180.0
+"""Seconds for which missing rounds are waited for if the run's link is not known. A donor at the
+rate of the bundles may take longer: then as long as that. The publisher may hold an index back for
+a minute."""
 _ERRORS = (DilocoxError, OSError, ValueError, RuntimeError, KeyError)
 """What strange bytes may lead to."""
 
@@ -95,37 +100,43 @@ class PublishedState:
     def _prepared(self, url: str) -> Mapping[int, OwnPiece]:
         begun = self._clock()
         with tempfile.TemporaryDirectory(prefix="dilocox-published-") as folder:
-            found = _Bundles(open_bundles(url), Path(folder))
+            found = _Bundles(open_bundles(url), Path(folder), self._clock)
             while True:
-                found.take(lambda got, left: self._check_speed(begun, got, left))
+                found.take(lambda got, left, spent: self._check_speed(begun, got, left, spent))
                 steps = self._steps(found.course)
                 if steps is not None:
                     break
-                self._check_speed(begun, found.size, 0)
+                self._check_speed(begun, found.size, 0, found.seconds)
                 self._sleep(LOOK)
             return self._replayed(found.course, steps, found.get)
 
-    def _check_speed(self, begun: float, got: int, left: int) -> None:
+    def _check_speed(self, begun: float, got: int, left: int, spent: float) -> None:
         """Raise `SlowerError` if a donor is expected to be faster.
 
         Args:
             begun: When the fetching began, seconds.
             got: Bytes that were fetched.
             left: Bytes that are published and were not fetched yet.
+            spent: Seconds in which `got` was fetched, without waits for what was not published.
         """
         size = sum(state.anchor.nbytes + state.momentum.nbytes for state in self._own.rank.states)
-        took = max(self._clock() - begun, 1e-6)
-        # If no link was measured or declared: the same rate for both.
-        rate = self._link_rate() or int(got / took)
-        if not rate:
-            if left > size:
-                raise SlowerError(f"they have {left:,} bytes, and a donor sends {size:,}")
+        expected = self._clock() - begun + (left * spent / got if got else 0.0)
+        rate = self._link_rate()
+        if rate:
+            if expected > size / rate:
+                raise SlowerError(
+                    f"they would take {expected:.1f} s or more, and a donor about "
+                    f"{size / rate:.1f} s ({size:,} bytes at {rate:,} bytes/s)"
+                )
             return
-        expected = took + (left * took / got if got else 0.0)
-        if expected > size / rate:
+        # No link was measured or declared: the same rate for both.
+        if got + left > size:
+            raise SlowerError(f"they have {got + left:,} bytes, and a donor sends {size:,}")
+        longest = max(LONGEST, size * spent / got if got else 0.0)
+        if expected > longest:
             raise SlowerError(
-                f"they would take {expected:.1f} s or more, and a donor about {size / rate:.1f} s "
-                f"({size:,} bytes at {rate:,} bytes/s)"
+                f"they would take {expected:.1f} s or more, and without a known link the longest "
+                f"wait is {longest:.1f} s"
             )
 
     def _link_rate(self) -> int:
@@ -188,14 +199,16 @@ class PublishedState:
 class _Bundles:
     """The published bundles, as far as they were fetched to a folder."""
 
-    def __init__(self, storage: BundleStorage, folder: Path) -> None:
-        self._storage = storage
+    def __init__(self, storage: BundleStorage, folder: Path, clock: Callable[[], float]) -> None:
+        self._storage, self._clock = storage, clock
         self._fetched = Fetched(folder, storage.url)
         self._reader: HistoryReader | None = None
         self._read = 0
         """Bytes of the statements that were read."""
         self.size = 0
         """Bytes of the bundles that were fetched."""
+        self.seconds = 0.0
+        """Seconds in which they were fetched."""
 
     def get(self, digest: str) -> bytes:
         """Return an object of the bundles by its SHA-256. Raises `RecordError`."""
@@ -206,25 +219,42 @@ class _Bundles:
         """The run's history; None before there is a statement."""
         return self._reader.course if self._reader is not None and self._read else None
 
-    def take(self, progress: Callable[[int, int], None]) -> None:
+    def take(self, progress: Callable[[int, int, float], None]) -> None:
         """Fetch the bundles that are new, and read their statements.
 
-        `progress`: called before each bundle with the bytes that were fetched and that are left; it
-        may raise. Raises `RecordError` if the storage fails or the bundles are not authentic.
+        `progress`: called before each bundle with the bytes that were fetched, the bytes that are
+        left, and the seconds of fetching. Called every `LOOK` seconds while a bundle comes, with 0
+        for the bytes that are left: nothing is extrapolated from a part. It may raise. Raises
+        `RecordError` if the storage fails or the bundles are not authentic.
         """
         index, before = read_index(self._storage), self._fetched.publication
         if before is not None and index.lines[: len(before.lines)] != before.lines:
             raise RecordError("their index has changed")
         for number in range(len(self._fetched.bundles), len(index.bundles)):
-            progress(self.size, sum(each.size for each in index.bundles[number:]))
+            begun = self._clock()
+            progress(self.size, sum(each.size for each in index.bundles[number:]), self.seconds)
             ahead = Publication(index.log, index.run, index.bundles[: number + 1])
             self._fetched.publication = ahead
-            fetch_into(self._fetched, self._storage, lambda what, share: None)
+            fetch_into(self._fetched, self._storage, self._at_times(progress))
             self.size += index.bundles[number].size
+            self.seconds += self._clock() - begun
         self._fetched.publication = index
         if self._reader is None:
             self._reader = HistoryReader(index.log)
         self._reader.take(self._new_entries())
+
+    def _at_times(
+        self, progress: Callable[[int, int, float], None]
+    ) -> Callable[[str, float], None]:
+        told = self._clock()
+
+        def tell(what: str, share: float) -> None:
+            nonlocal told
+            if self._clock() >= told + LOOK:
+                told = self._clock()
+                progress(self.size, 0, self.seconds)
+
+        return tell
 
     def _new_entries(self) -> Iterable[str]:
         path = self._fetched.folder / "record" / ENTRIES

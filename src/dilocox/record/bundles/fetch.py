@@ -135,7 +135,8 @@ def fetched(
 def fetch_into(found: Fetched, place: BundleStorage, progress: Progress) -> None:
     """Fetch the bundles of `found.publication` that are not in `found.folder` yet.
 
-    Raises `BadBundleError`, and `RecordError` like `fetched`.
+    `progress`: called before each bundle and after each part; it may raise. Raises
+    `BadBundleError`, and `RecordError` like `fetched`.
     """
     assert found.publication is not None
     bundles = found.publication.bundles[len(found.bundles) :]
@@ -146,9 +147,13 @@ def fetch_into(found: Fetched, place: BundleStorage, progress: Progress) -> None
             f"free disk at {tempfile.gettempdir()}); free some disk"
         )
     for number, bundle in enumerate(bundles):
-        progress("fetching bundles", number / len(bundles))
+
+        def tell(share: float, number: int = number) -> None:
+            progress("fetching bundles", (number + share) / len(bundles))
+
+        tell(0.0)
         try:
-            with contextlib.closing(_Parts(bundle, place)) as parts:
+            with contextlib.closing(_Parts(bundle, place, tell)) as parts:
                 _unpack(bundle, parts, found.folder)
         except MissingError:
             raise BadBundleError(f"{bundle.name}: was published, but is not there") from None
@@ -160,8 +165,12 @@ def fetch_into(found: Fetched, place: BundleStorage, progress: Progress) -> None
 class _Parts:
     """The bytes of a bundle. Every part is checked before any of its bytes is given out."""
 
-    def __init__(self, bundle: Bundle, place: BundleStorage) -> None:
+    def __init__(
+        self, bundle: Bundle, place: BundleStorage, progress: Callable[[float], None]
+    ) -> None:
+        """`progress`: called with the share of the parts that are here, 0 to 1."""
         paths = bundle.paths()
+        self._progress, self._done = progress, 0
 
         def get(number: int) -> tuple[str, str, bytes]:
             try:
@@ -208,6 +217,8 @@ class _Parts:
         if self._tree:
             self._tree.update(data)
         self._data, self._at = data, 0
+        self._done += 1
+        self._progress(self._done / len(self._bundle.parts))
         return True
 
 
