@@ -33,7 +33,7 @@ from dilocox.record.writer.rank_recorder import (
     anchor_state,
     listing_of,
 )
-from dilocox.record.writer.windows import Bound, Windows, bound_of, small_budget
+from dilocox.record.writer.windows import Bound, Windows, bound_of, first_kept, small_budget
 from tests.record.verify.test_replay import Made
 from tests.record.writer.test_rank_recorder import (
     RANK,
@@ -123,6 +123,26 @@ def test_a_byte_budget_is_never_exceeded_and_half_used(tmp_path: Path) -> None:
         most = max(most, sum(windows._sizes.values()))
     assert 2000 < most <= 4000
     assert len(store.windows(PLACE)) == len(windows._sizes) == 4
+
+
+@pytest.mark.parametrize(
+    "bound", [Bound(rounds=1), Bound(rounds=4), Bound(rounds=9), Bound(bytes=4000), Bound(bytes=1)]
+)
+def test_what_the_windows_begun_say_is_kept(bound: Bound, tmp_path: Path) -> None:
+    """Whoever knows the begins alone knows rounds of which nothing can have been removed."""
+    store = Store(str(tmp_path))
+    windows, begun = Windows(store, PLACE, bound), {0}
+    for round_ in range(60):
+        if windows.due(round_):
+            begun.add(round_)
+            windows.open(round_)
+            windows.drop()
+        windows.current.put(b"round %d" % round_)
+        windows.add(90)
+        kept = first_kept(begun, max(begun), bound)
+        assert min(windows._sizes) <= kept <= round_
+        if bound.rounds is not None:
+            assert min(windows._sizes) == kept <= max(0, round_ - bound.rounds)
 
 
 def test_a_rank_that_starts_again_goes_on_with_its_windows(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ def test_evidence_of_machines_may_be_missing(tmp_path: Path) -> None:
     said = {"site": "a", "format": "any/kind"}
     statements = [s.Statement(s.ATTESTATION, {"evidence": each}, said) for each in digests]
     found, missing = Contents().named(statements, Stores([here]))
-    assert ([each.digest for each in found], missing) == (digests[:1], [])
+    assert ([each.digest for each in found], missing) == (digests[:1], {})
 
 
 def test_two_publishers_do_not_meet(run: Path, url: str) -> None:

@@ -9,6 +9,7 @@ another rank keeps.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from dilocox.config.base import parse_bytes
@@ -78,6 +79,20 @@ def small_budget(config: RunConfig, parameters: int) -> int | None:
     return least if bound is not None and bound.bytes is not None and bound.bytes < least else None
 
 
+def first_kept(starts: Collection[int], newest: int, bound: Bound) -> int:
+    """Return the first round of which a rank keeps all payloads, whatever their size.
+
+    Args:
+        starts: First rounds of the windows that the rank has begun.
+        newest: First round of the newest window.
+        bound: The bound of the rank.
+    """
+    if bound.rounds is not None:
+        most = bound.rounds
+        return max((start for start in starts if newest - start >= most), default=0)
+    return sorted(starts)[-2] if len(starts) > 1 else 0
+
+
 class Windows:
     """The windows of one rank. Only the record's thread calls `open`, `add` and `drop`."""
 
@@ -127,14 +142,10 @@ class Windows:
 
     def _is_beyond(self) -> bool:
         first = sorted(self._sizes)
-        if len(first) < 3:
-            return len(first) == 2 and self._holds_enough(first[1])
+        if len(first) < 2 or first[1] > first_kept(first, self._newest, self._bound):
+            return False
         if self._bound.rounds is not None:
-            return self._holds_enough(first[1])
+            return True
         assert self._bound.bytes is not None
         closed = sum(self._sizes.values()) - self._sizes[self._newest]
         return closed + self._bound.bytes // PARTS > self._bound.bytes
-
-    def _holds_enough(self, first: int) -> bool:
-        """Return True if the windows from round `first` on hold all the rounds of the bound."""
-        return self._bound.rounds is not None and self._newest - first >= self._bound.rounds

@@ -53,23 +53,27 @@ class Contents:
 
     def named(
         self, statements: Iterable[s.Statement], stores: Stores, anchors: bool = False
-    ) -> tuple[list[StoredObject], list[str]]:
-        """Return the objects that `statements` name, sorted, and the SHA-256 of missing ones.
+    ) -> tuple[list[StoredObject], dict[str, int]]:
+        """Return the objects that `statements` name, sorted, and the missing ones.
 
         `anchors`: True to take states from which a replay may begin, as far as they are stored.
         Their absence is not counted. Raises `RecordError` for malformed statements and objects.
+
+        The missing objects are given by SHA-256, each with the position in `statements` of the last
+        statement that names it.
         """
         found: dict[str, StoredObject] = {}
-        missing: list[str] = []
-        for statement in statements:
-            for each in _objects(statement, stores, missing, anchors):
+        missing: dict[str, int] = {}
+        for position, statement in enumerate(statements):
+            for each in _objects(statement, stores, anchors):
                 if each.digest in self.known or each.digest in found:
                     continue
                 if stores.has(each.digest):
                     found[each.digest] = each
+                    missing.pop(each.digest, None)  # it has just arrived
                 else:
-                    missing.append(each.digest)
-        return sorted(found.values(), key=lambda each: each.name), sorted(set(missing))
+                    missing[each.digest] = position
+        return sorted(found.values(), key=lambda each: each.name), dict(sorted(missing.items()))
 
 
 def _subjects(statement: s.Statement) -> list[str]:
@@ -77,9 +81,7 @@ def _subjects(statement: s.Statement) -> list[str]:
     return list(statement.subjects.values()) if statement.kind in kept else []
 
 
-def _objects(
-    statement: s.Statement, stores: Stores, missing: list[str], anchors: bool
-) -> Iterator[StoredObject]:
+def _objects(statement: s.Statement, stores: Stores, anchors: bool) -> Iterator[StoredObject]:
     if statement.kind == s.STEP:
         step = Step.of(statement)
         for digest in step.payloads.values():

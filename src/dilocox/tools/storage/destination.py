@@ -24,6 +24,10 @@ class Destination(Protocol):
     def published(self) -> str:
         """URL for `dilocox verify`."""
 
+    @property
+    def paid(self) -> bool:
+        """True if each index costs money, so that only one that is due is shown."""
+
     def read_index(self, key: str) -> Publication:
         """Return the index of what was published. `key`: the log's key.
 
@@ -58,6 +62,8 @@ class FilesDestination:
     """Text of the index that the storage has, as far as this process knows."""
     _missing: list[str] = field(default_factory=list, init=False)
     """The first parts that the storage did not have, since an upload began or has failed."""
+    _whole: str = field(default="", init=False)
+    """Name of the last bundle of which this process has seen all parts in the storage."""
 
     @property
     def url(self) -> str:
@@ -68,6 +74,11 @@ class FilesDestination:
     def published(self) -> str:
         """The storage's URL."""
         return self.place.url
+
+    @property
+    def paid(self) -> bool:
+        """False: a new index replaces the old one."""
+        return False
 
     def read_index(self, key: str) -> Publication:
         """Read the index. Raises like `Destination.read_index`."""
@@ -91,8 +102,11 @@ class FilesDestination:
         A part of the right size that is there is read, because it may have other bytes. Parts are
         sent in order, at most `AT_ONCE` at a time. So once so many are missing, an earlier upload
         has sent none of the later ones, and the storage is not asked for them; nor for those of
-        later bundles.
+        later bundles. A bundle that is sent again, because its index could not be written, is not
+        looked at.
         """
+        if bundle.name == self._whole:
+            return bundle, 0
 
         def send(part: tuple[str, bytes]) -> int:
             path, data = part
@@ -107,10 +121,12 @@ class FilesDestination:
             return len(data)
 
         try:
-            return bundle, sum(in_order(send, zip(bundle.paths(), file.parts(), strict=True)))
+            sent = sum(in_order(send, zip(bundle.paths(), file.parts(), strict=True)))
         except Exception:
             self._missing.clear()  # the next attempt finds what this one has sent
             raise
+        self._whole = bundle.name
+        return bundle, sent
 
     def send_index(self, text: str, due: bool, uplink: Uplink) -> None:
         """Write the index if it is due. Raises `RecordError`."""

@@ -8,7 +8,8 @@ storage ends.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,6 +29,7 @@ from dilocox.record.log.transparency_log import CHECKPOINT, PUBLIC
 from dilocox.tools.release.local_paths import SAID, local_paths
 from dilocox.tools.release.publish import refuse_secret
 from dilocox.tools.storage import bundle_file
+from dilocox.tools.storage.absences import Absences
 from dilocox.tools.storage.bundle_file import BundleFile, pieces
 from dilocox.tools.storage.contents import Contents
 from dilocox.tools.storage.destination import Destination
@@ -37,6 +39,10 @@ from dilocox.utils.storage import sha256_of
 
 _SCANNED = 2**28
 """Bytes: larger files are not searched for secrets. Payloads and weights are never searched."""
+INDEX_SECONDS = 60.0
+"""Seconds for which an index that is not due waits at most, if the uplink is free."""
+_SHARE = 4
+"""Such an index waits at least so many times as long as the uplink needs for it."""
 Line = tuple[str, s.Statement]
 """An entry of the log, and its statement."""
 
@@ -67,6 +73,8 @@ class Publisher:
     uplink: Uplink
     tell: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True)
     """Called with a line on absolute paths in a file, before the file is uploaded."""
+    clock: Callable[[], float] = time.monotonic
+    """Returns monotonic seconds."""
     ended: bool = False
     """True once everything of a run that has ended is published."""
     bundles: int = 0
@@ -77,6 +85,8 @@ class Publisher:
     """Bytes of the bundles since an index was due."""
     _due: bool = False
     """True if an index was due since the last call of `Destination.finish`."""
+    _waiting: float | None = None
+    """When a bundle was published that the storage's index does not name; None if there is none."""
     _index: Publication | None = None
     _tree: Frontier = field(default_factory=Frontier)
     """Tree over the statements that are published."""
@@ -87,8 +97,7 @@ class Publisher:
     """(kind, stage) of all initial and final states in the log."""
     _anchors: list[s.Statement] = field(default_factory=list)
     """All statements on states from which a replay may begin."""
-    _resumed: int = 0
-    """Number of the log's statements up to its newest resume."""
+    _absences: Absences = field(default_factory=Absences)
     _told: set[str] = field(default_factory=set)
     """Lines that `tell` was called with."""
 
@@ -109,7 +118,8 @@ class Publisher:
         last one have as many bytes, so indexes take at most as much of the uplink as bundles.
 
         `later`: this call is one of many, so an index that is not due may wait. It waits while a
-        coordinator runs, and then until a call finds nothing new.
+        coordinator runs, and then until a call finds nothing new, but not longer than
+        `INDEX_SECONDS` beside a place where an index costs nothing.
 
         Raises:
             WrongPlaceError: The place holds another run, or is a folder with a bad index.
@@ -119,6 +129,8 @@ class Publisher:
         if self._index is None:
             self._index = self._opened()
         before = self.bundles
+        if self._overdue:
+            self._show_index()  # first, because what follows may fail for as long as it likes
         self.source.look_again()
         self._read()
         ended = self.source.has_ended(self._states)
@@ -134,9 +146,20 @@ class Publisher:
         goes_on = self.source.coordinated or self.bundles > before
         waits = later and goes_on and not ended and not self._due
         if self._published.bundles and not waits:
-            self.place.finish(self._published.text, self.uplink)
-            self._since, self._due = 0, False
+            self._show_index()
         self.ended = ended
+
+    @property
+    def _overdue(self) -> bool:
+        """True if an index has waited for too long."""
+        if self._waiting is None or self.place.paid:
+            return False
+        least = _SHARE * self.uplink.seconds(len(self._published.text))
+        return self.clock() - self._waiting >= max(INDEX_SECONDS, least)
+
+    def _show_index(self) -> None:
+        self.place.finish(self._published.text, self.uplink)
+        self._since, self._due, self._waiting = 0, False, None
 
     def _opened(self) -> Publication:
         """Read the index, and compare it with the log. Raises like `publish`."""
@@ -179,8 +202,7 @@ class Publisher:
             self._states.add(state)
         elif statement.kind == s.ANCHOR:
             self._anchors.append(statement)
-        elif statement.kind == s.RESUME:
-            self._resumed = number + 1
+        self._absences.note(statement, number)
         return entry, statement
 
     def _grown(self, lines: Sequence[Line]) -> Frontier:
@@ -247,8 +269,7 @@ class Publisher:
         last = ended and end == len(self._lines)
         stores, told = self.source.open_stores(), [statement for _, statement in lines]
         objects, missing = self._contents.named(told, stores)
-        if missing:
-            self._check_missing(missing)
+        self._check_missing(missing, told)
         if last and (missing or any(each.missing for each in self._published.bundles)):
             # The replay does not begin with theta_0, but with one of these states.
             more, _ = self._contents.named(self._anchors, stores, anchors=True)
@@ -269,16 +290,19 @@ class Publisher:
         self._tree = tree
         del self._lines[: len(lines)]
 
-    def _check_missing(self, missing: Sequence[str]) -> None:
-        """Raise `RecordError` unless missing objects are usual in this run."""
-        assert self.source.found.config is not None
-        keep = self.source.found.config.record.keep
-        removed = keep != "all" and (keep != "auto" or bool(self._anchors))
-        # A resume abandons rounds, and a crash before it may have lost their payloads.
-        if not removed and self._resumed <= self._tree.size:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    def _check_missing(self, missing: Mapping[str, int], told: Sequence[s.Statement]) -> None:
+        """Raise `RecordError` unless objects that `told` names may be missing for good."""
+        config = self.source.found.config
+        assert config is not None
+        late = [
+            digest
+            for digest, at in missing.items()
+            if not self._absences.excuse(told[at], self._tree.size + at, config)
+        ]
+        if late:
+            more = f" and {len(late) - 1} more" if len(late) > 1 else ""
             raise RecordError(
-                f"{missing[0][:12]}…{more}: payloads that the log names are in no store; name the "
+                f"{late[0][:12]}…{more}: payloads that the log names are in no store; name the "
                 "sites' run folders with --from, or their stores with --store"
             )
 
@@ -332,5 +356,9 @@ class Publisher:
         due = since >= len(text)
         self.place.send_index(text, due, self.uplink)
         self._since, self._due = 0 if due else since, self._due or due
+        if due:
+            self._waiting = None
+        elif self._waiting is None:
+            self._waiting = self.clock()
         self._index = grown
         self.bundles += 1

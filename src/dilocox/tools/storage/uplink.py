@@ -35,3 +35,7 @@ class Uplink:
             self._free = begin + size / self._rate
         if begin > now:
             self._sleep(begin - now)
+
+    def seconds(self, size: int) -> float:
+        """Return the seconds that `size` bytes take at the rate; 0 without a rate."""
+        return 0.0 if self._rate is None else size / self._rate

@@ -100,6 +100,11 @@ class ZerogDestination:
         """URL of the newest index that is stored."""
         return self.access.url.at(self._index_root or "ROOT")
 
+    @property
+    def paid(self) -> bool:
+        """True: the room for each index is bought."""
+        return True
+
     def read_index(self, key: str) -> Publication:
         """Return the index that this run's folder has. Raises like `Destination.read_index`."""
         path = self._opened() / INDEX
