@@ -6,6 +6,7 @@ import base64
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import json
 from typing import Any
 
@@ -161,6 +162,56 @@ def test_the_application_is_known_by_the_replayed_event_log() -> None:
             judge_machine(dataclasses.replace(own, event_log=edited), policy(tdx=rules), NOW)
     with pytest.raises(AttestationError, match="no event log"):
         judge_machine(dataclasses.replace(own, event_log=None), policy(tdx=rules), NOW)
+
+
+GOOD, EVIL = "cd" * 32, "3a" + "ee" * 31
+"""Hashes of compose files. `EVIL` begins with the byte of a colon."""
+
+
+def added_by_the_application(compose: str) -> dict[str, Any]:
+    """What dstack's agent measures when a container calls EmitEvent."""
+    return {"imr": 3, "event_type": DSTACK_EVENT, "digest": "", "event": "compose-hash",
+            "event_payload": compose}  # fmt: skip
+
+
+def raw(event: dict[str, Any]) -> dict[str, Any]:
+    """The same event by its digest alone, as firmware's events are."""
+    parts = (DSTACK_EVENT.to_bytes(4, "little"), event["event"].encode(),
+             bytes.fromhex(event["event_payload"]))  # fmt: skip
+    return {"imr": 3, "event_type": 1, "digest": hashlib.sha384(b":".join(parts)).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "reason"),
+    [
+        (raw, "is not of dstack's type"),
+        (lambda event: raw(event) | {"event": "x", "event_payload": ""}, "not of dstack's type"),
+        (lambda event: event | {"imr": "3"}, "another form"),
+        (lambda event: event | {"imr": 3.5}, "another form"),
+        (lambda event: event | {"event": "compose-hash:", "event_payload": EVIL[2:]}, "a colon"),
+        (lambda event: event, "two events compose-hash"),
+    ],
+)
+def test_an_application_cannot_name_another_compose_file(hidden: Any, reason: str) -> None:
+    """Each way to hide the genuine event leaves the registers as the quote has them."""
+    first, own, ready = log_of(EVIL)
+    genuine = [first, own, ready, added_by_the_application(GOOD)]
+    made = replay(genuine)
+    rules = {"mrtd": [REGISTERS["mrtd"]], "rtmr1": [made[1]], "rtmr2": [made[2]],
+             "compose_hashes": [GOOD]}  # fmt: skip
+    shown = [first, hidden(own), *genuine[2:]]
+    with pytest.raises(AttestationError, match=reason):
+        judge_machine(tdx(rtmrs=list(made), event_log=shown), policy(tdx=rules), NOW)
+
+
+def test_a_compose_file_that_the_application_alone_names_is_none() -> None:
+    first, _, ready = log_of(EVIL)
+    events = [first, ready, added_by_the_application(GOOD)]
+    made = replay(events)
+    rules = {"mrtd": [REGISTERS["mrtd"]], "rtmr1": [made[1]], "rtmr2": [made[2]],
+             "compose_hashes": [GOOD]}  # fmt: skip
+    with pytest.raises(AttestationError, match=r"application \(none\) is not accepted"):
+        judge_machine(tdx(rtmrs=list(made), event_log=events), policy(tdx=rules), NOW)
 
 
 def test_evidence_counts_while_its_collateral_is_valid() -> None:
