@@ -58,6 +58,7 @@ def test_a_replacement_is_the_same_call_with_a_fee_that_servers_take(
     assert most[1] >= 2 * base + tips[1]
     assert found.higher(account_of("owner"), base, wanted, 10**30) is None
     assert found.number == before.number == 3
+    assert found.value == before.value == 5
 
 
 def test_a_replacement_keeps_to_the_limit_of_fees() -> None:

@@ -22,7 +22,7 @@ pytest.importorskip("zg_storage")
 
 from eth_account.signers.local import LocalAccount
 from tests.support.bundled_run import verdicts, verified
-from tests.support.chains import account_of
+from tests.support.chains import MOST_GAS, account_of
 from tests.support.fault_proxy import FaultProxy
 from tests.support.zerog_network import (
     PRICE,
@@ -41,6 +41,7 @@ from dilocox.record.log import statements as s
 from dilocox.record.verify.places import Places
 from dilocox.record.verify.verify import verify
 from dilocox.tools.settlement import keystore, ledger, resending
+from dilocox.tools.settlement.journal import Journal
 from dilocox.tools.storage import bundle_file, zerog_flow
 from dilocox.tools.storage.follow import publish_once, publish_to_the_end
 from dilocox.tools.storage.run_source import RunSource
@@ -352,6 +353,40 @@ def test_costs_have_a_limit(run: Path, network: Network, who: LocalAccount) -> N
     with pytest.raises(RecordError) as refused:
         publish_once(network.publisher(run, poor))
     assert "\n" not in str(refused.value)
+
+
+def test_a_replaced_payment_keeps_to_the_limit_with_its_storage(
+    run: Path, network: Network, who: LocalAccount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fee has become too low, and the higher one fits the limit without the storage alone."""
+    monkeypatch.setattr(ledger, "PATIENCE", 0.2)
+    monkeypatch.setattr(resending, "PATIENCE", 0.2)
+    tester = network.chain.web3.provider.ethereum_tester  # type: ignore[union-attr]
+    tester.disable_auto_mine_transactions()
+    with pytest.raises(RecordError, match="the chain's server failed"):
+        publish_once(network.publisher(run, who))
+    (path,) = (run / "coordinator").rglob("journal-*")
+    (first,) = Journal(path).sent()
+    eth = network.chain.web3.eth
+    gas, tip, base = MOST_GAS, int(eth.max_priority_fee), 5 * 10**9
+    higher = first.higher(who, base, tip, MOST)
+    assert first.value
+    assert higher is not None
+    most = gas * int.from_bytes(higher._fields[3])
+    network.rpc.change = lambda method, said: (
+        {**said, "baseFeePerGas": hex(base)} if method == "eth_getBlockByNumber" else said
+    )
+    for fee in (first.value // 2, most, most + first.value - 1):
+        with pytest.raises(RecordError, match="fee of a transaction could reach"):
+            publish_once(network.publisher(run, who, fee=fee))
+    assert [each.hash for each in Journal(path).sent()] == [first.hash]
+    with pytest.raises(RecordError):  # its block does not come
+        publish_once(network.publisher(run, who, fee=most + first.value))
+    assert [each.hash for each in Journal(path).sent()] == [first.hash, higher.hash]
+    network.rpc.change = lambda method, said: said
+    tester.enable_auto_mine_transactions()
+    publish_once(network.publisher(run, who))
+    assert len(network.submissions(who)) == 4
 
 
 def test_a_node_that_has_dropped_a_file_is_named(

@@ -54,7 +54,9 @@ class Journal:
         created = {} if contract is None else {"contract": contract}
         self._append({"done": hash_.removeprefix("0x"), **created})
 
-    def catch_up(self, web3: Web3, account: LocalAccount, fee: int = FEE) -> list[Signed]:
+    def catch_up(
+        self, web3: Web3, account: LocalAccount, fee: int = FEE, whole: bool = False
+    ) -> list[Signed]:
         """Send transactions again that a crash has left open, and wait for them.
 
         A transaction is done once a block has it, or another one of its number. Any other answer
@@ -63,7 +65,8 @@ class Journal:
         Args:
             web3: Connection to an RPC server.
             account: Who has signed them. It signs again where a fee has become too low.
-            fee: Wei that a fee may reach.
+            fee: Wei that the fee of a transaction may reach.
+            whole: `fee` limits fee and value together.
 
         Returns:
             The transactions that were left open, and are now in a block with effect.
@@ -77,9 +80,10 @@ class Journal:
             groups.setdefault(each.number, []).append(each)
         finished = []
         for number in sorted(groups):
-            found = None
+            group, found = groups[number], None
+            limit = max(0, fee - group[-1].value) if whole else fee
             with contextlib.suppress(RevertedError):
-                found = send_again(web3, account, groups[number], self.keep, fee)
+                found = send_again(web3, account, group, self.keep, limit)
             if found is not None:
                 self.done(found[0].hash.hex(), found[1].contract)
                 finished.append(found[0])

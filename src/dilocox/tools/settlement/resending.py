@@ -45,6 +45,11 @@ class Signed:
         return int.from_bytes(self._fields[1 if self._typed else 0])
 
     @property
+    def value(self) -> int:
+        """Wei that it pays to its receiver."""
+        return int.from_bytes(self._fields[6 if self._typed else 4])
+
+    @property
     def data(self) -> bytes:
         """Its data: a call of a function, or a constructor."""
         return bytes(self._fields[7 if self._typed else 5])

@@ -195,7 +195,7 @@ class ZerogDestination:
         folder, root, account = self._opened(), tree.root.hex(), self.access.account
         journal = Journal(folder / f"journal-{account.address}.jsonl")
         try:
-            journal.catch_up(self._flow.web3, account, self._flow.fee)
+            journal.catch_up(self._flow.web3, account, self._flow.fee, whole=True)
             found = self._flow.among(tree, journal.sent()) or self._searched(name, tree, known)
             if found is None:
                 found = self._flow.submit(tree, journal.keep)
