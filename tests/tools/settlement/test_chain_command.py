@@ -24,6 +24,7 @@ from tests.support.second_opinion import second_opinion
 
 from dilocox.cli.main import main
 from dilocox.config.run_config import digest_of
+from dilocox.errors import SettlementError
 from dilocox.record.log.audit_verdicts import Prefix
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import open_log
@@ -312,6 +313,43 @@ def test_a_funding_that_a_crash_cut_short_is_finished_and_not_repeated(
     assert "finished the funding that was cut short" in town.run("fund", "--amount", 1)
     assert town.state["pool"] == 41 * ETHER
     assert "pool 42 coins" in town.run("fund", "--amount", 1)
+
+
+@pytest.mark.parametrize("between", ["anchor", "settle"])
+def test_a_funding_that_another_command_has_finished_is_not_repeated(
+    town: Town, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    """Such as the hook `record.anchor`, which has the same account and the same journal."""
+    town.register()
+    town.run("stake", "--amount", 1)
+    if between == "settle":
+        town.run("anchor")
+
+    def fail(*_: object, **__: object) -> None:
+        raise NoConnectionError("the line is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(town.chain.web3.eth, "send_raw_transaction", fail)
+        town.run("fund", "--amount", 1, code=1)
+    town.run(between)
+    assert town.state["pool"] == 41 * ETHER
+    assert "finished the funding that was cut short" in town.run("fund", "--amount", 1)
+    assert town.state["pool"] == 41 * ETHER
+    assert "pool 42 coins" in town.run("fund", "--amount", 1)
+
+
+def test_a_server_that_dies_after_a_funding_does_not_hide_it(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town.register()
+
+    def dead(*_: object) -> None:
+        raise SettlementError("the chain's server failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.Ledger, "state", dead)
+        assert "the funding is in a block" in town.run("fund", "--amount", 1)
+    assert town.state["pool"] == 41 * ETHER
 
 
 def test_a_deployment_is_not_repeated_without_being_asked(town: Town) -> None:

@@ -16,6 +16,7 @@ from web3.exceptions import Web3RPCError
 
 from dilocox.errors import SettlementError
 from dilocox.tools.settlement import ledger as ledgers
+from dilocox.tools.settlement import settling
 from dilocox.tools.settlement.journal import Journal, append_lines, read_lines
 from dilocox.tools.settlement.ledger import Ledger, RefusedError, connect
 from dilocox.tools.settlement.resending import Signed
@@ -172,3 +173,39 @@ def test_a_line_that_a_crash_has_cut_short_does_not_count(tmp_path: Path) -> Non
     append_lines(path, [{"d": 4}])
     assert path.read_text().splitlines() == [json.dumps(each) for each in read_lines(path)]
     assert read_lines(path)[2:] == [{"d": 4}]
+
+
+def test_what_another_command_has_finished_is_told_to_its_own_command(
+    scene: LedgerScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, eth = desk_of(scene, tmp_path), scene.chain.web3.eth
+    with monkeypatch.context() as patch:
+        patch.setattr(eth, "send_raw_transaction", refusing("no"))
+        with pytest.raises(RefusedError):
+            fund(desk, scene)
+    with desk_of(scene, tmp_path).opened():
+        pass
+    for _ in range(2):  # until it is told
+        with desk.opened():
+            assert desk.finished == []
+            late = desk.journal.late()
+            assert [(each.function, each.value) for each in late] == [("fund", ETHER)]
+    desk.journal.told(late)
+    assert (desk.journal.late(), desk.journal.open()) == ([], {})
+    fund(desk, scene)
+    assert desk.journal.late() == [], "finished by its own command"
+
+
+def test_a_deployment_that_a_crash_cut_short_counts_once_if_the_server_dies_again(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account, journal = chain.funded("deployer"), Journal(tmp_path / "deploy.jsonl")
+    first = deploy_once(chain.web3, account, journal)[0]
+    for module, name in ((chain.web3.eth, "send_raw_transaction"), (settling, "has_code")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, refusing("no"))
+            with pytest.raises((SettlementError, Web3RPCError)):
+                deploy_once(chain.web3, account, journal, again=True)
+    said = deploy_once(chain.web3, account, journal, again=True)
+    assert (len(said), said[1]) == (3, first)
+    assert "deployed already" in said[2]

@@ -46,13 +46,17 @@ class Journal:
         """Write a signed transaction down, so that it survives a power cut. Raises `OSError`."""
         self._append({"hash": hash_.hex(), "signed": signed.hex()})
 
-    def done(self, hash_: str, contract: str | None = None) -> None:
+    def done(self, hash_: str, contract: str | None = None, late: bool = False) -> None:
         """Write down that a transaction needs no more care. Raises `OSError`.
 
-        `contract`: address of the contract that it has created.
+        Args:
+            hash_: Its hash, hex.
+            contract: Address of the contract that it has created.
+            late: A later command has finished it; see `late`.
         """
         created = {} if contract is None else {"contract": contract}
-        self._append({"done": hash_.removeprefix("0x"), **created})
+        finished = {"late": True} if late else {}
+        self._append({"done": hash_.removeprefix("0x"), **created, **finished})
 
     def catch_up(
         self, web3: Web3, account: LocalAccount, fee: int = FEE, whole: bool = False
@@ -85,7 +89,7 @@ class Journal:
             with contextlib.suppress(RevertedError):
                 found = send_again(web3, account, group, self.keep, limit)
             if found is not None:
-                self.done(found[0].hash.hex(), found[1].contract)
+                self.done(found[0].hash.hex(), found[1].contract, late=True)
                 finished.append(found[0])
             left = [Signed(bytes.fromhex(h), bytes.fromhex(raw)) for h, raw in self.open().items()]
             for each in left:
@@ -109,6 +113,28 @@ class Journal:
             raise SettlementError(f"{self._path}: not a journal ({error})") from None
         return found
 
+    def late(self) -> list[Signed]:
+        """Return transactions that `catch_up` has finished, and that `told` was not called with.
+
+        The user may repeat the command that has signed one of them, and it must not sign another
+        one. Raises `SettlementError` if the journal cannot be read.
+        """
+        found: set[str] = set()
+        try:
+            for said in read_lines(self._path):
+                if said.get("late"):
+                    found.add(said["done"])
+                elif said.get("told"):
+                    found.discard(said["done"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SettlementError(f"{self._path}: not a journal ({error})") from None
+        return [each for each in self.sent() if each.hash.hex() in found]
+
+    def told(self, late: Iterable[Signed]) -> None:
+        """Write down that the user learns of these transactions of `late`. Raises `OSError`."""
+        for each in late:
+            self._append({"done": each.hash.hex(), "told": True})
+
     def sent(self) -> list[Signed]:
         """Return all transactions of the journal, the newest last, whatever became of them.
 
@@ -130,7 +156,7 @@ class Journal:
         except (OSError, ValueError, TypeError) as error:
             raise SettlementError(f"{self._path}: not a journal ({error})") from None
 
-    def _append(self, said: dict[str, str]) -> None:
+    def _append(self, said: dict[str, Any]) -> None:
         append_lines(self._path, [said])
 
 

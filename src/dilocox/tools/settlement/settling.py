@@ -58,9 +58,11 @@ def deploy_once(
         SettlementError: The chain refuses or fails, or the fee is too high.
     """
     with journal.only_here():
-        half = journal.catch_up(web3, account, fee)
+        journal.catch_up(web3, account, fee)
         known = [each for each in journal.contracts() if has_code(web3, each)]
-        if known and (half or not again):
+        late = journal.late()
+        journal.told(late)
+        if known and (late or not again):
             return [*known[::-1], "deployed already; --again deploys another contract"]
         sent = deploy(web3, account, journal.keep, fee)
         journal.done(sent.hash, sent.contract)
@@ -365,18 +367,29 @@ def withdraw(desk: Desk) -> list[str]:
 
 
 def fund(desk: Desk, run: RunOnChain, amount: int) -> list[str]:
-    """Add `amount` wei to the pool, unless a crash has left a funding open: then finish that.
+    """Add `amount` wei to the pool, unless a funding was cut short: then finish that.
 
-    Raises `SettlementError` if the chain refuses or fails.
+    If another command has finished it meanwhile, nothing is sent. Raises `SettlementError` if the
+    chain refuses or fails.
     """
     with desk.opened():
-        if "fund" in desk.finished:
+        late = [each for each in desk.journal.late() if each.function == "fund"]
+        if late:
+            desk.journal.told(late)
             return [
-                "finished the funding that was cut short, and added nothing else; pool "
-                f"{coins(desk.ledger.state(run.run)['pool'])}"
+                "finished the funding that was cut short, and added nothing else; "
+                f"{_pool(desk, run)}"
             ]
         desk.send("fund", run.run, value=amount)
-        return [f"pool {coins(desk.ledger.state(run.run)['pool'])}"]
+        return [_pool(desk, run)]
+
+
+def _pool(desk: Desk, run: RunOnChain) -> str:
+    """Return the pool's size in words. It follows a payment, which a dead server does not undo."""
+    try:
+        return f"pool {coins(desk.ledger.state(run.run)['pool'])}"
+    except SettlementError as error:
+        return f"the funding is in a block, but the pool is not known: {error}"
 
 
 def status(ledger: Ledger, run: RunOnChain, accounts: Sequence[str] = ()) -> list[str]:
