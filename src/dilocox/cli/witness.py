@@ -152,6 +152,7 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _ask(options: argparse.Namespace) -> int:
     """Return 0 if every witness has cosigned the newest checkpoint, else 1."""
+    from dilocox.record.log.run_end import has_summary
     from dilocox.tools.witness.asking import ask
 
     _check_every(options.every)
@@ -162,7 +163,7 @@ def _ask(options: argparse.Namespace) -> int:
     known: dict[str, int] = {}
     tries, size = LAST_TRIES, -1
     while True:
-        ended = _has_ended(options.run)
+        ended = has_summary(options.run)
         try:
             answers = ask(options.run, witnesses, note=note)
         except RecordError as error:
@@ -208,15 +209,6 @@ def _given() -> str | None:
 def _check_every(seconds: float) -> None:
     if not 0 <= seconds <= MOST_EVERY:
         raise ConfigError(f"--every {seconds:g}: give a number of seconds from 0 to {MOST_EVERY:g}")
-
-
-def _has_ended(run: Path) -> bool:
-    """Return True if the run's last coordinator has ended. It writes its log's key at its start."""
-    try:
-        summary, begun = run / "summary.json", run / "record" / "log.pub"
-        return summary.stat().st_mtime_ns > begun.stat().st_mtime_ns
-    except OSError:
-        return False
 
 
 def _addresses(given: list[list[str]]) -> list[WitnessAddress]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.client.transport import host_and_port
 from dilocox.errors import TrainingError
+from dilocox.record.log.run_end import has_summary
 from dilocox.record.writer.one_writer import held
 from dilocox.training.launch import coordinator_process, preflight
 
@@ -106,3 +108,25 @@ def test_one_process_writes_a_folder_s_log(tmp_path: Path, monkeypatch: pytest.M
     assert reached
     with held(tmp_path / "coordinator") as own:
         assert own, "who ends lets go"
+
+
+def test_a_start_takes_the_end_of_an_earlier_process_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve_run(
+        {"run": {"folder": str(tmp_path)}, "model": {"architecture": {"model_type": "qwen3"}},
+         "sites": {"paris": {}}}
+    )  # fmt: skip
+    ended: list[bool] = []
+    monkeypatch.setattr(
+        coordinator_process, "serve", lambda *_, **__: ended.append(has_summary(tmp_path)) or 1 / 0
+    )
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            coordinator_process.serve_run(
+                config, tmp_path, None, resume=False, wait_for=None, emit=print, on_ready=print
+            )
+        (tmp_path / "summary.json").write_text("{}")
+        os.utime(tmp_path / "record" / "log.pub", (1.0, 1.0))
+        assert has_summary(tmp_path)
+    assert ended == [False, False]

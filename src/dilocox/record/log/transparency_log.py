@@ -84,7 +84,7 @@ class LogWriter:
         self._tree = _recovered(folder, self.public, take, mark)
         self._file = AppendFile(folder / ENTRIES, durable=True)
         sync_folder(folder)
-        replace_file(folder / PUBLIC, f"{self.public}\n".encode())
+        _write_key(folder / PUBLIC, f"{self.public}\n".encode())
         self._covered, self._note = LogCheckpoint(origin, -1, EMPTY), ""
         self._lock = threading.Lock()
         self.cover()
@@ -253,6 +253,12 @@ def check_grown(content: LogContent, key: NoteKey, seen: str) -> LogCheckpoint:
 def leaves_of(entries: Iterable[str]) -> Iterator[bytes]:
     """Iterate over the Merkle leaf hashes of a log's entries."""
     return (leaf_hash(entry.encode()) for entry in entries)
+
+
+def _write_key(path: Path, text: bytes) -> None:
+    """Write `log.pub`, unless it has this text: its time is the start of a coordinator."""
+    if not (path.is_file() and path.read_bytes() == text):
+        replace_file(path, text)
 
 
 def _recovered(

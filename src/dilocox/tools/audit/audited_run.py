@@ -13,6 +13,7 @@ from dilocox.errors import RecordError
 from dilocox.record.log.audit_verdicts import Prefix, Selection
 from dilocox.record.log.blob_store import DOCUMENT_BYTES, Store, Stores
 from dilocox.record.log.merkle import Frontier, leaf_hash, roots_at
+from dilocox.record.log.run_end import has_summary
 from dilocox.record.log.run_file_check import agreed_run
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import (
@@ -135,9 +136,7 @@ class AuditedRun:
         course = self.course
         if all(course.state("final", stage) for stage in range(course.stages)):
             return True
-        summary, begun = self.folder / "summary.json", self.folder / "record" / PUBLIC
-        # A coordinator writes its log's key whenever it starts.
-        return summary.exists() and summary.stat().st_mtime_ns > begun.stat().st_mtime_ns
+        return has_summary(self.folder)
 
     def requested(self, site: str | None, round_: int | None) -> list[Chosen]:
         """Return the requested audits. `site`, `round_`: None stands for all that are possible."""

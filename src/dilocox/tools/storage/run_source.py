@@ -16,6 +16,7 @@ from dilocox.record.log.acceptance import run_of
 from dilocox.record.log.audit_verdicts import FOLDER as AUDITS
 from dilocox.record.log.blob_store import Stores
 from dilocox.record.log.cosigned import COSIGNED
+from dilocox.record.log.run_end import has_summary
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.state_statements import State
 from dilocox.record.log.transparency_log import PUBLIC, LogContent, read_covered, read_text
@@ -109,11 +110,7 @@ class RunSource:
             self.coordinated = not free
         if self.coordinated:
             return False
-        summary, begun = self.folder / "summary.json", self.folder / "record" / PUBLIC
-        # A coordinator writes its log's key whenever it starts.
-        if summary.exists() and summary.stat().st_mtime_ns > begun.stat().st_mtime_ns:
-            return True
-        return self.is_complete(statements)
+        return has_summary(self.folder) or self.is_complete(statements)
 
     def is_complete(self, statements: set[tuple[str, int]]) -> bool:
         """Return True if the final states of all stages are in the log."""

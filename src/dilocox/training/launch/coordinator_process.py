@@ -29,6 +29,7 @@ from dilocox.coordinator.server.standby import SHARE, HeldBack, StandbyLink
 from dilocox.coordinator.server.startup import EarlierRun, RunStart
 from dilocox.coordinator.server.tokens import FOLDER as TOKENS
 from dilocox.errors import ConfigError, SupersededError, TrainingError
+from dilocox.record.log.run_end import mark_start
 from dilocox.record.log.signed_note import LogCheckpoint, split_note
 from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.record.writer.one_writer import held
@@ -195,6 +196,7 @@ def serve_run(
         if config.record.enabled:
             notary = TransparencyLogSink.open(config, folder / "coordinator", recorder.message)
             ends.callback(notary.close)
+            mark_start(folder)
             if notary.log.anchor is not None:
                 notary.log.hold = HeldBack(notary.log.anchor, link, _statements_of).take
             ends.enter_context(_abandoned_if_superseded(notary))
