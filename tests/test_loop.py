@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import dilocox
 from dilocox.errors import ConfigError, DataError, TrainingError
@@ -279,6 +284,25 @@ def test_a_figure_that_is_no_scalar_is_named(what: str) -> None:
     figures: dict[str, Any] = {"loss": 1.0} | {what: torch.ones(2)}
     with pytest.raises(TrainingError, match=rf"{what} has the shape \(2,\)"), own.site() as site:
         site.step(**figures)
+
+
+def test_a_norm_that_fsdp_divides_is_made_whole(tmp_path: Path) -> None:
+    """`clip_grad_norm_` returns one, which no copy to the host shows."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model(torch.ones(2, 4)).sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert isinstance(norm, DTensor)
+        own = Played(1)
+        with own.site() as site:
+            site.step(loss=own.take(), grad_norm=norm)
+        # Gradients of 2 for each of the 16 weights and of the 4 biases.
+        assert own.results[0].grad_norm == pytest.approx(80**0.5)
+    finally:
+        dist.destroy_process_group()
 
 
 class Asks(Played):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import ConfigError, DataError, TrainingError
-from dilocox.inner.fsdp import drop_gathered
+from dilocox.inner.fsdp import drop_gathered, whole
 from dilocox.inner.loop_optimizers import Stateful
 from dilocox.training.launch.own_site import Outcome, OwnSite
 from dilocox.training.launch.several_processes import FollowingSite, join_together
@@ -151,7 +151,8 @@ class Site:
         Args:
             loss: mean loss of the step. The host does not wait for a tensor of a GPU.
             tokens: tokens of the step, in this process. None: as many as the run file's batch has.
-            grad_norm: norm of the gradient, for the metrics.
+            grad_norm: norm of the gradient, for the metrics. It may be infinite in a step that a
+                gradient scaler leaves out. If FSDP2 divides the model, all processes give it.
 
         Returns:
             Whether another inner step is due. False: the run has ended, and so must the loop.
@@ -167,12 +168,9 @@ class Site:
             )
         try:
             work = self._due()
-            for what, value in (("loss", loss), ("grad_norm", grad_norm)):
-                if isinstance(value, Tensor) and value.numel() != 1:
-                    raise TrainingError(
-                        f"site.step: {what} has the shape {tuple(value.shape)}; give a scalar, the "
-                        "mean of the step"
-                    )
+            loss = _scalar("loss", loss)
+            if grad_norm is not None:
+                grad_norm = _scalar("grad_norm", grad_norm)
             if work.last:
                 self._own.check_model()
             self._steps_taken.clear()
@@ -309,6 +307,22 @@ class Site:
                 "last step; call site.step once after each optimizer.step()"
             )
         self._steps_taken[id(optimizer)] = taken + 1
+
+
+def _scalar(what: str, value: Tensor | float) -> Tensor | float:
+    """Return a figure of a step as a number or as a plain tensor of one element.
+
+    With FSDP2, `clip_grad_norm_` returns a norm that is divided among the processes. Then the call
+    is collective. Raises `TrainingError` that names `what` if the figure is no scalar.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise TrainingError(
+            f"site.step: {what} has the shape {tuple(value.shape)}; give a scalar, the mean of the "
+            "step"
+        )
+    return whole(value)
 
 
 def own_loop(

@@ -68,6 +68,8 @@ def plain(config: dilocox.RunConfig, name: str, mode: str) -> str:
                 group["lr"] = site.learning_rate
             loss = loss_of(model, inputs, labels)
             loss.backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients)
             optimizer.step()
             optimizer.zero_grad()
             if dies and site.inner_step == 10 and rank == world - 1:
@@ -75,7 +77,8 @@ def plain(config: dilocox.RunConfig, name: str, mode: str) -> str:
             if mode == "leaves" and not asked:
                 asked = True
                 site.leave()
-            site.step(loss=loss, tokens=labels.numel() if world > 1 else None)
+            tokens = labels.numel() if world > 1 else None
+            site.step(loss=loss, tokens=tokens, grad_norm=norm)
     return site.outcome
 
 

@@ -13,6 +13,7 @@ import torch
 from dilocox.coordinator.protocol.messages import MemberPlan, RoundPlan
 from dilocox.inner import StepResult
 from dilocox.inner.device_memory import MemoryUse
+from dilocox.inner.step_result import ReportedStep
 from dilocox.outer.loop_status import LoopStatus
 from dilocox.training import round_meter
 from dilocox.training.round_meter import NOTHING, Devices, RoundMetrics
@@ -238,6 +239,25 @@ def test_a_site_is_as_large_as_its_largest_rank_and_as_fast_as_all_together() ->
     whole = Devices.of([(first, 1e6), (second, 2e6)])
     assert whole == Devices(MemoryUse(peak=7, reserved=9, retries=3), 3e6)
     assert Devices.of([(first, 1e6), (second, None)]).peak is None
+
+
+def test_a_norm_of_infinity_drops_nothing_and_is_not_shown(clocks: Clocks) -> None:
+    """A loop with a gradient scaler leaves such a step out, and its weights are sound."""
+    outer: Any = SimpleNamespace(status=LoopStatus())
+    measured = RoundMetrics(run(), lyon())
+    measured.begin(PLAN, 0)
+    for norm in (2.0, float("inf")):
+        clocks.wall += 1.0
+        measured.add(ReportedStep(1.5, norm, None), 0.1)
+    assert measured.non_finite() is None
+    record = measured.end(PLAN, outer, lyon())
+    assert (record["loss"], record["grad_norm"]) == (1.5, 2.0)
+    measured.begin(PLAN, 0)
+    measured.add(ReportedStep(1.5, float("nan"), None), 0.1)
+    assert "grad_norm" not in measured.end(PLAN, outer, lyon())
+    measured.begin(PLAN, 0)
+    measured.add(ReportedStep(float("nan"), float("inf"), None), 0.1)
+    assert measured.non_finite() == "stage 0: loss"
 
 
 def lyon(kind: str = "cpu") -> Any:

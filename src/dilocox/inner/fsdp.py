@@ -153,3 +153,12 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`: a plain tensor on the same storage, outside autograd."""
     plain = tensor.detach()
     return plain.to_local() if isinstance(plain, DTensor) else plain
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of `tensor` as a plain tensor, outside autograd.
+
+    Collective over the processes that divide `tensor`, if it is divided.
+    """
+    plain = tensor.detach()
+    return plain.full_tensor() if isinstance(plain, DTensor) else plain

@@ -123,7 +123,10 @@ class StepResult:
 class ReportedStep(StepResult):
     """An inner step that a loop of the user's own has taken, by what the loop reports.
 
-    The optimizer step was taken even if the loss is not finite.
+    The optimizer step was taken even if the loss is not finite. Only the loss decides whether the
+    step counts as finite: with a gradient scaler, a norm of infinity belongs to a step that the
+    scaler has left out, and the weights are sound. Weights that are not finite are found at the
+    next boundary.
     """
 
     def __init__(
@@ -138,7 +141,13 @@ class ReportedStep(StepResult):
         """
         value = torch.as_tensor(loss).detach().double().reshape(())
         norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm).detach().double()
-        square = norm.to(value.device).reshape(()).square()
-        super().__init__(torch.stack([value, square, _none(value)])[None], 1, 0, [[]])
+        nothing = torch.zeros_like(value)
+        super().__init__(torch.stack([value, nothing, _none(value)])[None], 1, 0, [[]])
+        self._norm = norm.to(value.device).reshape(())
         self.norm_known = grad_norm is not None
         self.tokens = tokens
+
+    @property
+    def finite(self) -> bool:
+        """True if the loss is finite."""
+        return math.isfinite(self.loss)

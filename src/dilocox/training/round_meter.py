@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -231,9 +232,11 @@ class RoundMetrics:
         # The mean is over finite steps only: a step with non-finite values has no loss.
         if sums["finite"]:
             record["loss"] = sums["loss"] / sums["finite"]
-        taken = [result for result in self._results if result.finite]
-        if taken and taken[-1].norm_known:
-            record["grad_norm"] = taken[-1].grad_norm
+        # A loop may report a norm of infinity, in a step that its gradient scaler has left out.
+        norms = [each.grad_norm for each in self._results if each.finite and each.norm_known]
+        norms = [norm for norm in norms if math.isfinite(norm)]
+        if norms:
+            record["grad_norm"] = norms[-1]
         if self.dropped:
             record["dropped"] = self.dropped
         # Until the next round begins, `slot_seconds` must only count whole rounds.
