@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from dilocox.errors import ConfigError
+from dilocox.config.run_config import RunConfig
+from dilocox.errors import ConfigError, JoinError
 from tests.training.loop.test_parts import run_with
 
 if TYPE_CHECKING:
@@ -74,8 +75,28 @@ class Constant(nn.Module):
         return {"loss": self.weight + 3.0, "logits": torch.zeros(len(input_ids), 1)}
 
 
+class Evaluates(Told):
+    """A site that evaluates the model while it joins."""
+
+    def __enter__(self) -> Told:
+        assert self.given["evaluation"](None) == 3.0
+        return self
+
+
+class Refused(Told):
+    """A site that may not join."""
+
+    def __enter__(self) -> Told:
+        raise JoinError("the name is taken")
+
+
 def trainer_of(
-    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch, fails: bool = False, **more: Any
+    tmp_path: Path,
+    told: Told,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: bool = False,
+    run: RunConfig | None = None,
+    **more: Any,
 ) -> Trainer:
     # Here, so that not every process of a test run imports what a trainer needs.
     from transformers import Trainer, TrainingArguments
@@ -89,7 +110,7 @@ def trainer_of(
         **more,
     )  # fmt: skip
     trainer = Trainer(Constant(fails), arguments, train_dataset=Rows(), eval_dataset=Rows())
-    trainer.add_callback(hf.SiteCallback(trainer, run_with(), name="paris"))
+    trainer.add_callback(hf.SiteCallback(trainer, run or run_with(), name="paris"))
     return trainer
 
 
@@ -107,6 +128,30 @@ def test_each_step_is_told_with_its_loss_and_tokens(
     assert isinstance(told.given["optimizer"], torch.optim.Optimizer)
     assert told.given["state"]["scheduler"].state_dict()["last_epoch"] == 3
     assert told.given["model"] is trainer.model
+
+
+def test_the_evaluation_before_training_gives_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a part of joining."""
+    data = {"own": True, "source": None, "packing": None, "sequence_length": 32}
+    told = Evaluates(1)
+    trainer = trainer_of(
+        tmp_path, told, monkeypatch, run=run_with(sections={"data": data}), max_steps=50
+    )
+    trainer.train()
+    assert told.alive == 8
+    assert told.ended == [None]
+
+
+def test_a_site_that_may_not_join_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Refused(1)
+    trainer = trainer_of(tmp_path, told, monkeypatch, max_steps=50)
+    with pytest.raises(JoinError, match="the name is taken"):
+        trainer.train()
+    assert not told.ended
 
 
 def test_an_error_of_the_trainer_ends_the_sites_part(

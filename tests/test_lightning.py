@@ -15,8 +15,8 @@ pytest.importorskip("lightning")
 from lightning.pytorch import LightningModule, Trainer
 
 from dilocox import lightning as own
-from dilocox.errors import ConfigError, TrainingError
-from tests.test_hf import Told
+from dilocox.errors import ConfigError, JoinError, TrainingError
+from tests.test_hf import Evaluates, Refused, Told
 from tests.training.loop.test_parts import run_with
 
 SIGNATURE = (
@@ -59,11 +59,12 @@ class Losses(LightningModule):
 def fit(monkeypatch: pytest.MonkeyPatch, told: Told, module: Losses, **more: Any) -> Trainer:
     """Train with five micro-batches an epoch."""
     monkeypatch.setattr(own, "site", told)
+    callback = more.pop("callback", None) or own.SiteCallback(run_with(), name="paris", part="net")
     given: dict[str, Any] = {"max_epochs": -1, "num_sanity_val_steps": 0} | more
     trainer = Trainer(
         accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[own.SiteCallback(run_with(), name="paris", part="net")], **given,
+        callbacks=[callback], **given,
     )  # fmt: skip
     rows = DataLoader([{"input_ids": torch.zeros(7).long()}] * 5, batch_size=1)
     trainer.fit(module, rows, rows)
@@ -92,6 +93,26 @@ def test_optimizers_of_manual_optimization_take_one_step_together(
     assert told.told == [(1.5, 14), (3.5, 14)]
     with pytest.raises(TrainingError, match="training_step: returns no loss"):
         fit(monkeypatch, Told(2), Losses(manual=True, silent=True))
+
+
+def test_an_evaluation_before_training_can_give_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def evaluation(_model: object) -> float:
+        assert callback.site is not None
+        callback.site.touch()
+        return 3.0
+
+    callback = own.SiteCallback(run_with(), name="paris", part="net", evaluation=evaluation)
+    told = Evaluates(1)
+    fit(monkeypatch, told, Losses(), limit_val_batches=0, callback=callback)
+    assert told.alive == 1
+    callback = own.SiteCallback(run_with(), name="paris", part="net")
+    told = Refused(1)
+    with pytest.raises(JoinError, match="the name is taken"):
+        fit(monkeypatch, told, Losses(), callback=callback)
+    assert callback.site is None
+    assert not told.ended
 
 
 def test_an_error_of_the_module_ends_the_sites_part(monkeypatch: pytest.MonkeyPatch) -> None:

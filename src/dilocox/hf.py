@@ -55,7 +55,7 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
             quiet: see `dilocox.site`.
         """
         self.site: Site | None = None
-        """The site, from the begin of training on."""
+        """The site, from before it joins on. None before training, and if it cannot join."""
         self._config = run if isinstance(run, RunConfig) else load_run(run)
         self._joins: dict[str, Any] = {
             "name": name, "address": address, "token_file": token_file, "evaluation": evaluation,
@@ -119,8 +119,14 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
             state={"scheduler": parts["lr_scheduler"]},
             **self._joins,
         )
-        self.site = joined.__enter__()
-        self.site.uses_own_data()
+        # Entering evaluates the model, and the trainer then calls `on_prediction_step`.
+        self.site = joined
+        try:
+            joined.__enter__()
+        except BaseException:
+            self.site = None
+            raise
+        joined.uses_own_data()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any

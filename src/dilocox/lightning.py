@@ -55,7 +55,7 @@ class SiteCallback(Callback):  # type: ignore[misc]
             quiet: see `dilocox.site`.
         """
         self.site: Site | None = None
-        """The site, from the begin of training on."""
+        """The site, from before it joins on. None before training, and if it cannot join."""
         self._config = run if isinstance(run, RunConfig) else load_run(run)
         self._part = part
         self._joins: dict[str, Any] = {
@@ -82,8 +82,14 @@ class SiteCallback(Callback):  # type: ignore[misc]
             **self._joins,
         )
         self._steps_before = trainer.global_step
-        self.site = joined.__enter__()
-        self.site.uses_own_data()
+        # Entering evaluates the model, and an evaluation that takes long calls `site.touch`.
+        self.site = joined
+        try:
+            joined.__enter__()
+        except BaseException:
+            self.site = None
+            raise
+        joined.uses_own_data()
 
     def on_train_batch_end(
         self,
