@@ -14,7 +14,7 @@ from dilocox.training.launch.preflight import Role, check
 from dilocox.training.portable_checkpoint_export import hand_over
 from tests.e2e.test_operations import coordinate, flush_digests
 from tests.e2e.test_own_loop import OWN
-from tests.support.forge import Forge
+from tests.support.forge import Forge, ForkedRun
 from tests.support.harness import PATIENT, Workshop, verdicts
 
 pytestmark = pytest.mark.runs
@@ -74,6 +74,40 @@ def test_a_classifier_of_numbers(workshop: Workshop, forge: Forge) -> None:
     again = forge.command(workshop, "numbers", "verify", f"file://{workshop.root}/numbers-at")
     assert again.wait() == 0, again.output()
     refused(file, run.folder)
+
+
+def test_running_means_go_on_after_a_stop(workshop: Workshop, forge: Forge) -> None:
+    """They are in the checkpoint of their site, although sites do not exchange them."""
+    file = workshop.root / "means.toml"
+    file.write_text(RUN.format(folder=workshop.folder("means")), encoding="utf-8")
+    sets = [*OWN, "outer.rounds=30", PATIENT]
+    words = [str(file), *(word for item in sets for word in ("--set", item))]
+    ends: list[str] = []
+    for outcome, code in (("stopped", 130), ("finished", 0)):
+        again = ["--resume"] if ends else []
+        run = coordinate(forge, workshop, "means", *words, *again)
+        sites = [
+            forge.command(workshop, "means", "python", SCRIPT, str(file), site, *sets)
+            for site in ("paris", "lyon")
+        ]
+        if not ends:
+            run.until_round(1)
+            run.interrupt()
+        assert [site.wait() for site in sites] == [0, 0], sites[0].printed() + sites[1].printed()
+        assert run.wait() == code, run.output()
+        assert {site.last_line() for site in sites} == {outcome}
+        begins = [said(site, "begins with ") for site in sites]
+        assert begins == ends or not ends
+        ends = [said(site, "ends with ") for site in sites]
+        assert ends[0] != ends[1]
+        assert begins[0] != ends[0]
+
+
+def said(site: ForkedRun, begin: str) -> str:
+    """What a line of a loop says after `begin`."""
+    lines = [line for line in site.printed().splitlines() if line.startswith(begin)]
+    assert len(lines) == 1
+    return lines[0].removeprefix(begin)
 
 
 def refused(file: Path, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """A loop whose model and data the run does not know: a classifier of numbers, no language model.
 
-Arguments: run file, site, overrides. The last line says how the site's part has ended.
+Arguments: run file, site, overrides. A line says which running means the model has when its site
+has joined, and one which it has at the end. The last line says how the site's part has ended.
 """
 
 from __future__ import annotations
@@ -27,18 +28,24 @@ def held_out_loss(model: nn.Module) -> Tensor:
     return F.cross_entropy(model(rows), classes)
 
 
+def running_means(model: nn.Module) -> str:
+    """The running means of the model, exactly."""
+    return " ".join(float(each).hex() for each in model.get_buffer("1.running_mean"))
+
+
 def main() -> int:
     """Train as one site. Only paris has held-out data."""
     file, name, *sets = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     config = dilocox.load_run(file, sets)
     evaluation = held_out_loss if name == "paris" else None
     with dilocox.site(
         config, name=name, model=model, optimizer=optimizer, evaluation=evaluation
     ) as site:
+        print("begins with", running_means(model))
         rows, classes = points(len(name), 512)
         loader = torch.utils.data.DataLoader(
             torch.utils.data.TensorDataset(rows, classes), batch_size=16, shuffle=True
@@ -49,6 +56,7 @@ def main() -> int:
             optimizer.step()
             optimizer.zero_grad()
             site.step(loss=loss, tokens=len(labels))
+    print("ends with", running_means(model))
     print(site.outcome)
     return 0
 

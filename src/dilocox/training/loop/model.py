@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dilocox.compression.second_moments import SecondMoments
-from dilocox.errors import ConfigError, TrainingError
+from dilocox.errors import CheckpointError, ConfigError, TrainingError
 from dilocox.inner import mean_cross_entropy
 from dilocox.inner.counted import CountedLabels
 from dilocox.inner.fsdp import drop_gathered, local
@@ -18,6 +18,9 @@ from dilocox.inner.site_model import ExchangeGradients
 from dilocox.inner.step_result import StepResult
 from dilocox.models.adapter import PREFIX, is_adapter, stored_name
 from dilocox.training.loop.turns import StepWork, Turns
+
+_BUFFER = "loop/buffer/"
+"""Begins the names of buffers among the state of the optimizers."""
 
 Evaluation = Callable[..., "Tensor | float"]
 """(model, inputs int64 [b, L], labels int64 [b, L]) -> mean loss over labels of 0 or above.
@@ -185,13 +188,45 @@ class LoopModel:
         raise ConfigError(NO_GATE)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return the live state of the loop's optimizers and further objects."""
-        return self._optimizers.state()
+        """Return the live state of the loop's optimizers, of further objects, and of buffers.
+
+        Buffers are the model's persistent ones, such as running means. Those beside adapters are
+        left out: they are of the frozen model, and may be as large as that.
+        """
+        found = self._optimizers.state()
+        if not any(map(is_adapter, self.trained)):
+            kept = self._persistent_buffers().items()
+            found |= {f"{_BUFFER}{name}": local(buffer) for name, buffer in kept}
+        return found
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of the loop's optimizers and further objects."""
+        """Restore the state of the loop's optimizers, of further objects, and of buffers.
+
+        A checkpoint of an earlier version has no buffers: the model then keeps its own. Raises
+        `CheckpointError` for a state of another loop or model.
+        """
         self.restored = True
-        self._optimizers.load(state)
+        rest, own = dict(state), self._persistent_buffers()
+        for full in [name for name in rest if name.startswith(_BUFFER)]:
+            name, kept = full.removeprefix(_BUFFER), rest.pop(full)
+            buffer = local(own[name]) if name in own else None
+            if buffer is None or (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
+                raise CheckpointError(
+                    f"model: the checkpoint has a buffer {name} of shape {tuple(kept.shape)}, "
+                    f"{str(kept.dtype).removeprefix('torch.')}, and the model has not; start the "
+                    "site with the program that wrote the checkpoint"
+                )
+            buffer.copy_(kept)
+        self._optimizers.load(rest)
+
+    def _persistent_buffers(self) -> dict[str, Tensor]:
+        """Return the model's live persistent buffers by name."""
+        kept = self._model.state_dict()
+        return {
+            name.replace("_orig_mod.", ""): buffer
+            for name, buffer in self._model.named_buffers()
+            if name in kept
+        }
 
     def second_moments(self) -> SecondMoments:
         """Return no second moments: only those of dilocox's own optimizers are exchanged."""
@@ -199,11 +234,9 @@ class LoopModel:
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """Return the model's persistent buffers by name; floating-point ones in fp32."""
-        kept = self._model.state_dict()
         return {
-            name.replace("_orig_mod.", ""): b.detach().float() if b.is_floating_point() else b
-            for name, b in self._model.named_buffers()
-            if name in kept
+            name: b.detach().float() if b.is_floating_point() else b
+            for name, b in self._persistent_buffers().items()
         }
 
     def sync_tied(self, moments: bool = False) -> None:
