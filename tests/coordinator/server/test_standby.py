@@ -33,7 +33,7 @@ pytestmark = pytest.mark.waits
 def event(number: int, soft: bool = False) -> e.Event:
     """An event that is flushed at once, or one that may be lost."""
     if soft:
-        return e.Stored(float(number), "key", str(number), "a")
+        return e.Reported(float(number), "a", number, "round", {})
     return e.Created(float(number), "digest", f"run{number}")
 
 

@@ -21,14 +21,12 @@ FORMAT = 1
 NAME = "coordinator.sqlite"
 LOCK = "coordinator.lock"
 # All events survive a crash of the process. A crash of the machine may lose the latest events of
-# these kinds. They are frequent, and their loss costs little: votes are sent again, and no rank
-# asks again for a decision that all voters have heard. All other events are flushed to disk (fsync)
-# at once.
+# these kinds. They are frequent, and their loss costs little: a rank sends its vote, or that a link
+# broke, until it hears of a decision; fetches follow from votes; and the later reports of a rank
+# stand for lost ones. All other events are flushed to disk (fsync) at once, because a rank acts on
+# the reply and does not ask again.
 # An event of these kinds may reach the disk early, too, so the record is synced before a decision.
-_SOFT = (
-    e.Pinned, e.Voted, e.Fetching, e.Broke, e.Decided, e.Ready, e.RoundDone, e.CheckpointWritten,
-    e.Reported, e.Stored,
-)  # fmt: skip
+_SOFT = (e.Voted, e.Fetching, e.Broke, e.RoundDone, e.CheckpointWritten, e.Reported)
 
 
 class EventLog:
