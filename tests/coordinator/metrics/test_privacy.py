@@ -19,7 +19,7 @@ from dilocox.coordinator.metrics.privacy import (
 )
 from dilocox.coordinator.metrics.run_metrics import RunMetrics
 from dilocox.coordinator.server.event_log import NAME, EventLog
-from dilocox.coordinator.server.events import Planned
+from dilocox.coordinator.server.events import Planned, Resumed
 from dilocox.errors import ConfigError
 
 pytestmark = pytest.mark.waits
@@ -87,6 +87,29 @@ def test_every_planned_contribution_counts_also_after_a_resume() -> None:
     assert record["sites"]["lyon"]["contributions"] == 5
     assert record["sites"]["lyon"]["epsilon"] == epsilon(4.0, 1e-6, 5)
     assert record["sites"]["nice"] == {"contributions": 0, "epsilon": 0.0, "delta": 1e-6}
+
+
+def test_a_round_whose_plan_a_resume_restores_counts_again(tmp_path: Path) -> None:
+    """Its plan was made before the checkpoint was complete, so no new plan comes."""
+    pytest.importorskip("dp_accounting")
+    plans = [plan(0, "lyon", "paris"), plan(1, "lyon", "paris"), plan(2, "lyon", "paris")]
+    log = EventLog(tmp_path)
+    for each in plans:
+        log.append(Planned(0.0, each))
+    account = account_of(config(), tmp_path / NAME)
+    assert account is not None
+    # The checkpoint of the end of round 1 goes on in round 2, which is planned already.
+    record = account.resumed(2, plans)
+    assert record is not None
+    assert (record["round"], record["sites"]["lyon"]["contributions"]) == (2, 4)
+    # Of an earlier checkpoint the plan of round 2 is not restored: a new one comes, and counts.
+    assert account.resumed(2, plans[:2]) is None
+    assert account.figures()["lyon"]["contributions"] == 4
+    log.append(Resumed(0.0, 8, 2, 0, plans))
+    log.close()
+    again = account_of(config(), tmp_path / NAME)
+    assert again is not None
+    assert again.figures()["lyon"]["contributions"] == 4
 
 
 def test_the_event_log_has_the_plans_of_earlier_processes(tmp_path: Path) -> None:

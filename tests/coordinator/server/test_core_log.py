@@ -219,7 +219,9 @@ class Strange:
 
 def test_a_spoiled_checkpoint_sends_the_run_back_to_the_one_before(tmp_path: Path) -> None:
     resumed: list[int] = []
-    driver = Driver(tmp_path, run_config("ab"), on_resumed=resumed.append)
+    driver = Driver(
+        tmp_path, run_config("ab"), on_resumed=lambda event: resumed.append(event.round)
+    )
     driver.start()
     ticks = []
     for round_ in range(2):

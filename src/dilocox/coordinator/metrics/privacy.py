@@ -58,7 +58,10 @@ class PrivacyAccount:
     """
 
     def __init__(self, config: RunConfig, plans: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Start from the `plans` of earlier processes, each a `RoundPlan` as JSON."""
+        """Start from the `plans` of earlier processes, each a `RoundPlan` as JSON.
+
+        A plan is among them once for each time that its round was begun.
+        """
         self._section = config.privacy
         self._counts: Counter[str] = Counter(dict.fromkeys(config.private_sites, 0))
         for plan in plans:
@@ -74,6 +77,15 @@ class PrivacyAccount:
         if not self._count(plan):
             return None
         return {"kind": "privacy", "round": plan["round"], "sites": self.figures()}
+
+    def resumed(self, round_: int, plans: Iterable[Mapping[str, Any]]) -> Record | None:
+        """Count the round that a resume repeats. Returns like `plan`.
+
+        `plans`: the plans that the resume has restored. Round `round_` goes on from the checkpoint.
+        If its plan was made before the checkpoint was complete, sites do not get a new one.
+        """
+        found = [record for plan in repeated(round_, plans) if (record := self.plan(plan))]
+        return found[-1] if found else None
 
     def figures(self) -> dict[str, Record]:
         """Return contributions, epsilon and delta by site. Epsilon is None if there is no bound."""
@@ -111,11 +123,26 @@ def words(figures: object) -> str:
     return f"epsilon {found:.3g} at delta {delta:g} after {of}"
 
 
-def _planned(event_log: Path) -> list[Record]:
+def repeated(round_: int, plans: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return those of the restored `plans` by which sites contribute again after a resume.
+
+    `round_`: the round in which the run goes on.
+    """
+    return [plan for plan in plans if plan["round"] >= round_]
+
+
+def _planned(event_log: Path) -> list[Mapping[str, Any]]:
     try:
         with closing(sqlite3.connect(f"{event_log.resolve().as_uri()}?mode=ro", uri=True)) as log:
-            rows = log.execute("SELECT data FROM events WHERE kind = 'Planned'").fetchall()
-        return [json.loads(data)["plan"] for (data,) in rows]
+            rows = log.execute(
+                "SELECT kind, data FROM events WHERE kind IN ('Planned', 'Resumed')"
+            ).fetchall()
+        found: list[Mapping[str, Any]] = []
+        for kind, data in rows:
+            event = json.loads(data)
+            again = kind == "Resumed"
+            found += repeated(event["round"], event["plans"]) if again else [event["plan"]]
+        return found
     except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{event_log}: its plans cannot be counted for privacy ({error}); restore it from "

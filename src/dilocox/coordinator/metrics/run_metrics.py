@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +197,16 @@ class RunMetrics:
         elif kind == "resumed":
             self._forget(round_)
 
-    def forget_after(self, round_: int) -> None:
+    def forget_after(self, round_: int, plans: Iterable[Record] = ()) -> None:
         """Drop later rounds from the counts, because the run was resumed at `round_`.
 
-        Their records stay in the file.
+        Their records stay in the file. `plans`: the plans that the resume has restored.
         """
         self._forget(round_)
         self._write({"kind": "resumed", "round": round_})
+        counted = None if self._account is None else self._account.resumed(round_, plans)
+        if counted is not None:
+            self._write(counted)
 
     def _forget(self, round_: int) -> None:
         self._rounds = {r: row for r, row in self._rounds.items() if r < round_}

@@ -38,8 +38,8 @@ class RunListener:
     """Gets a line for people, for example when a site joins or leaves."""
     on_plan: Callable[[m.RoundPlan], None] | None = None
     """Gets every plan when it is made."""
-    on_resumed: Callable[[int], None] | None = None
-    """Gets the round of the checkpoint of a resume."""
+    on_resumed: Callable[[e.Resumed], None] | None = None
+    """Gets the event of a resume."""
     on_ready: Callable[[Endpoint], None] | None = None
     """Gets the server's endpoint when the server listens."""
     on_ledger: Callable[[Ledger], None] | None = None

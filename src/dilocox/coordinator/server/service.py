@@ -138,7 +138,7 @@ class Coordinator:
         `CheckpointError` if there is no such checkpoint."""
         event = resume_point(self.config, self.log, self.state, self.run.wall(), tick)
         self.run.append(event)
-        self.reports.tell(self.listener.on_resumed, event.round)
+        self.reports.tell(self.listener.on_resumed, event)
         return event
 
     def close(self) -> None:

@@ -208,7 +208,7 @@ def serve_run(
                 on_report=recorder.report,
                 on_message=recorder.happened,
                 on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
-                on_resumed=recorder.forget_after,
+                on_resumed=lambda event: recorder.forget_after(event.round, event.plans),
                 on_ready=on_ready,
                 on_ledger=lambda ledger: _check_ledger(folder, ledger, recorder),
             ),
