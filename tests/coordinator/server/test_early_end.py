@@ -143,12 +143,32 @@ def test_a_resume_counts_from_where_it_goes_on(tmp_path: Path) -> None:
     assert driver.core.state.ends_early != ""
     driver.core.resume()
     assert driver.core.state.ends_early == ""
-    assert driver.core.state.held_out == {"a": HeldOut(5.0, 1), "b": HeldOut(5.0, 1)}
+    known = HeldOut(5.0, 1, round=1)
+    assert driver.core.state.held_out == {"a": known, "b": known}
     assert replayed(driver) == driver.core.state
     driver.reopen()
     driver.start()
     train(driver, 2, {"a": 5.2, "b": 5.3})
     assert driver.core.state.ends_early != ""
+
+
+def test_an_evaluation_that_a_resume_repeats_counts_once(tmp_path: Path) -> None:
+    """A slow disk: the checkpoint is complete after the next round was evaluated."""
+    driver = Driver(tmp_path, evaluating("ab", patience=3))
+    driver.start()
+    for round_, loss in enumerate([5.0, 5.5, 5.2]):
+        train(driver, round_, {"a": loss, "b": loss})
+    for site in "ab":
+        driver.write_checkpoint(site, 2 * driver.core.state.plans[1].slots, 2, 0)
+    driver.reopen()
+    driver.core.resume()
+    driver.start()
+    train(driver, 2, {"a": 5.2, "b": 5.2})
+    assert driver.core.state.ends_early == ""
+    assert driver.core.state.held_out["a"] == HeldOut(5.0, 2, round=2)
+    assert replayed(driver) == driver.core.state
+    train(driver, 3, {"a": 5.1, "b": 5.1})
+    assert "in the last 3 evaluations" in driver.core.state.ends_early
 
 
 def test_patience_without_evaluations_is_refused() -> None:

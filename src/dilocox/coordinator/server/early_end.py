@@ -25,7 +25,7 @@ def note(state: Facts, event: e.Reported) -> None:
         return
     known = state.held_out.setdefault(event.site, HeldOut())
     if event.kind != "first_evaluation":
-        known.take(event.metrics.get("val_loss"))
+        known.take(event.round, event.metrics.get("val_loss"))
     if event.kind != "peer_evaluation" and event.metrics.get("ends") is True:
         known.asks = _may_ask(state, event)
 

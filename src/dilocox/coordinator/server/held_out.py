@@ -16,9 +16,18 @@ class HeldOut:
     """Number of evaluations since the lowest loss."""
     asks: bool = False
     """True if the site's callback asks to end the run."""
+    round: int = -1
+    """Round of the newest evaluation; -1: there is none."""
 
-    def take(self, loss: object) -> None:
-        """Count the next evaluation. A loss that is not a finite float is no improvement."""
+    def take(self, round_: int, loss: object) -> None:
+        """Count the evaluation after round `round_`, unless this round has counted.
+
+        A resumed run may repeat a round whose evaluation was reported before its checkpoint was
+        complete. A loss that is not a finite float is no improvement.
+        """
+        if round_ <= self.round:
+            return
+        self.round = round_
         value = loss if isinstance(loss, float) else math.nan
         if math.isfinite(value) and (self.best is None or value < self.best):
             self.best, self.stale = value, 0
