@@ -14,8 +14,10 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.data import TokenFiles, held_out, prepare
 from dilocox.data.rows import RowBatch
 from dilocox.data.sequences import held_out_by_source
+from dilocox.inner.columns import columns_of
 from dilocox.inner.site_model import EvaluatedBatch
 from dilocox.training import evaluator as evaluator_module
+from dilocox.training import held_out_sources
 from dilocox.training.batches import Batch
 from dilocox.training.builder import Hooks
 from dilocox.training.evaluator import Evaluator, HeldOutLoss
@@ -135,6 +137,32 @@ def test_shards_divide_the_batches_of_a_source(files: TokenFiles) -> None:
             assert {each.counted and each.counted.labels for each in own} == {
                 batch.counted and batch.counted.labels
             }
+
+
+def test_what_fills_a_batch_has_no_columns(
+    files: TokenFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of a row with pairs are no pairs: they would count in the loss of their source."""
+
+    def rows(count: int) -> RowBatch:
+        values = np.arange(count * 16).reshape(count, 16)
+        pair = np.zeros((count, 16), dtype=np.float32)
+        pair[:, :2], pair[:, 2:4], pair[:, 8:10], pair[:, 10:12] = 1, -1, 2, -2
+        return RowBatch(values, values.copy(), values.copy(), {"pair": pair, "weight": pair + 1})
+
+    own = {"a": rows(5), "b": rows(3)}
+    monkeypatch.setattr(held_out_sources, "held_out_by_source", lambda *_: own)
+    config = run_of(files, 8, "documents")
+    first, second = source_batches(config, files, 0, Hooks())
+    (begun,), (rest,) = first.rest, second.rest
+    assert (first.whole, second.whole) == (range(1), range(0))
+    for batch, there, row in ((begun, 1, 4), (rest, 3, 0)):
+        assert batch.counted is not None
+        assert batch.counted.labels == 2 * there
+        for column in columns_of(batch.labels, ["pair", "weight"]).values():
+            assert column[:there].any()
+            assert not column[there:].any()
+        assert batch.inputs[:there].tolist() == own["ab"[row == 0]].inputs[row:].tolist()
 
 
 def test_no_sources_with_one_text_or_with_functions_that_know_none(

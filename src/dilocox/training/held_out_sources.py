@@ -77,10 +77,15 @@ def _batches(config: RunConfig, rows: Sequences | RowBatch, shard: int) -> list[
 
 
 def _filled(rows: Sequences | RowBatch, count: int) -> RowBatch:
-    """Return `rows`, and copies of the last row without labels until there are `count`."""
+    """Return `rows`, and copies of the last row that count nothing until there are `count`.
+
+    The copies have no labels, and 0 in all columns.
+    """
     if not isinstance(rows, RowBatch):
         rows = RowBatch(rows[:, :-1], rows[:, 1:], None)
     there = len(rows.inputs)
     filled = rows.take(np.minimum(np.arange(count), there - 1))
     filled.labels[there:] = NOT_COUNTED
+    for column in (filled.columns or {}).values():
+        column[there:] = 0
     return filled
