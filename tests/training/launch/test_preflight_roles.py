@@ -15,6 +15,7 @@ from dilocox.tools.testbed.run import check as check_lab
 from dilocox.training.builder import Hooks
 from dilocox.training.launch import coordinator_process, preflight
 from dilocox.training.launch.preflight import Role
+from dilocox.training.payload_sizes import payload_sizes
 from dilocox.training.portable_checkpoint import Handover
 from dilocox.utils import versions
 from tests.support.process_starts import config, prepared, refusal
@@ -42,7 +43,7 @@ CHECKS: dict[str, tuple[Role, list[str]]] = {
     "coordinator": (
         Role("coordinator"),
         ["check_versions", "check_folder", "check_coordinator", "check_trained_tokenizer", *STATE,
-         "payload_sizes"],
+         "model_vocabulary", "payload_sizes"],
     ),
     "lab": (
         Role("lab"),
@@ -93,6 +94,17 @@ def test_the_cheapest_checks_come_first(
     assert done == expected
     assert found.headline == ("headline" if command == "train" else "")
     assert found.payloads == ("payload_sizes" if role.serves else None)
+
+
+def test_a_coordinator_plans_with_the_vocabulary_of_the_sites(
+    place: Path, tmp_path: Path, without_text: None
+) -> None:
+    """A type's own default is another model's: payloads would be many times too large."""
+    given = config(tmp_path, data={"tokenizer": str(place / "tokens" / "tokenizer")})
+    assert given.control.adapt == "link"
+    found = preflight.check(given, Role("coordinator")).payloads
+    assert found == payload_sizes(given, 270)
+    assert found != payload_sizes(given, None)
 
 
 @pytest.mark.parametrize("command", ["train", "coordinator"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from dilocox.config.run_config import RunConfig
-from dilocox.errors import DataError, ModelError
+from dilocox.errors import ModelError
 from dilocox.inner import chunks_of_stage
 from dilocox.inner.fsdp import Units
 from dilocox.models import ChunkSpec, build_chunk
@@ -18,7 +18,7 @@ from dilocox.models.meta_model import find_layout, skeleton_to_read
 from dilocox.models.nf4 import linear_layers
 from dilocox.outer.layout import layer_number
 from dilocox.training.builder import ModelPlan
-from dilocox.training.launch.tokenizer_check import check_trained_tokenizer, tokenizer_size
+from dilocox.training.launch.tokenizer_check import check_trained_tokenizer, model_vocabulary
 from dilocox.training.payload_sizes import Shape, model_shapes
 
 
@@ -42,7 +42,7 @@ class ModelOutline:
             ModelError: The model cannot be trained, or not be cut into these stages.
         """
         check_trained_tokenizer(config)
-        return cls(config, ModelPlan.of(config, _vocabulary(config)))
+        return cls(config, ModelPlan.of(config, model_vocabulary(config)))
 
     @cached_property
     def stages(self) -> list[list[ChunkSpec]]:
@@ -246,26 +246,6 @@ def _by_layer(shapes: Mapping[str, Shape]) -> dict[int, int]:
         if number is not None:
             sizes[number] = sizes.get(number, 0) + math.prod(shape)
     return sizes
-
-
-def _vocabulary(config: RunConfig) -> int | None:
-    """Return the tokenizer's vocabulary size, or None if the model has a size of its own."""
-    name, architecture = config.data.tokenizer, config.model.architecture
-    if name == "train":
-        return config.data.trained_vocabulary
-    if architecture is None or "vocab_size" in architecture:
-        return None
-    try:
-        return _size_of(name)
-    except DataError as error:
-        raise DataError(
-            f"{error}; to plan without the tokenizer, set vocab_size in model.architecture"
-        ) from None
-
-
-@cache
-def _size_of(name: str) -> int:
-    return tokenizer_size(name)
 
 
 def check_cut(stages: Sequence[Mapping[str, Shape]], whole: Mapping[str, Shape]) -> None:

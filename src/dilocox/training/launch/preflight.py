@@ -43,6 +43,7 @@ from dilocox.training.launch.tokenizer_check import (
     check_tokenizer,
     check_tokenizer_keys,
     check_trained_tokenizer,
+    model_vocabulary,
 )
 from dilocox.training.payload_sizes import payload_sizes
 from dilocox.training.portable_checkpoint import check_handed_momentum, check_handover
@@ -120,7 +121,9 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
         return prepared
     _check_start(config, role, fresh)
     if not role.trains:
-        payloads = payload_sizes(config, config.data.trained_vocabulary)
+        # Only the sites read the text; the sizes of payloads follow from the tokenizer's size.
+        plans = config.control.adapt != "off"
+        payloads = payload_sizes(config, model_vocabulary(config)) if plans else None
         return replace(prepared, payloads=payloads)
     check_model(config)
     if role.site is None and fresh:

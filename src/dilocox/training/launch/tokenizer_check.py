@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -115,6 +116,30 @@ def tokenizer_size(name: str) -> int:
     """
     # Loaded in a child process, because the tokenizer library starts threads.
     return int(processes.call_in_child(_load, name, on_progress=lambda step, share: None))
+
+
+def model_vocabulary(config: RunConfig) -> int | None:
+    """Return the vocabulary size that the run's model takes from its tokenizer.
+
+    This is the size before any text is read. None if the model has a size of its own. Raises
+    `DataError` if the tokenizer cannot be loaded.
+    """
+    name, architecture = config.data.tokenizer, config.model.architecture
+    if name == "train":
+        return config.data.trained_vocabulary
+    if architecture is None or "vocab_size" in architecture:
+        return None
+    try:
+        return _size_of(name)
+    except DataError as error:
+        raise DataError(
+            f"{error}; to plan without the tokenizer, set vocab_size in model.architecture"
+        ) from None
+
+
+@cache
+def _size_of(name: str) -> int:
+    return tokenizer_size(name)
 
 
 def _load(name: str, progress: Callable[[str, float], None]) -> int:
