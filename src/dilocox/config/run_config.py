@@ -455,7 +455,8 @@ def with_sites(config: RunConfig, sites: int | Sequence[str]) -> RunConfig:
     """Returns the run with another number of sites, or with sites of the given names.
 
     Sites of the run file keep their settings; a number keeps the first of them. New sites have no
-    settings of their own. Raises `ConfigError` if the run is not valid with these sites.
+    settings of their own. What other sections say of sites that are left out is left out, too.
+    Raises `ConfigError` if the run is not valid with these sites.
     """
     names = list(config.sites)[:sites] if isinstance(sites, int) else list(sites)
     if isinstance(sites, int):
@@ -467,5 +468,10 @@ def with_sites(config: RunConfig, sites: int | Sequence[str]) -> RunConfig:
     raw = config.model_dump(mode="json", exclude_none=True)
     own = raw["sites"]
     raw["sites"] = {name: copy.deepcopy(own.get(name, {})) for name in names}
+    if raw["evaluation"].get("tasks_site") not in names:
+        raw["evaluation"].pop("tasks_site", None)
+    if config.settlement is not None:
+        accounts = raw["settlement"]["accounts"]
+        raw["settlement"]["accounts"] = {n: a for n, a in accounts.items() if n in names}
     raw["outer"]["min_sites"] = min(config.outer.min_sites, len(names))
     return resolve_run(raw)

@@ -23,6 +23,22 @@ def test_a_small_model_is_stepped_as_it_is() -> None:
     assert found.site.batch_size == found.site.micro_batch_size == 4
 
 
+def test_what_a_run_says_of_its_sites_and_its_text_is_not_measured() -> None:
+    """These sections name sites that a calibration does not have, or need text of their own."""
+    more = {
+        "privacy": {"clip": 1.0, "noise": 1.0},
+        "settlement": {"price": 5, "accounts": {"paris": "0x" + "1" * 40}},
+        "evaluation": {"every_rounds": 1, "tasks": ["arc_easy"], "tasks_site": "paris"},
+        "data": {"format": "chat", "packing": "documents"},
+        "sites": {"lyon": {"data": "text/lyon"}, "paris": {"data": "text/paris"}},
+    }
+    config = run(**more)
+    found = cut_down(config)
+    assert list(found.sites) == ["here"]
+    assert (found.settlement, found.evaluation.tasks, found.data.format) == (None, [], "auto")
+    assert ModelOutline.of(found).parameters == ModelOutline.of(config).parameters
+
+
 def test_a_large_model_keeps_its_type_and_proportions() -> None:
     found = cut_down(load_run(ROOT / "examples" / "qwen1.5-107b.toml"))
     outline = ModelOutline.of(found)

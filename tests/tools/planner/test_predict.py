@@ -138,6 +138,13 @@ def test_names_of_sites() -> None:
     assert list(with_sites(run(), 1).sites) == ["lyon"]
     assert list(with_sites(run(), 4).sites) == ["lyon", "paris", "site3", "site4"]
     assert list(with_sites(run(), ["x", "paris"]).sites) == ["x", "paris"]
+    paid = {name: "0x" + str(n) * 40 for n, name in enumerate(("lyon", "paris"), 1)}
+    tasks = {"every_rounds": 1, "tasks": ["arc_easy"], "tasks_site": "paris"}
+    whole = run(settlement={"price": 5, "accounts": paid}, evaluation=tasks)
+    found = with_sites(whole, 1)
+    assert found.settlement is not None
+    assert (list(found.settlement.accounts), found.evaluation.tasks_site) == (["lyon"], None)
+    assert with_sites(whole, 4).settlement == whole.settlement
 
 
 RATES = st.floats(1e2, 1e7)

@@ -47,12 +47,20 @@ def small_run() -> RunConfig:
     )
 
 
+_OF_A_STEP = ("run", "model", "site", "inner")
+"""Sections of the run file on which the time of a step depends."""
+_OF_A_VOCABULARY = ("tokenizer", "vocabulary_size", "own")
+"""Keys of `[data]` on which the vocabulary's size depends."""
+
+
 def alone(config: RunConfig, rows: int, length: int) -> dict[str, Any]:
     """Return the run file of `config`, changed to one rank and one micro-batch per step.
 
-    A micro-batch has `rows` sequences of `length` tokens.
+    A micro-batch has `rows` sequences of `length` tokens. Only what a step of the whole model
+    depends on is kept. Other sections may name sites, or ask for text that is not read here.
     """
-    raw = config.model_dump(mode="json", exclude_none=True)
+    whole = config.model_dump(mode="json", exclude_none=True)
+    raw = {section: whole[section] for section in _OF_A_STEP}
     raw["site"] |= {
         "stages": 1,
         "shards": 1,
@@ -62,11 +70,11 @@ def alone(config: RunConfig, rows: int, length: int) -> dict[str, Any]:
         "micro_batch_size": rows,
         "batch_size": rows,
     }
+    raw["data"] = {key: whole["data"][key] for key in _OF_A_VOCABULARY if key in whole["data"]}
     raw["data"]["sequence_length"] = length
     # Speeds are measured with the whole model in training, as tables of hardware are.
-    raw.pop("adapter", None)
     raw["outer"] = {"steps": 1, "inner_steps": 1, "method": "diloco"}
-    raw["compression"], raw["control"], raw["sites"] = {}, {}, {"here": {}}
+    raw["sites"] = {"here": {}}
     return raw
 
 
