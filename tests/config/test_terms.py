@@ -87,7 +87,7 @@ def test_the_terms_are_those_of_a_run_that_names_them_whoever_takes_part(file: P
     found = read_terms(str(file))
     known = {"terms": found.digest, "accounts": {"oslo": ONE, "rome": TWO}, "admission": "stake"}
     raw = raw_run(**known)
-    raw["sites"] = {"oslo": {"batch_size": 16}, "rome": {}}
+    raw["sites"] = {"oslo": {"advertise": "192.0.2.7"}, "rome": {}}
     with pytest.raises(ConfigError, match=r"terms: settlement\.admission: the terms say nothing"):
         found.check(resolve_run(raw))
     raw["settlement"].pop("admission")
@@ -98,6 +98,19 @@ def test_the_terms_are_those_of_a_run_that_names_them_whoever_takes_part(file: P
     assert config.shared() != without.shared()
     assert config.digest() != without.digest()
     assert agreed_keys(config) == agreed_keys(without)
+
+
+@pytest.mark.parametrize("own", [{"batch_size": 16}, {"speed": 2.0}])
+def test_terms_are_for_sites_that_are_alike(file: Path, own: dict[str, Any]) -> None:
+    """Otherwise tokens, payment and duration of the terms are not those of the run."""
+    found = read_terms(str(file))
+    raw = raw_run(terms=found.digest)
+    raw["sites"] = {name: own if name == "paris" else {} for name in raw["sites"]}
+    (key,) = own
+    with pytest.raises(ConfigError, match=rf"sites\.paris\.{key}: the terms of a run are the same"):
+        found.check(resolve_run(raw))
+    with pytest.raises(ConfigError, match=rf"sites\.paris\.{key}: the terms of a run are the same"):
+        terms_of(resolve_run(raw))
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ class Terms(Section):
                 f"the terms are for {self.offer.sites} sites, the run file names {sites}: ask the "
                 "sponsor for the right file"
             )
+        check_equal(config)
         _compare(self.run_file, agreed_keys(config), "terms: ", "the run file")
 
     def to_toml(self) -> str:
@@ -258,8 +259,10 @@ def load_draft(path: Path, overrides: list[str]) -> RunConfig:
 def offer_of(config: RunConfig, settlement: Mapping[str, Any] | None) -> Offer:
     """Return what a run offers.
 
-    `settlement`: keys of `[settlement]`. Raises `ConfigError` if they name no price or no place.
+    `settlement`: keys of `[settlement]`. Raises `ConfigError` if they name no price or no place, or
+    if sites take different shares of the tokens.
     """
+    check_equal(config)
     said = settlement or {}
     missing = [key for key in ("price", "chain", "contract", "owner") if key not in said]
     if missing:
@@ -279,6 +282,20 @@ def offer_of(config: RunConfig, settlement: Mapping[str, Any] | None) -> Offer:
         return Offer.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"settlement: {first_problem(error, Offer)}") from None
+
+
+def check_equal(config: RunConfig) -> None:
+    """Raise `ConfigError` if a site has a batch or a speed of its own.
+
+    Terms name no site, so they promise the same share of tokens and payment to each.
+    """
+    for name, site in config.sites.items():
+        for key in ("batch_size", "speed"):
+            if getattr(site, key) is not None:
+                raise ConfigError(
+                    f"sites.{name}.{key}: the terms of a run are the same for all its sites; leave "
+                    f"it out{', and set site.batch_size' if key == 'batch_size' else ''}"
+                )
 
 
 def agreed_keys(config: RunConfig) -> dict[str, Any]:
