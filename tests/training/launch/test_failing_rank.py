@@ -102,6 +102,7 @@ def under_a_launcher(folder: Path, grouped: bool) -> None:
     dist.is_initialized = lambda: grouped  # type: ignore[assignment]
     torchrun.exchange_address = lambda *_: "127.0.0.1"  # type: ignore[assignment]
     torchrun.agree = lambda *_: "identity"  # type: ignore[assignment]
+    torchrun.sharing_cores = lambda *_: 2  # type: ignore[assignment]
     torchrun.Identity.from_text = lambda text: text  # type: ignore
     torchrun.meeting_place = lambda *_: contextlib.nullcontext(dist.HashStore())  # type: ignore
     torchrun.run_rank = lambda *_: 1  # type: ignore[assignment]

@@ -288,6 +288,31 @@ def nothing_of(_: RankVariables) -> None:
     return
 
 
+@pytest.mark.parametrize(
+    ("places", "found"),
+    [
+        # torchrun: all ranks of a machine may run on all its cores.
+        ([("a", range(8)), ("a", range(8)), ("b", range(8)), ("b", range(8))], [2, 2, 2, 2]),
+        # Slurm with bound tasks.
+        ([("a", range(4)), ("a", range(4, 8)), ("b", range(4)), ("b", range(4, 8))], [1] * 4),
+        # One task per half of a machine has two ranks.
+        ([("a", range(4)), ("a", range(4)), ("a", range(4, 8)), ("a", range(3, 8))], [3, 3, 2, 4]),
+    ],
+)
+def test_a_rank_knows_how_many_share_its_cores(
+    places: list[tuple[str, range]], found: list[int]
+) -> None:
+    store = dist.HashStore()
+
+    def asks(rank: int) -> int:
+        host, cores = places[rank]
+        torchrun.tell_cores(store, rank, cores, host)
+        return torchrun.sharing_cores(store, rank, len(places))
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        assert list(pool.map(asks, range(len(places)))) == found
+
+
 def test_a_rank_says_that_it_lives_before_it_builds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,9 +29,10 @@ class RankJob:
     local_rank: int
     """Number of this rank among the ranks on this machine."""
     ranks_here: int
-    """Number of ranks on this machine."""
+    """Number of ranks that share this machine's GPUs, and this rank's cores."""
     shared_folder: bool
-    """Whether all sites of the run write to the same run folder."""
+    """Whether all sites of the run write to the same run folder. Otherwise those do that have
+    joined from it (`dilocox.training.one_folder`)."""
     log_file: Path | None
     """File for the rank's output. None leaves the output where it is."""
     debug: bool = False

@@ -8,11 +8,13 @@ module starts neither CUDA nor a thread, because a fork would break both.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -93,8 +95,10 @@ def join_as_rank(
         )
     variables.export()
     place = RankPlace.of_rank(site, variables.rank, config.site)
+    trace = trace and place.exchanges
     patience = timedelta(seconds=Timeouts.derive(config.network).stall)
     with meeting_place(variables, patience) as store:
+        tell_cores(store, variables.rank)
         text = agree(
             store,
             variables.rank,
@@ -112,19 +116,17 @@ def join_as_rank(
             address=exchange_address(config, site, endpoint.url),
             meeting=store,
             local_rank=variables.device_number,
-            ranks_here=variables.local_world,
+            ranks_here=sharing_cores(store, variables.rank, variables.world),
             shared_folder=False,
             log_file=None,
             debug=debug,
-            trace=part_path(config.folder, site, place.stage, place.shard)
-            if trace and place.exchanges
-            else None,
+            trace=part_path(config.folder, site, place.stage, place.shard) if trace else None,
             tell=site_log.say,
         )
         if place.leads:
             site_log.note_joined(config, site, endpoint.url.removeprefix("https://"))
         code, errors = _train(job, SiteLine(config, site, endpoint, job.identity))
-    if trace and place.exchanges:
+    if trace:
         try:
             merge_rank(config.folder, site, place.stage, place.shard)
         except OSError as error:  # a missing timeline does not make the run fail
@@ -240,6 +242,38 @@ def _serve(host: str, port: int, pipe: Connection) -> None:
     pipe.send("")
     while True:
         signal.pause()
+
+
+def tell_cores(
+    store: dist.Store | None, rank: int, cores: Collection[int] | None = None, host: str = ""
+) -> None:
+    """Tell the other ranks of the site on which cores this rank may run.
+
+    Args:
+        store: store in which the ranks meet. None if there is only one rank.
+        rank: number of this rank within the site.
+        cores: numbers of the cores. None: as the system says.
+        host: name of this machine; empty: as the system says.
+    """
+    if cores is None:
+        known = hasattr(os, "sched_getaffinity")
+        cores = os.sched_getaffinity(0) if known else range(os.cpu_count() or 1)
+    if store is not None:
+        said = json.dumps([host or socket.gethostname(), sorted(cores)])
+        store.set(f"cores/{rank}", f"+{said}")
+
+
+def sharing_cores(store: dist.Store | None, rank: int, world: int) -> int:
+    """Return how many ranks of this machine may run on a core of this rank, itself included.
+
+    A launcher may bind each rank to cores of its own, as Slurm does, or let all ranks of a machine
+    share its cores, as torchrun does. Waits until all `world` ranks have called `tell_cores`.
+    """
+    if store is None:
+        return 1
+    told = [json.loads(_hear(store, f"cores/{other}")) for other in range(world)]
+    host, cores = told[rank]
+    return sum(name == host and not set(cores).isdisjoint(other) for name, other in told)
 
 
 def agree(
