@@ -17,8 +17,8 @@ from dilocox.config.run_config import ModelSection
 from dilocox.errors import CheckpointError, ConfigError, ModelError
 from dilocox.models import ModelChunk, Published, build_chunk, materialise, plan_cut
 from dilocox.models.adapter import adapter_shapes, is_adapter, target_names, trained_shapes
-from dilocox.models.adapter_folder import AdapterFolder
 from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
+from dilocox.models.adapter_folder import AdapterFolder
 from dilocox.models.adapter_weights import AdapterWeights, fixed_values, with_fixed
 from dilocox.models.base_weights import base_digest
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE

@@ -459,6 +459,9 @@ def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch)
     checkpointer = object.__new__(checkpointing.Checkpointer)
     checkpointer._writer, checkpointer._recorded = writer, None  # type: ignore[assignment]
     checkpointer._touch = lambda: None
+    checkpointer._config = cast(
+        Any, SimpleNamespace(checkpoint=SimpleNamespace(hugging_face=False))
+    )
     own: Any = SimpleNamespace(at=SimpleNamespace(tick=16, round=2, slot=0))
     checkpointer._client = cast(
         Any, SimpleNamespace(report=lambda round_, what, kind: said.append(what["text"]))
@@ -471,3 +474,47 @@ def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch)
     ]
     checkpointer.save(own, None, last=True)
     assert (saved, waited) == ([16], [1]), "the last one is waited for"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_ranks_of_a_site_agree_whether_a_model_is_written_beside_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared: bool
+) -> None:
+    """A rank whose disk is slow skips its checkpoint; a rank that asks early has no plan."""
+    monkeypatch.setattr(checkpointing, "capture", lambda own: ({}, {}))
+    met: list[str] = []
+    exported: list[Path] = []
+
+    def rank(
+        behind: tuple[int, float] | None, other: str
+    ) -> tuple[checkpointing.Checkpointer, Any]:
+        made = object.__new__(checkpointing.Checkpointer)
+        made._writer = cast(
+            Any, SimpleNamespace(behind=behind, wait=lambda _: None, save=lambda *_: None)
+        )
+        made._recorded, made._touch, made._shared = None, lambda: None, shared
+        config = SimpleNamespace(checkpoint=SimpleNamespace(hugging_face=True), folder=tmp_path)
+        made._config = cast(Any, config)
+        made._client = cast(Any, SimpleNamespace(report=lambda *_, **__: None))
+        monkeypatch.setattr(made, "export", lambda _, folder: exported.append(folder) or "")
+
+        def gather(names: list[str]) -> list[list[str]]:
+            met.extend(names)
+            return [names, [other]]
+
+        place = SimpleNamespace(leads=False)
+        mesh = SimpleNamespace(gather_names=gather)
+        at = SimpleNamespace(tick=16, round=2, slot=0)
+        return made, SimpleNamespace(
+            at=at, site="paris", rank=SimpleNamespace(place=place, mesh=mesh)
+        )
+
+    plan: Any = SimpleNamespace(kind="train", members={"paris": None, "lyon": None})
+    for behind, given, other in (((8, 9.0), plan, ""), (None, None, ""), (None, plan, "no")):
+        checkpointer, own = rank(behind, other)
+        checkpointer.save(own, given)
+        assert exported == []
+    assert met == ["no", "no", ""]
+    checkpointer, own = rank(None, "")
+    checkpointer.save(own, plan)
+    assert exported == [tmp_path / "model-tick-00000016"]

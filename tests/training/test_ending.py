@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +16,9 @@ from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import RunEndedError
 from dilocox.outer.loop_status import LoopStatus
 from dilocox.training import checkpointing, rank_state
-from dilocox.training.checkpointing import Checkpointer, part_in_the_end
+from dilocox.training.checkpointing import Checkpointer
 from dilocox.training.join_run import EntryStopped
+from dilocox.training.one_folder import part_in_the_end
 from dilocox.training.trainer import Stopped, Trainer
 
 pytestmark = pytest.mark.waits
@@ -39,21 +43,29 @@ def sites(**roles: str) -> Any:
     ],
 )
 def test_the_first_site_that_is_in_the_run_speaks(first: str, second: str, part: str) -> None:
-    assert part_in_the_end(sites(a=first, b=second, c="active"), PLAN, "c") == part
-    assert part_in_the_end(sites(a="active", b=second, c="active"), PLAN, "a") == "speaks"
+    assert part_in_the_end(sites(a=first, b=second, c="active"), "abc", "c") == part
+    assert part_in_the_end(sites(a="active", b=second, c="active"), "abc", "a") == "speaks"
     # It only received the flush: it has the model, and does not count.
-    assert part_in_the_end(sites(a="entering", b=second, c="active"), PLAN, "a") == "listens"
+    assert part_in_the_end(sites(a="entering", b=second, c="active"), "abc", "a") == "listens"
 
 
 class Ending:
     """Site b of a run at its end, with what the coordinator says of site a, look by look."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *roles: str, shared: bool) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *roles: str,
+        shared: bool,
+        folder: Path = Path("run"),
+        own: str = "active",
+    ) -> None:
         self.roles, self.asked, self.exported = list(roles), list[tuple[int, float]](), list[str]()
         self.checkpointer = object.__new__(Checkpointer)
         self.checkpointer._shared, self.checkpointer._touch = shared, lambda: None
         self.checkpointer._record, self.checkpointer._form = None, cast(Any, None)
-        self.checkpointer._config = cast(Any, SimpleNamespace(folder=Path("run")))
+        self.checkpointer._config = cast(Any, SimpleNamespace(folder=folder))
+        self.own = own
         monkeypatch.setattr(self.checkpointer, "export", self.export)
         monkeypatch.setattr(checkpointing, "other_files", lambda folder: {})
         rank = SimpleNamespace(
@@ -72,12 +84,13 @@ class Ending:
         role = self.roles.pop(0)
         phase = "failed" if role == "failed" else "running"
         return SimpleNamespace(
-            phase=phase, reason="why", sequence=7, sites=sites(a=role, b="active", c="active")
+            phase=phase, reason="why", sequence=7, sites=sites(a=role, b=self.own, c="active")
         )
 
     def publishes(self) -> list[str]:
         """Which folders it writes."""
-        self.checkpointer.publish(self.rank, PLAN, self.checkpointer.ends_run(self.rank, PLAN))
+        self.checkpointer.ends_run(self.rank, PLAN)
+        self.checkpointer.publish(self.rank, PLAN)
         return self.exported
 
 
@@ -97,10 +110,41 @@ def test_in_a_folder_of_all_sites_the_next_one_publishes_what_the_first_did_not(
 def test_with_folders_of_their_own_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = Ending(monkeypatch, "active", shared=False)
     assert not ending.checkpointer.ends_run(ending.rank, PLAN)
-    ending.checkpointer.publish(ending.rank, PLAN, ends_run=False)
+    ending.checkpointer.publish(ending.rank, PLAN)
     assert ending.exported == ["run/model"]
     lost = Ending(monkeypatch, "gone", shared=False)
     assert lost.checkpointer.ends_run(lost.rank, PLAN), "it evaluates then"
+    # It only received the flush: it has the model.
+    assert Ending(monkeypatch, "active", shared=False, own="entering").publishes() == ["run/model"]
+
+
+def test_of_the_sites_that_joined_from_one_folder_one_publishes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Site c joined from the folder of site b, and site a, the first of the plan, elsewhere."""
+    model = [str(tmp_path / "model")]
+
+    def journal(name: str, **ended: int) -> None:
+        lines = [{"kind": "joined", "host": socket.gethostname(), "process": os.getpid()}]
+        lines += [{"kind": "round", "round": 0}, {"kind": "ended", **ended}][: 1 + bool(ended)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"site-{name}.jsonl").write_text(text + '{"kind": "joi', encoding="utf-8")
+
+    def found(*roles: str) -> list[str]:
+        return Ending(monkeypatch, *roles, shared=False, folder=tmp_path).publishes()
+
+    for name in "bc":
+        journal(name)
+    assert found("active") == model
+    journal("a")
+    assert found("active", "finished") == []
+    assert found("active", "gone") == model
+    journal("a", code=0)
+    assert found("finished") == [], "it has finished, and published"
+    # It has left, and may have joined again from elsewhere.
+    for code in (1, 130):
+        journal("a", code=code)
+        assert found("active") == model
 
 
 class Calls:

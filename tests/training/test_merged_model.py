@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dilocox.errors import CheckpointError, ConfigError
 from dilocox.models import Published, load_model_config
 from dilocox.models.adapter import adapter_shapes
 from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
+from dilocox.tools.serving.tokens import end_tokens
 from dilocox.training.run_model import export, generate
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.support.base_model import write_base
@@ -26,7 +28,10 @@ LORA = AdapterSection(rank=3, use_rslora=True)
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with random adapters, beside their base model."""
-    root = tmp_path_factory.mktemp("adapters")
+    return run_in(tmp_path_factory.mktemp("adapters"))
+
+
+def run_in(root: Path, ends_of_turn: tuple[int, ...] = ()) -> Path:
     model = ModelSection(path=str(write_base(root / "base")))
     config, folder = load_model_config(model, None), root / "run" / "model"
     generator = torch.Generator().manual_seed(0)
@@ -35,7 +40,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, shape in adapter_shapes(config, LORA).items()
     }
     write_adapter_stage(folder, 0, tensors, Published())
-    finish_adapter_folder(folder, config, model, LORA, root / "base")
+    finish_adapter_folder(folder, config, model, LORA, root / "base", ends_of_turn)
     return root / "run"
 
 
@@ -63,6 +68,19 @@ def test_merged_and_unmerged_models_agree(
     base = AutoModelForCausalLM.from_pretrained(run_folder.parent / "base")
     assert torch.allclose(logits(plain).float(), logits(own), atol=off)
     assert not torch.allclose(logits(base), logits(own), atol=0.1)
+
+
+def test_a_merged_model_stops_where_answers_end(tmp_path: Path) -> None:
+    """Also where the base's own settings do not have the end of the template's turns."""
+    from transformers import AutoTokenizer
+
+    run = run_in(tmp_path, ends_of_turn=(7,))
+    end = AutoTokenizer.from_pretrained(tmp_path / "base").eos_token_id
+    for folder in (run / "model", export(run, tmp_path / "merged", merge=True)):
+        said = json.loads((folder / "generation_config.json").read_text())
+        assert said["eos_token_id"] == [end, 7]
+        assert "transformers_version" not in said
+    assert end_tokens(tmp_path / "merged") == [end, 7]
 
 
 def test_adapters_alone_are_exported_as_they_are(run_folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,12 @@ from dilocox.config.run_config import ModelSection
 from dilocox.errors import CheckpointError
 from dilocox.models.adapter import adapter_shapes, lora_config, target_names
 from dilocox.models.architecture import one_line
-from dilocox.models.export import Published, copy_tokenizer
+from dilocox.models.export import (
+    Published,
+    copy_tokenizer,
+    special_tokens,
+    write_generation_config,
+)
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -83,6 +88,7 @@ def finish_adapter_folder(
     model: ModelSection,
     adapter: AdapterSection,
     tokenizer_folder: Path | None,
+    ends_of_turn: Sequence[int] = (),
 ) -> None:
     """Join the files of all stages, and complete the folder so that PEFT can load it.
 
@@ -92,6 +98,9 @@ def finish_adapter_folder(
         model: section `[model]` of the run file, which names the base model.
         adapter: section `[adapter]` of the run file.
         tokenizer_folder: folder of the tokenizer; None if none is published.
+        ends_of_turn: tokens that end a message of the assistant. If there are any, the folder gets
+            a `generation_config.json` with them: the base model's own may not have them, and a
+            model that is merged from the folder must stop there.
 
     Raises:
         CheckpointError: if an adapter is missing or unknown, or if a file cannot be read or
@@ -108,6 +117,9 @@ def finish_adapter_folder(
             work = Path(name)
             if tokenizer_folder is not None:
                 copy_tokenizer(tokenizer_folder, work)
+            if ends_of_turn:
+                special = special_tokens(tokenizer_folder, ends_of_turn)
+                write_generation_config(work, hf_config, hf_config, special, model.revision)
             _save({name: tensors[name] for name in shapes}, work / ADAPTER_FILE)
             config = adapter_config(hf_config, model, adapter)
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -212,7 +212,7 @@ def finish_model_folder(
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".finish-") as name:
             work = Path(name)
-            special = _special_tokens(tokenizer_folder, ends_of_turn)
+            special = special_tokens(tokenizer_folder, ends_of_turn)
             _write_configs(work, model, hf_config, dtypes, special, revision)
             if tokenizer_folder is not None:
                 copy_tokenizer(tokenizer_folder, work)
@@ -350,6 +350,28 @@ def _write_configs(
             setattr(config, key, special[key])
     config.save_pretrained(work)
     _drop_version(work / "config.json")
+    write_generation_config(work, hf_config, config, special, revision)
+
+
+def write_generation_config(
+    work: Path,
+    hf_config: PretrainedConfig,
+    config: Any,
+    special: Mapping[str, Any],
+    revision: str | None,
+) -> None:
+    """Write `generation_config.json` into the folder `work`.
+
+    Args:
+        work: the folder.
+        hf_config: configuration that the run began with; it names where the model came from.
+        config: configuration of the published model, whose type has default settings.
+        special: values of `special_tokens`. Generation also stops at the ends of turns.
+        revision: revision of the model on the hub; None: the newest.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     generation = _generation_config(hf_config, config, revision)
     for key, value in special.items():
         if key != ENDS and getattr(generation, key, None) is None:
@@ -396,8 +418,11 @@ def _generation_config(source: Any, config: Any, revision: str | None) -> Any:
     return GenerationConfig.from_model_config(config)
 
 
-def _special_tokens(tokenizer_folder: Path | None, ends_of_turn: Sequence[int]) -> dict[str, Any]:
-    """Returns the ids of special tokens by their keys in configurations, and those at `ENDS`."""
+def special_tokens(tokenizer_folder: Path | None, ends_of_turn: Sequence[int]) -> dict[str, Any]:
+    """Returns the ids of special tokens by their keys in configurations, and those at `ENDS`.
+
+    Raises `CheckpointError` if the tokenizer cannot be read.
+    """
     if tokenizer_folder is None:
         return {}
     from transformers import AutoTokenizer

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from safetensors import safe_open
-from torch.distributed.tensor import DTensor
-
-from dilocox.config.handover import MOMENTUM as OUTER_MOMENTUM
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
-from dilocox.coordinator.protocol.messages import Checkpoint, RoundPlan, SiteStatus
+from dilocox.coordinator.protocol.messages import Checkpoint, RoundPlan
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError, DilocoxError, RunEndedError
 from dilocox.models import (
@@ -32,11 +26,13 @@ from dilocox.models.adapter_weights import with_fixed
 from dilocox.outer.anchor_state import copy_anchor
 from dilocox.outer.staging import snapshot
 from dilocox.record.verify.model_files import other_files
-from dilocox.record.writer.rank_recorder import MOMENTUM_OF, RankRecord
+from dilocox.record.writer.rank_recorder import RankRecord
 from dilocox.training import best_model, checkpoint_io
-from dilocox.training.builder import RankParts, anchors
+from dilocox.training.builder import RankParts
+from dilocox.training.one_folder import joined_here, part_in_the_end
 from dilocox.training.published_tokenizer import tokenizer_of
 from dilocox.training.rank_state import RankState, capture, restore
+from dilocox.training.whole_anchor import anchor_of, whole_anchor
 from dilocox.utils import tracing
 from dilocox.utils.storage import run_in_thread
 
@@ -75,7 +71,8 @@ class Checkpointer:
         Args:
             files: the run's token files, whose tokenizer is published with the model. None: the
                 tokenizer that the run file names is published, if the run file names one.
-            shared: whether all sites write to one run folder.
+            shared: whether all sites write to one run folder. Otherwise the sites that have joined
+                from this folder do.
             record: writer of this rank's part of the record; may be None.
             touch: called while the rank waits for a disk, so that it keeps counting as alive.
                 The wait may be longer than the time after which a hanging rank counts as dead.
@@ -87,7 +84,9 @@ class Checkpointer:
         self._config = config
         self._files, self._form = files, Published.of(config)
         self._shared = shared
-        """Whether all sites write to one run folder, so that only one site publishes the model."""
+        """Whether all sites write to one run folder. Only one of a folder's sites publishes."""
+        self._publishes = False
+        """Whether this site publishes the model in the end (`ends_run`)."""
         self._root = config.checkpoint_store
         self._recorded: int | None = None
         """Tick of this rank's latest checkpoint that the coordinator knows; None without one."""
@@ -111,6 +110,9 @@ class Checkpointer:
         slow storage must not delay training. With `last` the previous write is waited for. A tick
         that is already recorded is not written again: a run may stop where a checkpoint has just
         been written, or where it was resumed. `plan` is the plan of the round, if there is one.
+
+        With `checkpoint.hugging_face` this is collective over the site, and also writes a Hugging
+        Face folder. That folder is left out if any rank has skipped its checkpoint.
         """
         at, client = own.at, self._client
 
@@ -127,34 +129,51 @@ class Checkpointer:
         position = (at.round, at.slot)
         with tracing.span("checkpoint", tick=at.tick):
             behind = None if last else self._writer.behind
-            if behind is not None and at.tick != self._recorded:
+            skipped = behind is not None and at.tick != self._recorded
+            if behind is not None and skipped:
                 warn(
                     f"checkpoint after slot {at.tick} was skipped: writing the checkpoint after "
                     f"slot {behind[0]} has taken {behind[1]:.0f} s so far; the storage is slow"
                 )
-                return
-            self._writer.wait(self._touch)
-            if at.tick != self._recorded:
-                tensors, state = capture(own)
-                self._writer.save(at.tick, tensors, state, written, failed)
-        if plan is not None and self._config.checkpoint.hugging_face and plan.kind == "train":
-            folder = self._config.folder / f"model-tick-{at.tick:08d}"
-            first = next(iter(plan.members)) == own.site
-            problem = self.export(own.rank, folder) if first or not self._shared else ""
+            else:
+                self._writer.wait(self._touch)
+                if at.tick != self._recorded:
+                    tensors, state = capture(own)
+                    self._writer.save(at.tick, tensors, state, written, failed)
+        if self._config.checkpoint.hugging_face:
+            problem = self._exported_beside(own, plan, skipped=skipped)
             if problem and own.rank.place.leads:
                 warn(problem)
+
+    def _exported_beside(self, own: RankState, plan: RoundPlan | None, *, skipped: bool) -> str:
+        """Write the Hugging Face folder beside a checkpoint, if all ranks of the site may.
+
+        Collective over the site. A rank may have skipped its checkpoint, or have no plan where
+        others have one, since each asks by itself. Returns why it failed, or an empty text.
+        """
+        may = (
+            not skipped
+            and plan is not None
+            and plan.kind == "train"
+            and self._here(plan.members, own.site)[0] == own.site
+        )
+        if _first(own.rank.mesh.gather_names(["" if may else "no"])):
+            return ""
+        return self.export(own.rank, self._config.folder / f"model-tick-{own.at.tick:08d}")
 
     def keep_best(self, rank: RankParts, round_: int, loss: float, *, first: bool) -> None:
         """Write the anchor as `model-best/` if its held-out loss is the lowest so far.
 
         Does nothing without `checkpoint.best`. `loss`: held-out loss of the anchor after
-        `round_`. `first`: whether this site is the first of the plan; if all sites write to one
-        run folder, only that site writes. A disk that fails is reported and does not end the run.
-        Collective over the site.
+        `round_`. `first`: whether this site is the first of the plan. Of several sites that write
+        to one run folder only that site writes, or the first one if that site is elsewhere. A disk
+        that fails is reported and does not end the run. Collective over the site.
         """
         run = self._config.folder
         site, leads = rank.place.site, rank.place.leads
-        if not self._config.checkpoint.best or round_ < 0 or (self._shared and not first):
+        if not self._shared:
+            first = first or self._here(self._config.sites, site)[0] == site
+        if not self._config.checkpoint.best or round_ < 0 or not first:
             return
         better = leads and best_model.improves(run, site, loss)
         if not _first(rank.mesh.gather_names(["yes" if better else ""])):
@@ -180,7 +199,7 @@ class Checkpointer:
         record = self._record
         if record is None or self._config.availability is None or self._shared:
             return
-        tensors, keeping = _anchor_of(rank, self._config.handover is not None), None
+        tensors, keeping = anchor_of(rank, self._config.handover is not None), None
         if rank.place.shard == 0:
             keeping = run_in_thread(lambda: record.copy_state(tensors))
         wait_together(rank.mesh, keeping, self._touch)
@@ -204,12 +223,12 @@ class Checkpointer:
     def ends_run(self, rank: RankParts, plan: RoundPlan) -> bool:
         """Return whether this site, which took part in the flush of `plan`, ends the run.
 
-        That site evaluates the model, and publishes it if all sites write to one run folder (see
-        `part_in_the_end`). With one run folder, this call waits until an earlier site of the plan
-        has finished or all earlier sites are lost. Collective over the site. Raises
-        `RunEndedError` if the run fails meanwhile.
+        That site evaluates the model (see `part_in_the_end`). Of several sites that write to one
+        run folder, one publishes the model. This call waits until an earlier one of them has
+        finished or all earlier ones are lost. Collective over the site. Raises `RunEndedError` if
+        the run fails meanwhile.
         """
-        client, seen = self._client, 0
+        client, seen, me = self._client, 0, rank.place.site
         with tracing.span("wait for the first site"):
             while True:
                 part = ""
@@ -218,19 +237,24 @@ class Checkpointer:
                     if status.phase == "failed":
                         raise RunEndedError(f"the run has failed: {status.reason}")
                     seen = status.sequence
-                    part = part_in_the_end(status.sites, plan, rank.place.site)
-                part = _first(rank.mesh.gather_names([part]))
+                    here = self._here(plan.members, me)
+                    part = part_in_the_end(status.sites, plan.members, me)
+                    alone = here == [me] and not self._shared
+                    part += " speaks" if alone else f" {part_in_the_end(status.sites, here, me)}"
+                whole, own = _first(rank.mesh.gather_names([part])).split()
                 self._touch()
-                if part != "waits" or not self._shared:
-                    return part == "speaks"
+                if own != "waits":
+                    self._publishes = own == "speaks"
+                    return whole == "speaks"
 
-    def publish(self, rank: RankParts, plan: RoundPlan, ends_run: bool) -> None:
+    def publish(self, rank: RankParts, plan: RoundPlan) -> None:
         """Write the anchor as `model/`, a Hugging Face folder. Collective over the site.
 
-        If all sites write to one run folder, only the site that `ends_run` writes it. Raises
-        `CheckpointError` at all ranks of the site if the folder cannot be written.
+        Of several sites that write to one run folder only one writes it, as the call of `ends_run`
+        before has found. Raises `CheckpointError` at all ranks of the site if the folder cannot be
+        written.
         """
-        mine = ends_run or not self._shared
+        mine = self._publishes
         folder = self._config.folder / "model"
         with tracing.span("publish"):
             problem = self.export(rank, folder) if mine else ""
@@ -240,6 +264,10 @@ class Checkpointer:
             files = other_files(folder)
             touch, form = self._touch, self._form
             record_state(self._record, "final", plan.round, rank, touch, files, form=form)
+
+    def _here(self, names: Iterable[str], me: str) -> list[str]:
+        """Return those of the sites `names` that write to this site's run folder, with `me`."""
+        return list(names) if self._shared else joined_here(self._config.folder, names, me)
 
     def export(self, rank: RankParts, folder: Path) -> str:
         """Write the anchor as a Hugging Face folder, or as a PEFT folder if adapters are trained.
@@ -265,11 +293,12 @@ class Checkpointer:
 
         def rest() -> None:
             revision, files = self._config.model.revision, self._files
+            ends = () if files is None else files.ends_of_turn
             with tokenizer_of(self._config, files) as tokenizer:
                 if adapter is not None:
-                    finish_adapter_folder(folder, config, self._config.model, adapter, tokenizer)
+                    model = self._config.model
+                    finish_adapter_folder(folder, config, model, adapter, tokenizer, ends)
                     return
-                ends = () if files is None else files.ends_of_turn
                 finish_model_folder(folder, config, tokenizer, revision, ends)
 
         problem = self._written(rank, folder, stage if rank.place.shard == 0 else None)
@@ -386,26 +415,6 @@ def _first(rows: list[list[str]]) -> str:
     return next((row[0] for row in rows if row[0]), "")
 
 
-def part_in_the_end(
-    sites: Iterable[SiteStatus], plan: RoundPlan, me: str
-) -> Literal["speaks", "waits", "listens"]:
-    """Return the part of site `me` in the end of the run, after the flush of `plan`.
-
-    "speaks": the site evaluates, and publishes for all sites. This is the first site of the plan
-    that is still active. A site that was overtaken in the flush has to enter again, and is not
-    active meanwhile.
-    "waits": an earlier site of the plan is active, and may be lost before it has finished.
-    "listens": an earlier site has finished, or `me` is not active: there is nothing to do.
-
-    `sites`: the sites as the coordinator knows them.
-    """
-    roles = {site.site: site.role for site in sites}
-    before = [roles[name] for name in itertools.takewhile(lambda name: name != me, plan.members)]
-    if roles[me] != "active" or "finished" in before:
-        return "listens"
-    return "waits" if "active" in before else "speaks"
-
-
 def newest_whole(checkpoints: Iterable[Checkpoint]) -> int | None:
     """Return the tick of the newest checkpoint that every rank has written. None without one."""
     return max((item.tick for item in checkpoints if item.complete), default=None)
@@ -434,66 +443,10 @@ def record_state(
         form: format in which the anchor was published; None if it was not published.
     """
     if record is not None:
-        tensors = _anchor_of(rank, momentum)
+        tensors = anchor_of(rank, momentum)
         keeping = None
         if rank.place.shard == 0:
             told = files if rank.place.leads else None
             rounded = form.converted if form is not None and form.bf16 else None
             keeping = run_in_thread(lambda: record.state(kind, round_, tensors, told, rounded))
         wait_together(rank.mesh, keeping, touch)
-
-
-def _anchor_of(rank: RankParts, momentum: bool) -> dict[str, torch.Tensor]:
-    """Return the anchor like `whole_anchor`; with `momentum`, the outer momentum as well."""
-    tensors = whole_anchor(rank)
-    if momentum:
-        momenta = {
-            name: view.float()
-            for state in rank.states
-            for name, view in state.layout.views(state.momentum).items()
-        }
-        tensors |= {MOMENTUM_OF + name: t for name, t in _whole(rank, momenta).items()}
-    return tensors
-
-
-def take_momentum(rank: RankParts, folder: str) -> None:
-    """Load this rank's outer momentum from the handover in `folder`.
-
-    The digest of the file is not checked here: `preflight` has checked it once per machine.
-    """
-    with safe_open(Path(folder).expanduser() / OUTER_MOMENTUM, framework="pt") as file:
-        for state in rank.states:
-            rows = {}
-            for name, shape in zip(state.layout.names, state.layout.shapes, strict=True):
-                run = -(-rank.shapes[name][0] // rank.mesh.shards)
-                start = rank.mesh.shard * run
-                rows[name] = file.get_slice(name)[start : start + run].reshape(shape)
-            state.take_momentum(rows)
-
-
-def whole_anchor(rank: RankParts) -> dict[str, torch.Tensor]:
-    """Return this stage's anchor in whole tensors: fp32 on the CPU, by full name.
-
-    Collective over the stage's shards. Only shard 0 gets the tensors; others get an empty dict.
-    """
-    return _whole(rank, anchors(rank))
-
-
-def _whole(rank: RankParts, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    result = {}
-    for name, view in views.items():
-        if rank.mesh.shards == 1:
-            result[name] = view.detach().cpu()
-            continue
-        shape = rank.shapes[name]
-        sharded = DTensor.from_local(
-            view.to(rank.mesh.device),
-            rank.mesh.shard_mesh,
-            [torch.distributed.tensor.Shard(0)],
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-        tensor = sharded.full_tensor()
-        if rank.place.shard == 0:
-            result[name] = tensor.cpu()
-    return result

@@ -97,5 +97,5 @@ class CheckpointHook(Protocol):
     def ends_run(self, rank: RankParts, plan: RoundPlan) -> bool:
         """Return whether this site ends the run after the flush of `plan`."""
 
-    def publish(self, rank: RankParts, plan: RoundPlan, ends_run: bool) -> None:
+    def publish(self, rank: RankParts, plan: RoundPlan) -> None:
         """Write the anchor as the run's model."""

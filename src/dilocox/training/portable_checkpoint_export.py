@@ -134,7 +134,9 @@ def _write_adapters(
     for stage, tensors in enumerate(stages):
         whole = with_fixed(tensors, hf_config, adapter, config.run.seed)
         write_adapter_stage(target, stage, whole, form)
-    finish_adapter_folder(target, hf_config, config.model, adapter, files.tokenizer_folder)
+    finish_adapter_folder(
+        target, hf_config, config.model, adapter, files.tokenizer_folder, files.ends_of_turn
+    )
 
 
 def _about_adapters(

@@ -456,7 +456,7 @@ class Trainer:
         ends_run = self.checkpointer.ends_run(self.rank, plan)
         if ends_run:
             self.report_eval_loss(plan.round)
-        self.checkpointer.publish(self.rank, plan, ends_run)
+        self.checkpointer.publish(self.rank, plan)
         if self.tasks is not None:
             self.tasks.finish(self.rank, plan.round, self.control)
         elif ends_run and self.rank.place.leads:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,51 @@ def test_sites_of_one_machine_have_ranks_of_different_numbers(
     endpoint = Endpoint("https://localhost:1", {}, "")
     for site in ("lyon", "rome", "paris"):
         site_process.run_site(config, site, endpoint, Hooks(), False, tmp_path, shared)
+        # It has joined on another machine.
+        (tmp_path / f"site-{site}.jsonl").unlink()
     numbers = [job.local_rank for job in jobs]
     alone = [0, 1, 2, 3]
     assert numbers == ([4, 5, 6, 7, 8, 9, 10, 11, *alone] if shared else alone * 3)
     assert {job.ranks_here for job in jobs} == {12 if shared else 4}
     assert not any(Path(str(job.meeting)).parent.exists() for job in jobs)
+
+
+def test_a_site_beside_the_coordinator_shares_with_sites_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three sites one joins on the coordinator's machine; the others train elsewhere."""
+    config = resolve_run(
+        {
+            "run": {"folder": str(tmp_path)},
+            "model": {"architecture": {"model_type": "qwen3"}},
+            "site": {"stages": 2, "batch_size": 8, "micro_batch_size": 2},
+            "sites": {"paris": {}, "lyon": {}, "rome": {}},
+        }
+    )
+    jobs: list[RankJob] = []
+    monkeypatch.setattr(
+        site_process.processes, "start", lambda _, job, *more, name: jobs.append(job)
+    )
+    monkeypatch.setattr(site_process.processes, "end", lambda *_, **__: None)
+    monkeypatch.setattr(site_process, "enrol_site", lambda *_: None)
+    monkeypatch.setattr(site_process, "check_site", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(site_process, "_watch", lambda *_: site_process.Ended(0))
+    (tmp_path / "coordinator").mkdir()
+    (tmp_path / "coordinator" / "endpoint.json").touch()
+    endpoint = Endpoint("https://localhost:1", {}, "")
+
+    def joins(site: str) -> list[tuple[int, int, bool]]:
+        jobs.clear()
+        site_process.run_site(config, site, endpoint, Hooks(), False, tmp_path, False)
+        return [(job.local_rank, job.ranks_here, job.shared_folder) for job in jobs]
+
+    assert joins("lyon") == [(2, 2, False), (3, 2, False)]
+    # This process is noted as that of lyon, and lives.
+    assert joins("rome") == [(4, 4, False), (5, 4, False)]
+    gone = {"kind": "joined", "host": socket.gethostname(), "process": 2**22 + 1}
+    for text in (json.dumps(gone), '"joined"', json.dumps({**gone, "host": "elsewhere"})):
+        (tmp_path / "site-lyon.jsonl").write_text(text + "\n")
+        assert joins("rome") == [(4, 2, False), (5, 2, False)]
 
 
 def test_who_forks_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

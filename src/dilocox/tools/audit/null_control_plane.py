@@ -95,5 +95,5 @@ class NullCheckpointer:
         """Return False: there is no run to end."""
         return False
 
-    def publish(self, rank: RankParts, plan: RoundPlan, ends_run: bool) -> None:
+    def publish(self, rank: RankParts, plan: RoundPlan) -> None:
         """Do nothing: no model is written."""

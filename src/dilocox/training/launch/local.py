@@ -32,7 +32,6 @@ from dilocox.training.builder import Hooks
 from dilocox.training.code_file import with_code
 from dilocox.training.launch import preflight, site_log
 from dilocox.training.launch.console import Display
-from dilocox.training.launch.coordinator_check import ENDPOINT
 from dilocox.training.launch.coordinator_process import serve_run
 from dilocox.training.launch.local_sites import LocalSites
 from dilocox.training.launch.run_folder import claim_folder
@@ -349,12 +348,11 @@ def join(
         )  # fmt: skip
     display = Display(config)
     preflight.check(config, role, display)
-    shared = (config.folder / "coordinator" / ENDPOINT).exists()
     if deposit is not None:
         check_site(config, site, endpoint)
         pay_to_join(config, site, endpoint, deposit)
     try:
-        ended = keep_site(config, site, endpoint, hooks, debug, config.folder, shared, trace)
+        ended = keep_site(config, site, endpoint, hooks, debug, config.folder, False, trace)
         if ended.code == 0:
             display.line(site_log.end(config, site))
         elif ended.code == 1:

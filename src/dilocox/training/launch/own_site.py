@@ -166,7 +166,7 @@ class OwnSite:
             meeting=None,
             local_rank=self._place.shard,
             ranks_here=config.site.shards,
-            shared_folder=(config.folder / "coordinator" / ENDPOINT).exists(),
+            shared_folder=False,
             log_file=None,
             tell=self._tell if self._place.leads else None,
         )

@@ -43,7 +43,7 @@ from dilocox.training.builder import (
     RankWiring,
     build_rank,
 )
-from dilocox.training.checkpointing import Checkpointer, record_state, take_momentum
+from dilocox.training.checkpointing import Checkpointer, record_state
 from dilocox.training.evaluator import Evaluator, Measure
 from dilocox.training.held_out_batches import admission_of, probe_batch, validation_batches
 from dilocox.training.held_out_sources import source_batches
@@ -59,6 +59,7 @@ from dilocox.training.rank_errors import explained
 from dilocox.training.rank_state import RankState
 from dilocox.training.tasks.beside import TaskEvaluations
 from dilocox.training.trainer import Stopped, Trainer
+from dilocox.training.whole_anchor import take_momentum
 from dilocox.transport.exchange_worker import ExchangeWorker
 from dilocox.transport.link.endpoint import LinkEndpoint, open_endpoint
 from dilocox.transport.link.times import LinkTimes

@@ -39,9 +39,11 @@ from dilocox.record.log.acceptance import OwnFacts, accept
 from dilocox.record.log.manifest import code_digest
 from dilocox.training.builder import Hooks, RankPlace
 from dilocox.training.launch import site_log
+from dilocox.training.launch.coordinator_check import ENDPOINT
 from dilocox.training.launch.rank import run_rank
 from dilocox.training.launch.rank_job import STOPPED, RankJob
 from dilocox.training.launch.supervisor import Ended, keep_in_run, listening, print_error
+from dilocox.training.one_folder import living_beside
 from dilocox.training.rank_errors import HOST_MEND
 from dilocox.transport.link.endpoint import check_ports
 from dilocox.transport.link.tcp import check_congestion
@@ -70,14 +72,18 @@ def run_site(
         debug: write more to the logs of the ranks.
         folder: run folder, for logs and timelines.
         shared_folder: all sites of the run are on this machine and write to one run folder.
+            Otherwise those sites share its cores and GPUs that train here and have joined from the
+            same folder.
         trace: record the timeline of every rank (see `chrome_trace.part_path`).
 
     Raises:
         JoinError: the coordinator refuses the site or cannot be reached.
         ConfigError: ports for exchanges cannot be used.
     """
-    # Sites on one machine share its GPUs: a site's GPUs follow those of the sites before it.
-    first = list(config.sites).index(site) * config.site.ranks if shared_folder else 0
+    # Sites on one machine share its GPUs: a site's GPUs follow those of the sites before it. Beside
+    # a coordinator further sites may join from this folder later.
+    several = shared_folder or (config.folder / "coordinator" / ENDPOINT).exists()
+    first = list(config.sites).index(site) * config.site.ranks if several else 0
     address = check_site(config, site, endpoint)
     identity = enrol_site(config, site, endpoint)
     errors = processes.CONTEXT.SimpleQueue()
@@ -87,7 +93,8 @@ def run_site(
         where = endpoint.url.removeprefix("https://")
         site_log.say(site_log.joined(site, config.run.name, where))
         site_log.note_joined(config, site, where)
-    ranks_here = config.site.ranks * (len(config.sites) if shared_folder else 1)
+    beside = [] if shared_folder else living_beside(config.folder, config.sites, site)
+    ranks_here = config.site.ranks * (len(config.sites) if shared_folder else 1 + len(beside))
     ranks: list[BaseProcess] = []
     # Only this user can enter the folder, so no other user can create the ranks' meeting file.
     private = tempfile.mkdtemp(prefix=f"dilocox-{site}-")
