@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dilocox.inner import SiteMesh
-from dilocox.training import checkpointing
+from dilocox.training import checkpointing, whole_anchor
 from dilocox.training.checkpointing import record_state
 
 pytestmark = pytest.mark.waits
@@ -48,7 +48,7 @@ def shard(number: int, folder: Path) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT), dist.group.WORLD)
     whole = torch.arange(12.0).reshape(4, 3)
     checkpointing.MEETING = 0.3
-    checkpointing.anchors = lambda _: {"w": whole[2 * number : 2 * number + 2]}
+    whole_anchor.anchors = lambda _: {"w": whole[2 * number : 2 * number + 2]}
     rank: Any = SimpleNamespace(
         mesh=mesh, states=[], shapes={"w": whole.shape},
         place=SimpleNamespace(shard=number, leads=number == 0),
