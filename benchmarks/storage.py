@@ -17,7 +17,7 @@ figure may exceed `limit_mbit`. `server_cores` is the processor time of the S3 s
 With --apart the publisher is outside of the site's quota, as on a site that has a core to spare. It
 shares the uplink with training, and the machine's remaining tenth.
 
-It takes about 35 minutes on two idle cores, and six with --quick. It needs the same as
+It takes 35 to 55 minutes on two idle cores, and ten with --quick. It needs the same as
 `dilocox lab`, and the packages s3fs, moto, flask and flask-cors; otherwise it prints one line and
 exits with code 3.
 """
