@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from dilocox.api import load_run, site
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError
-from dilocox.loop import Site
+from dilocox.loop import Site, enter
 from dilocox.training.loop.model import Evaluation
 
 
@@ -119,14 +119,7 @@ class SiteCallback(TrainerCallback):  # type: ignore[misc]
             state={"scheduler": parts["lr_scheduler"]},
             **self._joins,
         )
-        # Entering evaluates the model, and the trainer then calls `on_prediction_step`.
-        self.site = joined
-        try:
-            joined.__enter__()
-        except BaseException:
-            self.site = None
-            raise
-        joined.uses_own_data()
+        enter(self, joined)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from dilocox.api import load_run, site
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError, TrainingError
-from dilocox.loop import Site
+from dilocox.loop import Site, enter
 from dilocox.training.loop.model import Evaluation
 
 
@@ -82,14 +82,7 @@ class SiteCallback(Callback):  # type: ignore[misc]
             **self._joins,
         )
         self._steps_before = trainer.global_step
-        # Entering evaluates the model, and an evaluation that takes long calls `site.touch`.
-        self.site = joined
-        try:
-            joined.__enter__()
-        except BaseException:
-            self.site = None
-            raise
-        joined.uses_own_data()
+        enter(self, joined)
 
     def on_train_batch_end(
         self,

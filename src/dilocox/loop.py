@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -307,6 +307,28 @@ class Site:
                 "last step; call site.step once after each optimizer.step()"
             )
         self._steps_taken[id(optimizer)] = taken + 1
+
+
+class HasSite(Protocol):
+    """A trainer's callback that keeps its site."""
+
+    site: Site | None
+
+
+def enter(callback: HasSite, joined: Site) -> None:
+    """Enter `joined` as the site of a trainer's callback, whose data are the trainer's own.
+
+    The callback has the site before it joins: entering may evaluate the model with the trainer, and
+    the callback then says that the site is alive. It has none if the site cannot join. Raises
+    `DilocoxError` like `Site.__enter__`.
+    """
+    callback.site = joined
+    try:
+        joined.__enter__()
+    except BaseException:
+        callback.site = None
+        raise
+    joined.uses_own_data()
 
 
 def _scalar(what: str, value: Tensor | float) -> Tensor | float:

@@ -171,9 +171,9 @@ class Checkpointer:
         """
         run = self._config.folder
         site, leads = rank.place.site, rank.place.leads
-        if not self._shared:
-            first = first or self._here(self._config.sites, site)[0] == site
-        if not self._config.checkpoint.best or round_ < 0 or not first:
+        if not self._config.checkpoint.best or round_ < 0:
+            return
+        if not first and (self._shared or self._here(self._config.sites, site)[0] != site):
             return
         better = leads and best_model.improves(run, site, loss)
         if not _first(rank.mesh.gather_names(["yes" if better else ""])):

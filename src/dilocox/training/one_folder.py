@@ -17,7 +17,7 @@ from typing import Literal
 
 from dilocox.coordinator.protocol.messages import SiteStatus
 from dilocox.coordinator.protocol.site_reports import JOURNALS
-from dilocox.utils.processes import is_alive
+from dilocox.utils.processes import may_live
 
 
 def joined_here(folder: Path, names: Iterable[str], me: str) -> list[str]:
@@ -75,13 +75,13 @@ class _Last:
     def trains_here(self) -> bool:
         """Whether the process lives on this machine."""
         here = self.host == socket.gethostname() and self.process > 0
-        return here and self.code is None and is_alive(self.process)
+        return here and self.code is None and may_live(self.host, self.process)
 
     @property
     def writes(self) -> bool:
         """Whether the process writes to the run folder, or has finished the run there."""
-        elsewhere = self.host not in ("", socket.gethostname())
-        return self.code == 0 or self.trains_here or (elsewhere and self.code is None)
+        goes_on = self.code is None and self.host != "" and may_live(self.host, self.process)
+        return goes_on or self.code == 0
 
 
 def _last(folder: Path, site: str) -> _Last:

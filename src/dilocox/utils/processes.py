@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -207,6 +208,14 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
         pipe.send(("error", crash))
     else:
         pipe.send(("result", result))
+
+
+def may_live(host: str, process: int) -> bool:
+    """Returns whether a process of the machine `host` lives; True if nobody here can know.
+
+    Nobody knows of another machine's process, and of one whose id is not positive.
+    """
+    return host != socket.gethostname() or process <= 0 or is_alive(process)
 
 
 def is_alive(process: int) -> bool:

@@ -50,8 +50,8 @@ def replay(events: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
 def compose_hash(events: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the payload of dstack's event that names the compose file; None if there is none.
 
-    The events must have been replayed. An event after `system-ready` is a word of the application,
-    and does not count. Raises `AttestationError` if there are two events of this name.
+    The events must have been replayed. An event after `system-ready` may come from the
+    application, and does not count. Raises `AttestationError` if there are two events of this name.
     """
     named = [each for each in events if each["imr"] == DSTACK_REGISTER]
     if sum(each["event"] == COMPOSE for each in named) > 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from dilocox.coordinator.protocol.held_out_figures import losses_by_source, pair
 from dilocox.coordinator.protocol.site_reports import JOURNALS
 from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.errors import ConfigError
-from dilocox.utils.processes import is_alive
+from dilocox.utils.processes import may_live
 
 Record = dict[str, Any]
 QUIET_LEAST, QUIET_ROUNDS = 60.0, 3.0
@@ -183,7 +182,7 @@ def _of_site(folder: Path, journal: Path) -> Status:
     last = found.sites[0]
     found.round, found.loss = last.round, last.loss
     found.step = last.step or 0
-    if found.state in GOES_ON and process is not None and not _lives(*process):
+    if found.state in GOES_ON and process is not None and not may_live(*process):
         found.state = "ended without a word"
         found.reason = "the process of `dilocox join` has ended; run the same command again"
     if bad:
@@ -287,13 +286,6 @@ def _is_held(lock: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def _lives(host: str, process: int) -> bool:
-    """Return whether a process is alive. True for a process of another machine."""
-    if host != socket.gethostname() or process <= 0:
-        return True
-    return is_alive(process)
 
 
 def _lines(path: Path) -> tuple[list[Record], int]:

@@ -103,14 +103,12 @@ class Journal:
         Raises `SettlementError` if the journal cannot be read.
         """
         found: dict[str, str] = {}
-        try:
+        with self._readable():
             for said in read_lines(self._path):
                 if "done" in said:
                     found.pop(said["done"], None)
                 else:
                     found[said["hash"]] = said["signed"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SettlementError(f"{self._path}: not a journal ({error})") from None
         return found
 
     def late(self) -> list[Signed]:
@@ -120,14 +118,12 @@ class Journal:
         one. Raises `SettlementError` if the journal cannot be read.
         """
         found: set[str] = set()
-        try:
+        with self._readable():
             for said in read_lines(self._path):
                 if said.get("late"):
                     found.add(said["done"])
                 elif said.get("told"):
                     found.discard(said["done"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SettlementError(f"{self._path}: not a journal ({error})") from None
         return [each for each in self.sent() if each.hash.hex() in found]
 
     def told(self, late: Iterable[Signed]) -> None:
@@ -140,20 +136,24 @@ class Journal:
 
         Raises `SettlementError` if the journal cannot be read.
         """
-        try:
+        with self._readable():
             lines = [said for said in read_lines(self._path) if "signed" in said]
             return [Signed(*map(bytes.fromhex, (said["hash"], said["signed"]))) for said in lines]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SettlementError(f"{self._path}: not a journal ({error})") from None
 
     def contracts(self) -> list[str]:
         """Return addresses of contracts that the account has created, the newest last.
 
         Raises `SettlementError` if the journal cannot be read.
         """
-        try:
+        with self._readable():
             return [said["contract"] for said in read_lines(self._path) if "contract" in said]
-        except (OSError, ValueError, TypeError) as error:
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Raise `SettlementError` in place of what a damaged or unreadable file leads to."""
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettlementError(f"{self._path}: not a journal ({error})") from None
 
     def _append(self, said: dict[str, Any]) -> None:

@@ -385,7 +385,10 @@ def fund(desk: Desk, run: RunOnChain, amount: int) -> list[str]:
 
 
 def _pool(desk: Desk, run: RunOnChain) -> str:
-    """Return the pool's size in words. It follows a payment, which a dead server does not undo."""
+    """Return the pool's size in words.
+
+    Called after a payment, which has succeeded: so a server that fails is named, and not raised.
+    """
     try:
         return f"pool {coins(desk.ledger.state(run.run)['pool'])}"
     except SettlementError as error:
