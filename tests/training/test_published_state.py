@@ -82,6 +82,23 @@ class Entering:
         assert sorted(tensors) == ["anchor", "momentum"]
         return "ab" * 32
 
+    def waits_for_parts(self, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let each part of a bundle take so long."""
+        opened = published_state.open_bundles
+
+        def slow(url: str) -> Any:
+            place = opened(url)
+            own = place.get_part
+
+            def get_part(bundle: Any, number: int) -> bytes:
+                self.now += seconds
+                return own(bundle, number)
+
+            place.get_part = get_part  # type: ignore[method-assign]
+            return place
+
+        monkeypatch.setattr(published_state, "open_bundles", slow)
+
     def state(self, from_round: int, more: Any = None) -> PublishedState:
         def sleep(seconds: float) -> None:
             self.now += seconds
@@ -175,20 +192,7 @@ def test_a_storage_without_a_rate_is_waited_for_as_long_as_a_donor_would_take(
     publish_once(publisher(run, Place(url)))
     count = history_of(run).pieces
     rank = Entering(url, count, rate=None, values=100_000)
-    opened = published_state.open_bundles
-
-    def slow(url: str) -> Any:
-        place = opened(url)
-        own = place.get_part
-
-        def get_part(bundle: Any, number: int) -> bytes:
-            rank.now += 60.0
-            return own(bundle, number)
-
-        place.get_part = get_part  # type: ignore[method-assign]
-        return place
-
-    monkeypatch.setattr(published_state, "open_bundles", slow)
+    rank.waits_for_parts(60.0, monkeypatch)
     assert rank.state(99).pieces() == {}
     size = sum(path.stat().st_size for path in (tmp_path / "public" / "bundles").iterdir())
     parts = len(list((tmp_path / "public" / "bundles").iterdir()))
@@ -205,20 +209,7 @@ def test_a_bundle_that_comes_slowly_is_given_up_before_it_is_whole(
     publish_once(publisher(run, Place(url)))
     count = history_of(run).pieces
     rank = Entering(url, count, rate=8_000_000 * count // 30)
-    opened = published_state.open_bundles
-
-    def slow(url: str) -> Any:
-        place = opened(url)
-        own = place.get_part
-
-        def get_part(bundle: Any, number: int) -> bytes:
-            rank.now += 4.0
-            return own(bundle, number)
-
-        place.get_part = get_part  # type: ignore[method-assign]
-        return place
-
-    monkeypatch.setattr(published_state, "open_bundles", slow)
+    rank.waits_for_parts(4.0, monkeypatch)
     assert rank.state(1).pieces() == {}
     assert 30 <= rank.now <= 30 + 6 * 4.0, "up to four parts are on their way"
     assert "and a donor about 30.0 s" in rank.said[0]

@@ -40,6 +40,14 @@ def fund(desk: Desk, scene: LedgerScene) -> None:
         desk.send("fund", scene.run, value=ETHER)
 
 
+def leave_open(desk: Desk, scene: LedgerScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sign a funding that the server refuses."""
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.chain.web3.eth, "send_raw_transaction", refusing("no"))
+        with pytest.raises(RefusedError):
+            fund(desk, scene)
+
+
 def test_a_refusal_by_the_server_leaves_the_transaction_open(
     scene: LedgerScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,11 +87,8 @@ def test_a_transaction_that_the_server_has_already_is_sent(
 def test_a_transaction_whose_number_another_one_has_used_is_forgotten(
     scene: LedgerScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk, eth = desk_of(scene, tmp_path), scene.chain.web3.eth
-    with monkeypatch.context() as patch:
-        patch.setattr(eth, "send_raw_transaction", refusing("no"))
-        with pytest.raises(RefusedError):
-            fund(desk, scene)
+    desk = desk_of(scene, tmp_path)
+    leave_open(desk, scene, monkeypatch)
     scene.send("owner", "fund", scene.run, value=1)
     with desk.opened():
         assert (desk.finished, desk.journal.open()) == ([], {})
@@ -178,11 +183,8 @@ def test_a_line_that_a_crash_has_cut_short_does_not_count(tmp_path: Path) -> Non
 def test_what_another_command_has_finished_is_told_to_its_own_command(
     scene: LedgerScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk, eth = desk_of(scene, tmp_path), scene.chain.web3.eth
-    with monkeypatch.context() as patch:
-        patch.setattr(eth, "send_raw_transaction", refusing("no"))
-        with pytest.raises(RefusedError):
-            fund(desk, scene)
+    desk = desk_of(scene, tmp_path)
+    leave_open(desk, scene, monkeypatch)
     with desk_of(scene, tmp_path).opened():
         pass
     for _ in range(2):  # until it is told

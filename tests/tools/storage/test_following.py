@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.bundled_run import CutPlace, publisher
 from tests.support.coordinator_driver import run_config
+from tests.support.manual_clock import ManualClock
 from tests.support.older_record import resign
 
 from dilocox.coordinator.protocol.messages import RankId
@@ -36,19 +37,6 @@ def url(tmp_path: Path) -> str:
 
 def published(url: str) -> Publication:
     return Publication.parse((Path(url.removeprefix("file://")) / INDEX).read_text())
-
-
-class Clock:
-    """A clock that only `sleep` and its owner move."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class NoIndex(CutPlace):
@@ -112,7 +100,7 @@ class SmallParts(CutPlace):
 
 
 def test_an_index_waits_for_a_minute_at_most(growing: Path, url: str) -> None:
-    place, clock = SmallParts(url), Clock()
+    place, clock = SmallParts(url), ManualClock()
     found = publisher(growing, place)
     found.clock = clock
     found.publish(later=True)
@@ -129,7 +117,7 @@ def test_an_index_waits_for_a_minute_at_most(growing: Path, url: str) -> None:
 
 def test_an_index_waits_for_the_uplink_s_share(growing: Path, url: str) -> None:
     """An index that takes a minute of the uplink waits for four."""
-    place, clock = SmallParts(url), Clock()
+    place, clock = SmallParts(url), ManualClock()
     found = publisher(growing, place)
     found.clock = clock
     found.publish(later=True)
@@ -151,7 +139,7 @@ def test_an_index_waits_for_the_uplink_s_share(growing: Path, url: str) -> None:
 def test_an_index_is_shown_although_the_next_round_s_payload_is_missing(
     growing: Path, url: str
 ) -> None:
-    place, clock = SmallParts(url), Clock()
+    place, clock = SmallParts(url), ManualClock()
     found = publisher(growing, place)
     found.clock = clock
     found.publish(later=True)
@@ -172,7 +160,7 @@ def test_an_index_that_is_paid_for_waits_until_it_is_due(growing: Path, url: str
         def paid(self) -> bool:
             return True
 
-    place, clock = SmallParts(url), Clock()
+    place, clock = SmallParts(url), ManualClock()
     found = publisher(growing, place)
     found.place, found.clock = Paid(place), clock
     found.publish(later=True)

@@ -6,22 +6,9 @@ from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.manual_clock import ManualClock
 
 from dilocox.tools.storage.uplink import Uplink
-
-
-class Clock:
-    """A clock that only `sleep` and its owner move."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now += seconds
 
 
 @given(
@@ -29,7 +16,7 @@ class Clock:
     sizes=st.lists(st.tuples(st.integers(1, 10**7), st.floats(0, 100)), min_size=1, max_size=30),
 )
 def test_the_rate_holds(rate: int, sizes: list[tuple[int, float]]) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     uplink = Uplink(rate, clock, clock.sleep)
     sent = []
     for size, pause in sizes:
@@ -44,7 +31,7 @@ def test_the_rate_holds(rate: int, sizes: list[tuple[int, float]]) -> None:
 
 
 def test_a_whole_upload_takes_its_time() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     uplink = Uplink(1000, clock, clock.sleep)
     for _ in range(11):
         uplink.take(500)

@@ -52,6 +52,15 @@ pytestmark = pytest.mark.waits
 PASSWORD = "correct horse 4711"
 
 
+def without_blocks(network: Network, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the chain make no blocks, and publishers soon give up. Returns the chain's tester."""
+    monkeypatch.setattr(ledger, "PATIENCE", 0.2)
+    monkeypatch.setattr(resending, "PATIENCE", 0.2)
+    tester = network.chain.web3.provider.ethereum_tester  # type: ignore[union-attr]
+    tester.disable_auto_mine_transactions()
+    return tester
+
+
 def same_claims(run: Path, url: str) -> None:
     report, own = verified(url), verify(Places(run), lambda what, share: None)
     found = verdicts(report)
@@ -122,10 +131,7 @@ def test_a_cut_costs_nothing_twice(
 def test_a_transaction_that_waits_for_a_block_is_not_sent_as_another(
     run: Path, network: Network, who: LocalAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "PATIENCE", 0.2)
-    monkeypatch.setattr(resending, "PATIENCE", 0.2)
-    tester = network.chain.web3.provider.ethereum_tester  # type: ignore[union-attr]
-    tester.disable_auto_mine_transactions()
+    tester = without_blocks(network, monkeypatch)
     for _ in range(3):
         with pytest.raises(RecordError, match="the chain's server failed"):
             publish_once(network.publisher(run, who))
@@ -140,10 +146,7 @@ def test_a_transaction_with_a_late_block_is_paid_once_though_events_lag(
     run: Path, network: Network, who: LocalAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its receipt is there, and neither the index of events nor the node has seen its block."""
-    monkeypatch.setattr(ledger, "PATIENCE", 0.2)
-    monkeypatch.setattr(resending, "PATIENCE", 0.2)
-    tester = network.chain.web3.provider.ethereum_tester  # type: ignore[union-attr]
-    tester.disable_auto_mine_transactions()
+    tester = without_blocks(network, monkeypatch)
     with pytest.raises(RecordError, match="the chain's server failed"):
         publish_once(network.publisher(run, who))
     tester.enable_auto_mine_transactions()
@@ -359,10 +362,7 @@ def test_a_replaced_payment_keeps_to_the_limit_with_its_storage(
     run: Path, network: Network, who: LocalAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fee has become too low, and the higher one fits the limit without the storage alone."""
-    monkeypatch.setattr(ledger, "PATIENCE", 0.2)
-    monkeypatch.setattr(resending, "PATIENCE", 0.2)
-    tester = network.chain.web3.provider.ethereum_tester  # type: ignore[union-attr]
-    tester.disable_auto_mine_transactions()
+    tester = without_blocks(network, monkeypatch)
     with pytest.raises(RecordError, match="the chain's server failed"):
         publish_once(network.publisher(run, who))
     (path,) = (run / "coordinator").rglob("journal-*")
