@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from dilocox.config.availability import PieceCode
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
-from dilocox.record.log.custody import Certificates, Custody, Held, content_of
+from dilocox.record.log.custody import Certificates, Custody, Held, begins_with, content_of
+from dilocox.record.pieces.layout import MOST_OBJECTS
 
 RUN, ONE, TWO, THREE = "f" * 64, "1" * 64, "2" * 64, "3" * 64
 CODE = PieceCode(2, ("a", "b", "c"))
@@ -95,3 +97,19 @@ def test_the_coordinator_forgets_old_rounds() -> None:
 
 def test_the_content_names_the_payloads_in_order() -> None:
     assert content_of([ONE, TWO]) != content_of([TWO, ONE])
+
+
+def test_the_payloads_that_count_are_the_first_ones() -> None:
+    named = [ONE, TWO, THREE]
+    for count in (1, 2, 3):
+        assert begins_with(named, content_of(named[:count]))
+    for wrong in ([], [TWO], [TWO, ONE], [*named, ONE]):
+        assert not begins_with(named, content_of(wrong))
+    assert not begins_with([], content_of([]))
+
+
+def test_very_many_payloads_take_no_more_time_than_their_number() -> None:
+    """Each number of them hashed anew would take minutes."""
+    began = time.monotonic()
+    assert not begins_with([ONE] * MOST_OBJECTS, TWO)
+    assert time.monotonic() - began < 10.0

@@ -126,6 +126,19 @@ def content_of(payloads: Iterable[str]) -> str:
     return hashlib.sha256(b"".join(map(bytes.fromhex, payloads))).hexdigest()
 
 
+def begins_with(payloads: Iterable[str], content: str) -> bool:
+    """Return True if `content` is `content_of` one or more of the first of `payloads`.
+
+    The time is linear: a dishonest site may name very many payloads.
+    """
+    said = hashlib.sha256()
+    for payload in payloads:
+        said.update(bytes.fromhex(payload))
+        if said.hexdigest() == content:
+            return True
+    return False
+
+
 def content_of_step(step: Step, shard: int) -> str | None:
     """Return `content_of` the payloads of a step at one shard; None if the step has none."""
     payloads = [step.payloads.get(f"{site}/{shard}", "") for site in step.set]

@@ -9,7 +9,7 @@ from dilocox.errors import RecordError
 from dilocox.record.bundles.place import CALL_SECONDS, DeniedError, Place
 from dilocox.record.log import bounded_reads
 from dilocox.record.log.blob_store import MissingError, piece_path
-from dilocox.record.log.custody import content_of
+from dilocox.record.log.custody import begins_with
 from dilocox.record.pieces.errors import BadPieceError, TooFewPiecesError, WrongEncodingError
 from dilocox.record.pieces.layout import Layout
 from dilocox.record.pieces.piece import Piece
@@ -125,7 +125,6 @@ class PieceStores:
 
 def check_content(cut: SignedCut, pieces: Sequence[Piece]) -> None:
     """Raise `WrongPiecesError` unless the first piece is one of the payloads that count."""
-    digests = [digest for digest, _ in pieces[0].layout.objects]
-    if not any(content_of(digests[:count]) == cut.content for count in range(1, len(digests) + 1)):
+    if not begins_with((digest for digest, _ in pieces[0].layout.objects), cut.content):
         why = f"the pieces under root {cut.root[:12]}… are of other payloads than those that count"
         raise WrongPiecesError(cut, why, pieces)
