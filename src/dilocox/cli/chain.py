@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilocox.cli.coins import coin
+from dilocox.cli.standard_input import given_text
 from dilocox.errors import ConfigError, SettlementError
 from dilocox.tools.settlement.limits import FEE
 from dilocox.utils.plain_text import plain
@@ -336,10 +337,10 @@ def _reclaim(options: argparse.Namespace) -> list[str]:
 def _anchor(options: argparse.Namespace) -> list[str]:
     from dilocox.tools.settlement import settling
 
-    note = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    note = given_text()
     if note:
         os.nice(HOOK_NICE)
-    return settling.anchor(*_opened(options), options.run, note or None)
+    return settling.anchor(*_opened(options), options.run, note)
 
 
 def _settle(options: argparse.Namespace) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import select
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dilocox.cli.standard_input import given_text
 from dilocox.errors import ConfigError, RecordError
 from dilocox.utils.plain_text import plain
 from dilocox.utils.secret_text import secret_problem
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 HELP = "cosign checkpoints of logs as a witness, and have a run's log cosigned"
 HOST, PORT = "127.0.0.1", 8643
-INPUT_SECONDS = 5.0
-"""Seconds that `ask` waits for the beginning of a checkpoint on standard input."""
 EVERY = 60.0
 """Seconds between two looks of `watch`."""
 MOST_EVERY = 1e6
@@ -158,7 +156,7 @@ def _ask(options: argparse.Namespace) -> int:
     _check_every(options.every)
     # As the hook of a run it gets a checkpoint, which may be older than the newest one: newer ones
     # wait for a standby.
-    note = None if options.every else _given()
+    note = None if options.every else given_text()
     witnesses, troubles = _addresses(options.witness), _Troubles()
     known: dict[str, int] = {}
     tries, size = LAST_TRIES, -1
@@ -189,21 +187,6 @@ def _ask(options: argparse.Namespace) -> int:
         if not options.every or (ended and (settled or tries <= 0)):
             return 1 if troubles.left else 0
         time.sleep(options.every)
-
-
-def _given() -> str | None:
-    """Return the text on standard input; None if there is none.
-
-    An open pipe on which nothing comes for `INPUT_SECONDS`, as over SSH, counts as none.
-    """
-    if sys.stdin is None or sys.stdin.isatty():
-        return None
-    try:
-        if not select.select([sys.stdin], [], [], INPUT_SECONDS)[0]:
-            return None
-        return sys.stdin.read() or None
-    except (OSError, ValueError):  # a closed one
-        return None
 
 
 def _check_every(seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tests.support.ledger_scene import WINDOW
 from tests.support.record_scene import Scene
 from tests.support.second_opinion import second_opinion
 
+from dilocox.cli import standard_input
 from dilocox.cli.main import main
 from dilocox.config.run_config import digest_of
 from dilocox.errors import SettlementError
@@ -166,6 +168,19 @@ def test_the_hook_anchors_the_checkpoint_that_it_is_given(
     found = chain_heads(town.folder).heads
     assert sizes == [each.size for each in found]
     assert [note.split("\n")[1] for note in notes] == list(map(str, sizes))
+
+
+def test_anchor_does_not_wait_for_an_input_on_which_nothing_comes(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over SSH, or from a script."""
+    town.register()
+    monkeypatch.setattr(standard_input, "INPUT_SECONDS", 0.1)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as pipe, os.fdopen(writing, "w"):
+        monkeypatch.setattr("sys.stdin", pipe)
+        town.run("stake", "--amount", 1)
+        assert "anchored" in town.run("anchor")
 
 
 ACTIONS: dict[str, Callable[[Town], str]] = {

@@ -27,7 +27,7 @@ from tests.support.witnessed import (
     write_log,
 )
 
-from dilocox.cli import witness as witness_command
+from dilocox.cli import standard_input
 from dilocox.cli.main import main
 from dilocox.errors import RecordError
 from dilocox.record.log import cosigned
@@ -382,7 +382,7 @@ def test_ask_does_not_wait_for_an_input_on_which_nothing_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As over SSH, or from a script. `ask --every` does not look at its input at all."""
-    monkeypatch.setattr(witness_command, "INPUT_SECONDS", 0.1)
+    monkeypatch.setattr(standard_input, "INPUT_SECONDS", 0.1)
     write_log(tmp_path, entries(4))
     given = checkpoint_of(tmp_path)
     write_log(tmp_path, entries(7))
