@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.client.enrolment import hand_in
 from dilocox.coordinator.client.errors import CoordinatorError, CoordinatorUnreachableError
 from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.standby_messages import Copied, FollowRequest, Position
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.event_log import EventLog
 from dilocox.coordinator.server.generations import Generations, refuse_fenced
 from dilocox.coordinator.server.refusals import Refused
-from dilocox.coordinator.server.standby import HeldBack, StandbyLink
+from dilocox.coordinator.server.standby import CLOSE_BYTES, HeldBack, StandbyLink
 from dilocox.errors import SupersededError, TrainingError
+from dilocox.record.log import statements as s
+from dilocox.record.log.verdict_statements import HandedIn
+from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.training.launch.standby import StandbyCopy, _end_first
+from tests.support.coordinator_driver import run_config
 from tests.support.served_run import Run
 
 pytestmark = pytest.mark.waits
@@ -49,9 +57,19 @@ class Pair:
         self.loop = asyncio.new_event_loop()
 
     def append(self, soft: bool = False, lines: int = 1) -> None:
-        with (self.first / "record" / "statements.jsonl").open("a") as file:
-            file.writelines(f'"{self.log.last} {n}"\n' for n in range(lines))
+        self.write(*(f'"{self.log.last} {n}"' for n in range(lines)))
         self.log.append(event(self.log.last + 1, soft))
+
+    def write(self, *lines: str) -> None:
+        """Statements without an event."""
+        with (self.first / "record" / "statements.jsonl").open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+    @property
+    def records(self) -> list[bytes]:
+        """The statements here and there."""
+        paths = (each / "record" / "statements.jsonl" for each in (self.first, self.second))
+        return [path.read_bytes() if path.exists() else b"" for path in paths]
 
     def ask(self) -> None:
         """One request of the standby, and what it does with the reply."""
@@ -79,7 +97,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from(["hard", "soft", "ask", "settle", "restart"]), max_size=30))
+@given(st.lists(st.sampled_from(["hard", "soft", "line", "ask", "settle", "restart"]), max_size=30))
 def test_the_copy_is_a_prefix_and_nothing_is_told_before_it_is_there(
     tmp_path_factory: pytest.TempPathFactory, steps: list[str]
 ) -> None:
@@ -88,6 +106,8 @@ def test_the_copy_is_a_prefix_and_nothing_is_told_before_it_is_there(
         for step in steps:
             if step in ("hard", "soft"):
                 pair.append(step == "soft", lines=2)
+            elif step == "line":
+                pair.write('"alone"')
             elif step == "ask":
                 pair.ask()
             elif step == "restart":
@@ -95,16 +115,17 @@ def test_the_copy_is_a_prefix_and_nothing_is_told_before_it_is_there(
             else:
                 pair.settled()
                 # A caller that now gets its reply knows nothing that the standby lacks.
-                assert not pair.link.in_step or pair.copy.log.last == pair.log.last
+                first, second = pair.records
+                same = (pair.copy.log.last, second) == (pair.log.last, first)
+                assert same or not pair.link.in_step
             rows, copied = pair.log.rows(0, 99), pair.copy.log.rows(0, 99)
             assert copied == rows[: len(copied)]
         pair.ask()
         pair.ask()
         assert pair.copy.log.rows(0, 99) == pair.log.rows(0, 99)
-        for name in ("record/statements.jsonl",):
-            first, second = ((f / name) for f in (pair.first, pair.second))
-            assert not first.exists() or second.read_bytes() == first.read_bytes()
-        assert pair.copy.copied.statements == 2 * pair.log.last
+        first, second = pair.records
+        assert first == second
+        assert pair.copy.copied.statements == first.count(b"\n")
     finally:
         pair.close()
 
@@ -114,7 +135,7 @@ def test_a_standby_that_hangs_holds_replies_up_once(pair: Pair) -> None:
     pair.ask()
     pair.ask()
     assert pair.said == [
-        "a standby is in step: it has all events on its disk before a site is told"
+        "a standby is in step: it has all events and statements on its disk before a site is told"
     ]
     pair.append()
     pair.settled()
@@ -155,6 +176,35 @@ def test_a_reply_waits_until_the_standby_has_it(pair: Pair) -> None:
     pair.ask()
     pair.append()
     assert pair.loop.run_until_complete(course()) == ["copied", "reply", "reply", "reply"]
+
+
+def test_a_statement_without_an_event_is_waited_for_too(pair: Pair) -> None:
+    pair.append()
+    pair.ask()
+    pair.ask()
+    awaited: list[int] = []
+    pair.link.on_awaited = lambda: awaited.append(1)
+    pair.settled()
+    assert awaited == [], "nothing is lacking"
+    pair.write('"alone"')
+    pair.settled()
+    assert awaited == [1], "the standby's request is answered at once"
+    assert not pair.link.in_step
+    assert pair.said[1].startswith("the standby did not take the record's last statements within ")
+    # Without a standby in step nobody waits.
+    pair.write('"alone"')
+    pair.settled()
+    assert awaited == [1]
+
+
+def test_a_standby_that_lacks_much_of_the_record_is_not_waited_for(pair: Pair) -> None:
+    pair.append()
+    pair.write('"' + "x" * CLOSE_BYTES + '"')
+    pair.link.took("s", pair.copy.copied, pair.log)
+    assert not pair.link.in_step
+    pair.ask()
+    pair.ask()
+    assert pair.link.in_step
 
 
 def test_what_is_no_copy_of_this_run_is_refused(pair: Pair, tmp_path: Path) -> None:
@@ -301,6 +351,95 @@ def test_a_move_to_the_standby_ends_the_first_and_sites_go_on(first: Run, tmp_pa
         assert roaming._transport._seen.generation == 2
     finally:
         second.close()
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Run]:
+    """A run with a record, whose rounds are audited."""
+    folder = tmp_path / "first"
+    sections: dict[str, Any] = {"run": {"folder": str(folder)}, "record": {"states_every": 1}}
+    config = run_config("ab", **sections)
+    notary = TransparencyLogSink.open(config, folder / "coordinator", print)
+    link = StandbyLink(folder, 20.0, lambda line: None)
+    run = Run(folder / "coordinator", standby=link, config=config, notary=notary)
+    yield run
+    run.close()
+    notary.close()
+
+
+@contextlib.contextmanager
+def following(run: Run, copy: StandbyCopy, writing: float) -> Iterator[None]:
+    """A standby in step, in a thread; it takes `writing` seconds to write a reply down."""
+    client, ended = operator(run), threading.Event()
+
+    def ask(wait: float) -> None:
+        reply = client.send(FollowRequest(name=copy.name, copied=copy.copied, wait=wait))
+        if reply.content:
+            time.sleep(writing)
+        copy.take(reply)
+
+    def follow() -> None:
+        while not ended.is_set():
+            ask(2.0)
+
+    ask(0.0)
+    ask(0.0)
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_statement_without_an_event_outlives_the_first_coordinator(
+    kept: Run, tmp_path: Path
+) -> None:
+    """If the first is killed after a reply, its statement is on the standby's disk."""
+    kept.start()["a"].plan(0)
+    link, record = kept.standby, Path("record") / "statements.jsonl"
+    assert link is not None
+    folder = second_of(kept, tmp_path)
+    copy, auditor = StandbyCopy(folder), s.Signer.from_hex("0a" * 32)
+    with following(kept, copy, writing=0.1):
+        last, began = kept.core.log.last, time.monotonic()
+        for number in range(6):
+            said = HandedIn("b", 0, "EXACT", auditor.public, "a", f"{number}" * 64, 1, 1)
+            statement = auditor.sign(said.statement(kept.core.witness.run))
+            hand_in(kept.url, kept.token("a"), kept.core.timeouts, statement)
+            # The disk as it is now: the first may be killed at any moment from here on.
+            assert s.opened((folder / record).read_text().splitlines()[-1])[0].kind == s.VERDICT
+            assert (folder / record).read_bytes() == (kept.config.folder / record).read_bytes()
+        took = time.monotonic() - began
+        assert (kept.core.log.last, link.in_step) == (last, True), "these have no event"
+    assert took < 8.0, "the standby was told at once, not when its request had waited for long"
+    copy.close()
+
+
+def test_nobody_waits_for_a_standby_that_has_all_of_a_run_that_has_ended(
+    first: Run, tmp_path: Path
+) -> None:
+    """Sites that send their last reports would wait for it in vain: it asks no more."""
+    clients = first.start()
+    copy, asking, link = StandbyCopy(second_of(first, tmp_path)), operator(first), first.standby
+    assert link is not None
+
+    def ask() -> None:
+        copy.take(asking.send(FollowRequest(name=copy.name, copied=copy.copied)))
+
+    ask()
+
+    async def fail() -> None:
+        rank = clients["a"].rank
+        first.core.departures.fail(m.FailRequest(rank=rank, reason="for a test"))
+
+    first.call(fail())
+    ask()
+    assert link.in_step
+    ask()
+    assert not link.in_step
+    copy.close()
 
 
 def sealed(run: Run, generation: int, number: int) -> Position:

@@ -1,8 +1,9 @@
 """The coordinator's end of a standby: what a standby copies, and what waits for it.
 
 A standby asks again and again for what it lacks, and each request says what is on its disk. While
-it is in step, no caller gets a reply before the standby has all events up to that reply on its
-disk. A standby that does not answer in time is given up, with one line, and the run goes on.
+it is in step, no caller gets a reply before the standby has all events and all statements of the
+record up to that reply on its disk. A standby that does not answer in time is given up, with one
+line, and the run goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dilocox.coordinator.protocol.standby_messages import Copied, FollowReply
 from dilocox.coordinator.server.event_log import EventLog
@@ -23,8 +24,8 @@ from dilocox.coordinator.server.refusals import Refused
 MOST_EVENTS = 2000
 MOST_BYTES = 1 << 22
 """Most events, and bytes of each file, in one reply."""
-CLOSE = 100
-"""Events that a standby may lack when callers begin to wait for it."""
+CLOSE, CLOSE_BYTES = 100, 1 << 18
+"""Events, and bytes of the record, that a standby may lack when callers begin to wait for it."""
 SHARE = 0.25
 """Patience with a standby, in units of the heartbeat time-out: a reply that is held back longer
 would make its caller count as dead."""
@@ -41,6 +42,19 @@ class Publisher(Protocol):
         """Publish a signed checkpoint."""
 
 
+class _Extent(NamedTuple):
+    """How far a copy goes, or what is copied."""
+
+    events: int
+    """Number of the last event."""
+    record: int
+    """Bytes of the record's statements."""
+
+    def covers(self, other: _Extent) -> bool:
+        """Return whether nothing of `other` is lacking here."""
+        return self.events >= other.events and self.record >= other.record
+
+
 class StandbyLink:
     """Copies the files of a run to at most one standby."""
 
@@ -55,16 +69,18 @@ class StandbyLink:
         self._folder, self._patience, self._tell = folder, patience, tell
         self.in_step = False
         """Whether callers wait for the standby."""
-        self._goal: int | None = None
-        """Event with which the standby has caught up; None once that was told."""
+        self._goal: _Extent | None = None
+        """With this the standby has caught up; None once that was told."""
         self._name, self._heard = "", -ANOTHER
-        self._events = 0
-        """Number of the last event on the standby's disk."""
+        self._copied = _Extent(0, 0)
+        """What is on the standby's disk."""
         self.statements = 0
         """Statements of the record on the standby's disk."""
         self._came = asyncio.Event()
         self.on_copied: Callable[[], None] = lambda: None
-        """Called when the standby has more, or is given up."""
+        """Called when the standby has more, or is not waited for any more."""
+        self.on_awaited: Callable[[], None] = lambda: None
+        """Called when a caller begins to wait: a request of the standby is answered now."""
 
     def took(self, name: str, copied: Copied, log: EventLog) -> None:
         """Note what is on the disk of the standby `name`.
@@ -77,46 +93,64 @@ class StandbyLink:
             raise Refused("conflict", "another standby follows this run; end one of them")
         self._check(copied, log)
         self._name, self._heard = name, now
-        self._events, self.statements = copied.events, copied.statements
-        if not self.in_step and log.last - copied.events <= CLOSE:
-            self.in_step, self._goal = True, log.last
-        if self._goal is not None and copied.events >= self._goal:
+        self._copied, self.statements = _Extent(copied.events, copied.record), copied.statements
+        there = self._there(log)
+        near = _Extent(copied.events + CLOSE, copied.record + CLOSE_BYTES)
+        if not self.in_step and near.covers(there):
+            self.in_step, self._goal = True, there
+        if self._goal is not None and self._copied.covers(self._goal):
             self._goal = None
-            self._tell("a standby is in step: it has all events on its disk before a site is told")
+            self._tell(
+                "a standby is in step: it has all events and statements on its disk before a site "
+                "is told"
+            )
         self._came.set()
         self.on_copied()
 
     async def settled(self, log: EventLog) -> None:
-        """Wait until a standby that is in step has all present events on its disk.
+        """Wait until a standby that is in step has all present events and statements on its disk.
 
         The standby is given up if it does not have them in time.
         """
-        target = log.last
-        if not self.in_step or self._events >= target:
+        if not self.in_step:
             return
+        target = self._there(log)
+        if self._copied.covers(target):
+            return
+        # A statement may come without an event, so the standby's request may not know of it yet.
+        self.on_awaited()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
-                while self.in_step and self._events < target:
+                while self.in_step and not self._copied.covers(target):
                     self._came.clear()
                     await self._came.wait()
-        if self.in_step and self._events < target:
+        if self.in_step and not self._copied.covers(target):
             self._give_up(target)
 
-    def _give_up(self, target: int) -> None:
+    def let_go(self) -> None:
+        """Wait no longer for the standby. Call this when it has all of a run that has ended."""
         self.in_step, self._goal = False, None
         self._came.set()
-        self._tell(
-            f"the standby did not take event {target} within {self._patience:g} s: the run goes on "
-            "without it, and it must not take over until it is in step again"
-        )
         self.on_copied()
 
-    def is_whole(self, copied: Copied, reply: FollowReply) -> bool:
-        """Return whether a standby lacks nothing of events and record once it has `reply`."""
+    def _give_up(self, target: _Extent) -> None:
+        lacks = self._copied.events < target.events
+        what = f"event {target.events}" if lacks else "the record's last statements"
+        self.let_go()
+        self._tell(
+            f"the standby did not take {what} within {self._patience:g} s: the run goes on "
+            "without it, and it must not take over until it is in step again"
+        )
+
+    def _there(self, log: EventLog) -> _Extent:
+        """Return what there is to copy."""
         path = self._folder / RECORD
-        size = path.stat().st_size if path.exists() else 0
+        return _Extent(log.last, path.stat().st_size if path.exists() else 0)
+
+    def is_whole(self, copied: Copied, reply: FollowReply, log: EventLog) -> bool:
+        """Return whether a standby lacks nothing of events and record once it has `reply`."""
         events = reply.events[-1][0] if reply.events else copied.events
-        return events == reply.last and copied.record + len(reply.record.encode()) == size
+        return self._there(log) == (events, copied.record + len(reply.record.encode()))
 
     def reply(self, copied: Copied, log: EventLog, generation: int, *, over: bool) -> FollowReply:
         """Return what the standby lacks. Raises `OSError` if a file cannot be read."""

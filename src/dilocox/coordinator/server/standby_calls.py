@@ -31,6 +31,8 @@ class StandbyCalls:
     def __init__(self, coordinator: Coordinator, link: StandbyLink | None, poll: Poll) -> None:
         """Read the generation of the coordinator's folder. Raises `TrainingError`."""
         self._core, self._link, self._poll = coordinator, link, poll
+        if link is not None:
+            link.on_awaited = lambda: coordinator.on_change("log")
         self._generations = Generations(coordinator.log.path.parent)
         self.halted = asyncio.Event()
         """Set when this coordinator must end, whatever the run does."""
@@ -86,6 +88,8 @@ class StandbyCalls:
         reply: FollowReply = await self._poll(
             ("log",), request.wait, lambda: self._reply(link, request), _is_news
         )
+        if reply.over and not reply.content:
+            link.let_go()  # The standby ends now, and late statements need not wait for it.
         return reply
 
     def _fence(self, request: FenceRequest, caller: Caller) -> FollowReply:
@@ -99,7 +103,7 @@ class StandbyCalls:
             return self._reply(link, request)
         link.took(request.name, request.copied, self._core.log)
         reply = self._reply(link, request)
-        if not link.is_whole(request.copied, reply):
+        if not link.is_whole(request.copied, reply, self._core.log):
             raise Refused("conflict", "the standby lacks more than one reply holds: follow first")
         self._superseded(request.generation)
         return reply
