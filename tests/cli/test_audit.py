@@ -17,7 +17,8 @@ from dilocox.cli import audit
 from dilocox.cli.main import _parser
 from dilocox.coordinator.protocol.audit_messages import HandInReply
 from dilocox.coordinator.server.event_log import EventLog
-from dilocox.errors import ConfigError, RecordError
+from dilocox.coordinator.server.generations import MARKER, Generations
+from dilocox.errors import ConfigError, RecordError, TrainingError
 from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import (
     AuditVerdict,
@@ -279,6 +280,24 @@ def test_a_coordinator_that_runs_is_asked(
     monkeypatch.undo()
     with held(place), pytest.raises(RecordError, match="its coordinator cannot be asked"):
         handed_in(folder, path)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_the_log_that_another_machine_writes_is_not_continued_here(
+    folder: Path, fenced: bool
+) -> None:
+    """The run's key would sign two logs: this machine is out of date, or a standby's."""
+    path, place = given(folder, "EXACT", 0), folder / "coordinator"
+    if fenced:
+        Generations(place).end()
+    else:
+        (place / MARKER).write_text("{}")
+    before = {each.name: each.read_bytes() for each in (folder / "record").glob("*") if
+              each.is_file()}  # fmt: skip
+    why = "a standby has taken over" if fenced else "is the folder of a standby"
+    with pytest.raises(TrainingError, match=why):
+        handed_in(folder, path)
+    assert all((folder / "record" / name).read_bytes() == data for name, data in before.items())
 
 
 def test_what_cannot_be_handed_in_is_said(

@@ -11,10 +11,11 @@ from dilocox.cli.main import main
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.identity import Authority
 from dilocox.coordinator.server.event_log import EventLog
-from dilocox.coordinator.server.generations import Generations
+from dilocox.coordinator.server.generations import MARKER, Generations, refuse_standby
 from dilocox.errors import ConfigError, JoinError, TrainingError
 from dilocox.record.writer.one_writer import held
-from dilocox.training.launch.standby import MARKER, follow, refuse_standby, take_over
+from dilocox.training.launch.coordinator_process import serve_run
+from dilocox.training.launch.standby import follow, take_over
 from tests.support.coordinator_driver import run_config
 
 pytestmark = pytest.mark.waits
@@ -60,10 +61,15 @@ def test_nobody_takes_over_by_mistake(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="is not the folder of a standby"):
         take_over(config, True, lambda line: None)
     own = with_keys(tmp_path)
-    refuse_standby(tmp_path)
+    refuse_standby(own)
     (own / MARKER).write_text(json.dumps({"of": "127.0.0.1:1", "generation": 1}))
-    with pytest.raises(TrainingError, match="add --take-over"):
-        refuse_standby(tmp_path)
+    with pytest.raises(TrainingError, match="is the folder of a standby"):
+        refuse_standby(own)
+    with pytest.raises(TrainingError, match="is the folder of a standby"):
+        serve_run(
+            config, tmp_path, None, resume=False, wait_for=None,
+            emit=lambda record: None, on_ready=lambda endpoint: None,
+        )  # fmt: skip
     with pytest.raises(TrainingError, match=r"no answer .* add --gone"):
         take_over(config, False, lambda line: None)
     assert Generations(own).current == 1

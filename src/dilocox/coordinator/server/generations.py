@@ -18,6 +18,8 @@ from dilocox.errors import TrainingError
 from dilocox.utils.storage import sync_folder
 
 FILE = "generations.json"
+MARKER = "standby.json"
+"""File in the coordinator's folder of a standby: whom it follows, and the generation."""
 Standing = Literal["", "fenced", "behind"]
 """What a site's position says of a coordinator: nothing; a newer one has taken over; its log lacks
 events that the site has seen."""
@@ -80,6 +82,17 @@ def refuse_fenced(folder: Path) -> None:
     """Raise `TrainingError` if another coordinator has taken over the run in `folder`."""
     if Generations(folder).over:
         raise TrainingError(
-            f"{folder}: a standby has taken over this run, so this log is out of date; to make "
-            "this machine a standby, begin in a new run folder (docs/standby.md)"
+            f"{folder}: a standby has taken over this run, so this log is out of date: use the "
+            "coordinator that goes on; to make this machine a standby, begin in a new run folder "
+            "(docs/standby.md)"
+        )
+
+
+def refuse_standby(folder: Path) -> None:
+    """Raise `TrainingError` if the coordinator's folder `folder` is that of a standby."""
+    if (folder / MARKER).exists():
+        raise TrainingError(
+            f"{folder}: is the folder of a standby, and the run's coordinator alone writes the "
+            "log; dilocox coordinator with --take-over makes this one the coordinator, and "
+            "--standby-of HOST:PORT follows on"
         )

@@ -17,6 +17,7 @@ from dilocox.coordinator.identity import write_private
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.messages import EnrolRequest, RankId, RoundPlan
 from dilocox.coordinator.protocol.round_plan import boundary_slots
+from dilocox.coordinator.server.generations import refuse_fenced, refuse_standby
 from dilocox.coordinator.server.notary import Decision
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import RecordError
@@ -81,8 +82,11 @@ class TransparencyLogSink:
         """Begin the log of a run, or continue it.
 
         `coordinator`: folder of the coordinator's own files. Raises `RecordError` if the log cannot
-        be written, or is not the one that the coordinator's key has signed.
+        be written, or is not the one that the coordinator's key has signed. Raises `TrainingError`
+        if another machine writes the log: two logs signed by one key would differ.
         """
+        refuse_fenced(coordinator)
+        refuse_standby(coordinator)
         folder = record_folder(config)
         try:
             key = _log_key(coordinator / KEY_FILE, fresh=not (folder / ENTRIES).exists())

@@ -20,7 +20,7 @@ from dilocox.coordinator.metrics.run_metrics import Record, RunMetrics
 from dilocox.coordinator.protocol.messages import StandingChange
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.event_log import NAME as EVENTS
-from dilocox.coordinator.server.generations import refuse_fenced
+from dilocox.coordinator.server.generations import refuse_fenced, refuse_standby
 from dilocox.coordinator.server.ledger import Ledger
 from dilocox.coordinator.server.ledger_audit import audit
 from dilocox.coordinator.server.reports import RunListener
@@ -37,7 +37,6 @@ from dilocox.training.launch import preflight, standby
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_check import ENDPOINT
 from dilocox.training.launch.run_folder import claim_folder
-from dilocox.training.launch.standby import refuse_standby
 from dilocox.training.portable_checkpoint import Handover
 
 LOG_PATIENCE = 3.0
@@ -71,7 +70,7 @@ def coordinate(
     display = Display(config)
     refuse_fenced(config.folder / "coordinator")
     if not take_over:
-        refuse_standby(config.folder)
+        refuse_standby(config.folder / "coordinator")
     role = preflight.Role("coordinator", resume=resume, wait_for=wait_for)
     prepared = preflight.check(config, role)
     config, folder = prepared.config, config.folder
@@ -178,7 +177,8 @@ def serve_run(
         port: port to listen on. None: `network.port`.
 
     Raises:
-        TrainingError: another coordinator runs on this folder.
+        TrainingError: another coordinator runs on this folder, or another machine goes on with
+            the run.
     """
     patience = SHARE * Timeouts.derive(config.network).heartbeat
     with contextlib.ExitStack() as ends:
@@ -186,6 +186,8 @@ def serve_run(
             raise TrainingError(
                 f"{folder}: another coordinator is running on this folder; stop it first"
             )
+        refuse_fenced(folder / "coordinator")
+        refuse_standby(folder / "coordinator")
         account = account_of(config, folder / "coordinator" / EVENTS)
         recorder = RunMetrics(config, folder, emit, account)
         warning = config.admission.warning(len(config.sites))

@@ -31,7 +31,7 @@ from dilocox.coordinator.protocol.standby_messages import (
 )
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.event_log import EventLog
-from dilocox.coordinator.server.generations import Generations
+from dilocox.coordinator.server.generations import MARKER, Generations
 from dilocox.coordinator.server.standby import METRICS, RECORD, RUN_FILE
 from dilocox.coordinator.server.tokens import SECRET
 from dilocox.errors import ConfigError, DilocoxError, TrainingError
@@ -40,8 +40,6 @@ from dilocox.record.writer.one_writer import held
 from dilocox.utils.append_file import AppendFile
 from dilocox.utils.storage import replace_file, sync_folder
 
-MARKER = "standby.json"
-"""File in the coordinator's folder of a standby: whom it follows, and the generation."""
 WAIT = 1.0
 """Seconds for which the coordinator holds a request of a standby that lacks nothing."""
 FENCE_EVERY = 10.0
@@ -196,15 +194,6 @@ def take_over(config: RunConfig, gone: bool, say: Say) -> Callable[[], None]:
             "first coordinator runs after all, both could train until a site has met both"
         )
     return (lambda: None) if reached else lambda: _end_later(config, address, generation)
-
-
-def refuse_standby(folder: Path) -> None:
-    """Raise `TrainingError` if the folder is that of a standby."""
-    if (folder / "coordinator" / MARKER).exists():
-        raise TrainingError(
-            f"{folder}: is the folder of a standby; add --take-over to make it the coordinator, or "
-            "--standby-of HOST:PORT to follow on"
-        )
 
 
 def _end_first(client: CoordinatorClient, copy: StandbyCopy, generation: int) -> None:
