@@ -72,6 +72,9 @@ def test_nobody_takes_over_by_mistake(tmp_path: Path) -> None:
         )  # fmt: skip
     with pytest.raises(TrainingError, match=r"no answer .* add --gone"):
         take_over(config, False, lambda line: None)
+    # On a free port no site would find it, and the first would have ended by then.
+    with pytest.raises(ConfigError, match=r"network\.port: sites must know"):
+        take_over(config_of(tmp_path, port=0), True, lambda line: None)
     assert Generations(own).current == 1
     said: list[str] = []
     take_over(config, True, said.append)

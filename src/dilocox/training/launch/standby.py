@@ -157,9 +157,11 @@ def take_over(config: RunConfig, gone: bool, say: Say) -> Callable[[], None]:
         reached. Call it when the new one serves.
 
     Raises:
+        ConfigError: `network.port` is not set.
         TrainingError: The folder is no standby's, a standby still follows, the run has ended, or
             the first coordinator does not answer and `gone` is false.
     """
+    _check_port(config)
     folder = config.folder
     marker = folder / "coordinator" / MARKER
     said = _marked(folder)
@@ -235,13 +237,17 @@ def _end_later(config: RunConfig, address: str, generation: int) -> None:
     threading.Thread(target=run, name="fence", daemon=True).start()
 
 
-def _check(config: RunConfig) -> None:
-    own = config.folder / "coordinator"
+def _check_port(config: RunConfig) -> None:
     if not config.network.port:
         raise ConfigError(
             "network.port: sites must know where this standby will listen: set it, for example "
             "with --set network.port=7777"
         )
+
+
+def _check(config: RunConfig) -> None:
+    own = config.folder / "coordinator"
+    _check_port(config)
     names = ["authority.pem", "server.pem", "operator.json", SECRET]
     names += [KEY_FILE] if config.record.enabled else []
     lacking = [name for name in names if not (own / name).is_file()]
