@@ -10,6 +10,7 @@ import pytest
 from dilocox.cli.main import main
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.identity import Authority
+from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.event_log import EventLog
 from dilocox.coordinator.server.generations import MARKER, Generations, refuse_standby
 from dilocox.errors import ConfigError, JoinError, TrainingError
@@ -37,6 +38,16 @@ def with_keys(folder: Path) -> Path:
     return own
 
 
+class EndedError(Exception):
+    """The operator ends the command."""
+
+
+def with_event(own: Path) -> None:
+    log = EventLog(own)
+    log.append(e.Created(1.0, "digest", "run"))
+    log.close()
+
+
 def test_a_standby_that_could_not_take_over_is_refused(tmp_path: Path) -> None:
     def told(config: RunConfig, address: str = "127.0.0.1:1") -> None:
         follow(config, address, lambda line: None)
@@ -51,9 +62,23 @@ def test_a_standby_that_could_not_take_over_is_refused(tmp_path: Path) -> None:
     with held(own), pytest.raises(TrainingError, match="a process uses this folder"):
         told(config_of(tmp_path))
     # The folder of a coordinator is no standby's.
-    EventLog(own).close()
+    with_event(own)
     with pytest.raises(TrainingError, match="the log of a coordinator, not of a standby"):
         told(config_of(tmp_path))
+
+
+def test_a_standby_that_was_never_answered_is_started_again(tmp_path: Path) -> None:
+    with_keys(tmp_path)
+
+    def end(line: str) -> None:
+        assert line.endswith("--take-over --gone in place of --standby-of")
+        raise EndedError
+
+    for _ in range(2):
+        with pytest.raises(EndedError):
+            follow(config_of(tmp_path), "127.0.0.1:1", end)
+    with pytest.raises(TrainingError, match="is not the folder of a standby that has followed"):
+        take_over(config_of(tmp_path), True, lambda line: None)
 
 
 def test_nobody_takes_over_by_mistake(tmp_path: Path) -> None:
@@ -72,6 +97,9 @@ def test_nobody_takes_over_by_mistake(tmp_path: Path) -> None:
         )  # fmt: skip
     with pytest.raises(TrainingError, match=r"no answer .* add --gone"):
         take_over(config, False, lambda line: None)
+    with pytest.raises(TrainingError, match="this standby has no event of the run yet"):
+        take_over(config, True, lambda line: None)
+    with_event(own)
     # On a free port no site would find it, and the first would have ended by then.
     with pytest.raises(ConfigError, match=r"network\.port: sites must know"):
         take_over(config_of(tmp_path, port=0), True, lambda line: None)
@@ -81,7 +109,7 @@ def test_nobody_takes_over_by_mistake(tmp_path: Path) -> None:
     assert said[0].endswith("does not answer; you say that it has ended")
     # Of three sites one is enough to go on: the operator is told what a mistake would do.
     assert "outer.min_sites is" in said[1]
-    assert (Generations(own).begun, (own / MARKER).exists()) == ([0, 0], False)
+    assert (Generations(own).begun, (own / MARKER).exists()) == ([0, 1], False)
 
 
 def test_options_that_contradict_each_other(

@@ -30,6 +30,7 @@ from dilocox.coordinator.protocol.standby_messages import (
     FollowRequest,
 )
 from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.server.event_log import NAME as EVENTS
 from dilocox.coordinator.server.event_log import EventLog
 from dilocox.coordinator.server.generations import MARKER, Generations
 from dilocox.coordinator.server.standby import METRICS, RECORD, RUN_FILE
@@ -159,7 +160,7 @@ def take_over(config: RunConfig, gone: bool, say: Say) -> Callable[[], None]:
     Raises:
         ConfigError: `network.port` is not set.
         TrainingError: The folder is no standby's, a standby still follows, the run has ended, or
-            the first coordinator does not answer and `gone` is false.
+            the first coordinator does not answer and `gone` is false or nothing was copied.
     """
     _check_port(config)
     folder = config.folder
@@ -182,6 +183,11 @@ def take_over(config: RunConfig, gone: bool, say: Say) -> Callable[[], None]:
                 raise TrainingError(
                     f"{error} Nobody but you can tell whether it has ended: if you are sure that "
                     "it has, and that nothing starts it again, add --gone"
+                ) from None
+            if not copy.log.last:
+                raise TrainingError(
+                    f"{folder}: this standby has no event of the run yet, so it cannot go on with "
+                    "it; start the first coordinator again"
                 ) from None
             reached = False
             say(f"the first coordinator at {address} does not answer; you say that it has ended")
@@ -256,9 +262,18 @@ def _check(config: RunConfig) -> None:
             f"{own}: lacks {', '.join(lacking)} of the coordinator; copy them from its machine in "
             "a way that nobody else can read (docs/standby.md)"
         )
-    if Generations(own).over or (own / MARKER).exists() != (own / "coordinator.sqlite").exists():
+
+
+def _refuse_coordinator(folder: Path) -> None:
+    """Raise `TrainingError` if the log in a run's folder is that of a coordinator."""
+    own, begun = folder / "coordinator", False
+    if (own / EVENTS).exists() and not (own / MARKER).exists():
+        # A standby that has never been answered has a log, too, and no marker; but no event.
+        with contextlib.closing(EventLog(own)) as log:
+            begun = log.last > 0
+    if begun or Generations(own).over:
         raise TrainingError(
-            f"{config.folder}: holds the log of a coordinator, not of a standby; choose an empty "
+            f"{folder}: holds the log of a coordinator, not of a standby; choose an empty "
             "run.folder with the copied keys"
         )
 
@@ -294,6 +309,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[StandbyCopy]:
     try:
+        _refuse_coordinator(folder)
         copy = StandbyCopy(folder)
         try:
             yield copy
