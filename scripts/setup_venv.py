@@ -37,8 +37,8 @@ class Pip:
     """pip of an environment. The output of pip goes to a log file."""
 
     def __init__(self, python: Path, log: Path, constraints: Path) -> None:
-        self.constraints = constraints
-        self._python, self._log = python, log
+        self.constraints, self.log = constraints, log
+        self._python = python
         log.write_bytes(b"")
 
     def install(self, *words: str, constrained: bool = True) -> bool:
@@ -54,36 +54,28 @@ class Pip:
             *(["-c", str(self.constraints)] if constrained else []),
             *words,
         ]
-        with self._log.open("ab") as out:
+        with self.log.open("ab") as out:
             done = subprocess.run(command, stdout=out, stderr=out, check=False)
         return done.returncode == 0
 
     def need(self, *words: str) -> None:
         """Install packages. If that fails, print the end of the log and exit."""
         if not self.install(*words):
-            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
             told = "\n".join(lines[-SHOWN:])
-            sys.exit(f"{told}\nsetup: pip failed; all that it said: {self._log}")
+            sys.exit(f"{told}\nsetup: pip failed; all that it said: {self.log}")
 
 
 def main() -> None:
     """Create or complete the environment at the given folder."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--dev", action="store_true", help="add what all of the tests need")
-    parser.add_argument("--tests", action="store_true", help="add what most of the tests need")
-    parser.add_argument("--constraints", default="constraints.txt", help="which versions to take")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     if sys.version_info < (3, 11):
         sys.exit(
             f"dilocox needs Python 3.11 or newer, this is {sys.version.split()[0]}; "
             "set PYTHON, for example: make PYTHON=python3.12 quickstart"
         )
     began = time.monotonic()
-    python = arguments.folder / "bin" / "python"
-    if not python.exists():
-        say(f"creating {arguments.folder} with Python {sys.version.split()[0]}")
-        subprocess.run([sys.executable, "-m", "venv", str(arguments.folder)], check=True)
+    python = make_environment(arguments.folder)
     pip = Pip(python, arguments.folder / LOG, ROOT / arguments.constraints)
     # Packages of the system and of Python are installed in parallel.
     system = start_system_packages() if arguments.dev and os.environ.get("CI") else None
@@ -95,6 +87,48 @@ def main() -> None:
     if system is not None:
         finish_system_packages(*system)
     say(f"ready in {time.monotonic() - began:.0f} s; what pip said: {arguments.folder / LOG}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("folder", type=Path)
+    made.add_argument("--dev", action="store_true", help="add what all of the tests need")
+    made.add_argument("--tests", action="store_true", help="add what most of the tests need")
+    made.add_argument("--constraints", default="constraints.txt", help="which versions to take")
+    return made
+
+
+def make_environment(folder: Path) -> Path:
+    """Make the virtual environment at `folder` if it lacks a working pip, and return its Python.
+
+    The making may have been interrupted before, or Python may lack its module `ensurepip`. Such an
+    environment is made anew. If that fails, exit with one line.
+    """
+    python = folder / "bin" / "python"
+    if python.exists():
+        asked = [str(python), "-m", "pip", "--version"]
+        if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
+            return python
+    anew = (folder / "pyvenv.cfg").exists()
+    if anew and Path(sys.prefix).resolve() == folder.resolve():
+        sys.exit(f"setup: {folder} has no pip, and runs this script; run it by another Python")
+    say(f"creating {folder} with Python {sys.version.split()[0]}")
+    clear = ["--clear"] if anew else []
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", *clear, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if made.returncode != 0:
+        reason = " ".join(made.stdout.split()) or f"exit code {made.returncode}"
+        sys.exit(
+            f"setup: {folder} cannot be made ({reason}); Debian and Ubuntu have the missing part "
+            "of Python in the package python3-venv"
+        )
+    return python
 
 
 def install_torch(python: Path, pip: Pip, scratch: Path) -> None:
@@ -118,14 +152,16 @@ def install_torch(python: Path, pip: Pip, scratch: Path) -> None:
     if choice.requirement is not None:
         pip.constraints = scratch / "constraints.txt"
         pip.constraints.write_text(with_torch(constraints, choice.requirement))
+    trouble = f"{choice.index} does not answer"
     if choice.index is not None and (override or reachable(f"{choice.index}/torch/")):
         say(f"installing {wanted} from {choice.index} ({choice.why})")
         if pip.install(wanted, "--index-url", choice.index, constrained=False):
             return
         if override:
             sys.exit(f"setup: {VARIABLE}={override}: {wanted} cannot be installed from there")
+        trouble = f"pip cannot install it from {choice.index} ({pip.log})"
     if choice.index is not None:
-        say(f"{choice.index} does not answer or lacks {wanted}; taking the default index")
+        say(f"{trouble}; taking the default index")
         if smi is not None:
             say(f"its build needs a driver for CUDA 13; set {VARIABLE} if yours is older")
     say(f"installing {wanted}")

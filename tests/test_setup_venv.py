@@ -1,0 +1,110 @@
+"""The virtual environment that the Makefile uses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import setup_venv
+
+DEBIAN = """\
+The virtual environment was not created successfully because ensurepip is not
+available.  On Debian/Ubuntu systems, you need to install the python3-venv
+package using the following command."""
+"""What Python of Debian says without that package."""
+
+
+def test_an_environment_that_was_begun_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "venv"
+    # What Ctrl-C leaves, or a Python without ensurepip. To make pip here would take seconds.
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    real, stand_in = sys.executable, tmp_path / "python3"
+    stand_in.write_text(f'#!/bin/sh\nexec {real} "$@" --without-pip\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    (folder / "rest").write_text("")
+    assert setup_venv.make_environment(folder) == folder / "bin" / "python"
+    assert (folder / "bin" / "python").exists()
+    assert not (folder / "rest").exists()
+
+
+def test_an_environment_with_pip_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    (tmp_path / "pyvenv.cfg").write_text("")
+    python.write_text('#!/bin/sh\n[ "$*" = "-m pip --version" ]\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert setup_venv.make_environment(tmp_path) == python
+
+
+def test_a_folder_that_is_no_environment_is_not_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").write_text("")
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    setup_venv.make_environment(tmp_path)
+    assert (tmp_path / "kept").exists()
+
+
+def test_a_python_without_venv_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python3"
+    python.write_text(f"#!/bin/sh\ncat << END\n{DEBIAN}\nEND\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(SystemExit) as told:
+        setup_venv.make_environment(tmp_path / "venv")
+    said = str(told.value)
+    assert said.startswith(
+        f"setup: {tmp_path / 'venv'} cannot be made (The virtual environment was"
+    )
+    assert said.endswith("in the package python3-venv")
+    assert "\n" not in said
+
+
+def test_the_environment_that_runs_the_script_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyvenv.cfg").write_text("")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(SystemExit, match="run it by another Python"):
+        setup_venv.make_environment(tmp_path)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_why_the_default_index_is_taken_is_said(
+    answers: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    class Pip(setup_venv.Pip):
+        def install(self, *words: str, constrained: bool = True) -> bool:
+            asked.append(words)
+            return len(asked) > answers
+
+    constraints = setup_venv.ROOT / "constraints.txt"
+    monkeypatch.delenv(setup_venv.VARIABLE, raising=False)
+    monkeypatch.setattr(setup_venv, "ask_nvidia_smi", lambda: (None, ""))
+    monkeypatch.setattr(setup_venv, "reachable", lambda _: answers)
+    no_torch = tmp_path / "python"
+    no_torch.symlink_to("/bin/false")
+    pip = Pip(no_torch, tmp_path / "log", constraints)
+    setup_venv.install_torch(no_torch, pip, tmp_path)
+    said = capsys.readouterr().out
+    cpu = "https://download.pytorch.org/whl/cpu"
+    reason = (
+        f"pip cannot install it from {cpu} ({pip.log})" if answers else f"{cpu} does not answer"
+    )
+    assert f"setup: {reason}; taking the default index\n" in said
+    assert len(asked) == 1 + answers
