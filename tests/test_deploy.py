@@ -22,6 +22,7 @@ from dilocox.cli.main import _parser
 DEPLOY = Path(__file__).parents[1] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 SITE = DEPLOY / "container" / "site.sh"
+BATCH = DEPLOY / "slurm" / "site.sbatch"
 CHART = DEPLOY / "helm" / "dilocox-site"
 GOLDEN = Path(__file__).parent / "support" / "fixtures" / "helm"
 COORDINATOR = "203.0.113.7:29400"
@@ -83,11 +84,12 @@ class Machine:
     """`site.sh` with a program in place of `dilocox` that writes down how it was called, and ends
     as the next line of `codes` says: with an exit code, or `term`: with 130 at SIGTERM."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, script: Path = SITE, **more: str) -> None:
+        """`more`: the text of other programs that the script calls."""
+        self.root, self.script = root, script
         programs = root / "programs"
         programs.mkdir()
-        for name, text in (("dilocox", STAND_IN), ("sleep", "#!/bin/bash\nexit 0\n")):
+        for name, text in {"dilocox": STAND_IN, "sleep": "#!/bin/bash\nexit 0\n", **more}.items():
             (programs / name).write_text(text.replace("ROOT", str(root)))
             (programs / name).chmod(0o755)
         self.path = f"{programs}:{os.environ['PATH']}"
@@ -97,7 +99,7 @@ class Machine:
         (self.root / "codes").write_text("".join(f"{code}\n" for code in codes))
         (self.root / "calls").write_text("")
         return subprocess.Popen(
-            [SITE, COORDINATOR, "lyon", "run.toml", "token", "--set", "a.b=c d"],
+            [self.script, COORDINATOR, "lyon", "run.toml", "token", "--set", "a.b=c d"],
             env={"PATH": self.path, **variables}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -180,6 +182,63 @@ def test_a_machine_that_has_to_end_lets_its_ranks_finish(
     said = process.communicate(timeout=60)[0]
     assert (process.returncode, said) == (143, "site lyon was told to end here\n")
     assert len(machine.calls) == ranks
+
+
+class BatchJob(Machine):
+    """`site.sbatch` with programs in place of Slurm's. Slurm itself: tests/e2e/test_slurm.py."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(
+            root,
+            BATCH,
+            srun='#!/bin/bash\necho $$ > ROOT/step\nexec "$@"\n',
+            scancel='#!/bin/bash\necho "$*" >> ROOT/asked\nkill -TERM "$(cat ROOT/step)"\n',
+            squeue="#!/bin/bash\ncat ROOT/state\n",
+            scontrol='#!/bin/bash\necho "$*" >> ROOT/asked\n',
+        )
+
+    @property
+    def asked(self) -> list[str]:
+        """What Slurm was asked to do."""
+        path = self.root / "asked"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def batch_job(tmp_path: Path) -> BatchJob:
+    return BatchJob(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_a_batch_job_goes_back_into_the_queue_when_its_time_is_nearly_over(
+    batch_job: BatchJob, state: str
+) -> None:
+    """Slurm signals the script, however long before the end. A cancelled job stays away."""
+    (batch_job.root / "state").write_text(f"{state}\n")
+    process = batch_job.start("term", SLURM_JOB_ID="7")
+    until(lambda: len(batch_job.calls) == 1)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    told = "site lyon has left before the job's time is over; the job goes back into the queue\n"
+    back = state == "RUNNING"
+    assert (process.returncode, said) == (0, told if back else "")
+    assert batch_job.asked == ["--signal=TERM 7", *(["requeue 7"] if back else [])]
+
+
+def test_a_batch_job_whose_site_was_asked_to_leave_ends(batch_job: BatchJob) -> None:
+    assert batch_job.run(130, SLURM_JOB_ID="7") == (0, "")
+    assert batch_job.run(1, 0, SLURM_JOB_ID="7") == (
+        0,
+        "site lyon starts again in 10 s; exit code 1\n",
+    )
+    assert batch_job.asked == []
+    options = _parser().parse_args(batch_job.calls[0]["words"])
+    assert (options.address, options.site, options.overrides) == (COORDINATOR, "lyon", ["a.b=c d"])
+
+
+def test_slurm_signals_the_script_of_a_site_and_not_its_ranks() -> None:
+    (said,) = re.findall(r"^#SBATCH --signal=(\S+)$", BATCH.read_text(), re.MULTILINE)
+    assert said == "B:TERM@600"
 
 
 def until(condition: Callable[[], bool]) -> None:

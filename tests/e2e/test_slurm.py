@@ -125,7 +125,7 @@ def test_a_job_whose_time_is_over_goes_back_into_the_queue(
 ) -> None:
     jobs = Jobs(slurm, workshop, "slurm-time", *LONG, "outer.rounds=5000")
     # Slurm sends the signal up to a minute early, which this test need not wait for.
-    short = jobs.submit("lyon", "--time=00:03:00", "--signal=TERM@120")
+    short = jobs.submit("lyon", "--time=00:03:00", "--signal=B:TERM@120")
     other = jobs.submit("paris")
     back = "the job goes back into the queue"
     jobs.coordinator.until(lambda: back in jobs.said("lyon"), limit=400)
@@ -134,7 +134,9 @@ def test_a_job_whose_time_is_over_goes_back_into_the_queue(
     slurm.ask("scontrol", "update", f"JobId={short}", "StartTime=now")
     slurm.until(short, ("RUNNING",))
     jobs.coordinator.until(lambda: jobs.coordinator.printed().count("lyon enrolled") == 2)
+    # A job that is cancelled does not come back.
     slurm.ask("scancel", str(short), str(other))
+    assert slurm.until(short, ("CANCELLED", "PENDING")) == "CANCELLED"
     jobs.coordinator.interrupt()
     assert jobs.coordinator.wait() == 130
 
@@ -143,9 +145,9 @@ def test_a_site_that_was_asked_to_leave_does_not_come_back(
     slurm: Cluster, workshop: Workshop
 ) -> None:
     jobs = Jobs(slurm, workshop, "slurm-leave", *LONG, "outer.min_sites=1")
-    lyon, paris = jobs.submit("lyon"), jobs.submit("paris")
+    lyon, paris = jobs.submit("lyon", "--time=UNLIMITED"), jobs.submit("paris")
     jobs.coordinator.until_round(2)
-    slurm.ask("scancel", "--signal=TERM", f"{lyon}.0")
+    slurm.ask("scancel", "--signal=TERM", str(lyon))
     assert slurm.until(lyon, ("COMPLETED", "FAILED")) == "COMPLETED"
     assert "queue" not in jobs.said("lyon")
     check(jobs.coordinator)
