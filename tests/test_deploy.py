@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from dilocox.cli.main import _parser
+from dilocox.config.network import NetworkSection
+from dilocox.coordinator.protocol.timeouts import Timeouts
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -164,8 +166,12 @@ def test_machines_of_a_site_number_their_ranks(machine: Machine) -> None:
     ranks = sorted(call["rank"] for call in machine.calls)
     assert ranks == [f"{n} {n - 3} 6 3 first 29600" for n in (3, 4, 5)]
     # One crashed rank decides, whatever the others say.
-    code, said = machine.run(130, 9, 0, 130, 0, 0, **several, MASTER_PORT="5")
+    code, said = machine.run(130, 9, 0, 0, 0, 0, **several, MASTER_PORT="5")
     assert (code, said) == (0, "site lyon starts again in 10 s; exit code 9\n")
+    # Another machine of the site is taken back: the site has to come back on all of them.
+    told = "site lyon was told to end on another machine\n"
+    assert machine.run(130, 130, 130, **several) == (143, told)
+    assert machine.run(0, 130, 0, **several) == (143, told)
     for wrong in ({"RANKS": ""}, {"MASTER_ADDR": ""}):
         code, said = machine.run(0, **{**several, **wrong})
         assert (code, said) == (2, "site.sh: NODES is 2: set RANKS and MASTER_ADDR, too\n")
@@ -247,6 +253,14 @@ def until(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("never came true")
+
+
+@pytest.mark.parametrize("script", [SITE, BATCH], ids=lambda script: script.stem)
+def test_a_start_that_waits_for_the_first_rank_in_vain_is_no_good_one(script: Path) -> None:
+    found = re.search(r"^long=(\d+)", script.read_text(), re.MULTILINE)
+    assert found is not None
+    limits = Timeouts.derive(NetworkSection())
+    assert int(found[1]) > limits.stall + limits.link
 
 
 def join_of(words: list[str]) -> Any:

@@ -11,9 +11,11 @@
 #   MASTER_ADDR  address of machine 0; MASTER_PORT (29600) is free there
 # NODES x RANKS = replicas x stages x shards of [site].
 #
-# SIGTERM lets the ranks finish their rounds, and the site leaves. Give them 600 s. Exit codes:
+# SIGTERM lets the ranks finish their rounds, and the site leaves. Give them 600 s. SIGTERM to one of
+# several machines ends the site on all of them. Exit codes:
 #   0    the run is over, or `dilocox leave` has ended the site: do not start it again
-#   143  SIGTERM has ended the site: start it again where there is room
+#   143  SIGTERM to this machine, or to another one of the site, has ended it: start it again where
+#        there is room
 #   else five starts in a row have failed: a person has to look
 
 set -u
@@ -26,7 +28,9 @@ shift 4
 nodes=${NODES:-1} node=${NODE:-0} ranks=${RANKS:-0}
 pause=10            # seconds between two starts
 most=5              # starts in a row that may fail
-long=600            # seconds after which a start counts as a good one
+# Seconds after which a start counts as a good one: longer than ranks wait for the first one, which is
+# 5 x network.link_timeout + network.heartbeat, 605 s by default.
+long=900
 if (( nodes > 1 && ranks < 1 )) || { (( nodes > 1 )) && [[ -z ${MASTER_ADDR:-} ]]; }; then
     echo "site.sh: NODES is $nodes: set RANKS and MASTER_ADDR, too" >&2
     exit 2
@@ -83,6 +87,9 @@ while (( ! asked )); do
         exit 0
     elif (( asked )); then
         break
+    elif (( worst == 130 && nodes > 1 )); then
+        echo "site $site was told to end on another machine"
+        exit 143
     elif (( worst == 130 )); then
         exit 0      # asked to leave
     fi

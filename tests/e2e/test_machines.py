@@ -30,12 +30,16 @@ class Machines:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = str(found.getsockname()[1])
+        self.every: list[subprocess.Popen[bytes]] = []
         self.paris = self._start("paris")
+        self.start_lyon()
+
+    def start_lyon(self) -> None:
+        """Start the two machines of lyon, as a Job of Kubernetes starts its pods."""
         self.lyon = [
             self._start("lyon", NODES="2", NODE=str(node), RANKS="1", MASTER_ADDR="127.0.0.1")
             for node in (0, 1)
         ]
-        self.every = [self.paris, *self.lyon]
 
     def _start(self, site: str, **variables: str) -> subprocess.Popen[bytes]:
         address, token = self.lines[site].split()[1], self.lines[site].split()[-1]
@@ -43,10 +47,12 @@ class Machines:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         log = self.log(site, variables.get("NODE", "0"))
         with log.open("wb") as file:
-            return subprocess.Popen(
+            started = subprocess.Popen(
                 [SCRIPT, *words], stdout=file, stderr=subprocess.STDOUT,
                 env={**os.environ, "PATH": path, "MASTER_PORT": self.port, **variables},
             )  # fmt: skip
+        self.every.append(started)
+        return started
 
     def log(self, site: str, node: str) -> Path:
         """The file of what a machine prints."""
@@ -85,7 +91,14 @@ def test_a_killed_rank_comes_back_and_machines_that_must_end_leave(workshop: Wor
         os.kill(made.rank_of(made.lyon[1]), signal.SIGKILL)
         run.until(lambda: all("starts again in 10 s" in made.said("lyon", n) for n in (0, 1)))
         run.until(lambda: entered(run) == 2, 400)
-        # The cluster takes the machines of lyon back: they end after their rounds.
+        # The cluster takes back one machine of lyon: both end after their rounds, and come back.
+        made.lyon[1].send_signal(signal.SIGTERM)
+        assert [each.wait(240) for each in made.lyon] == [143, 143], made.said("lyon")
+        assert "site lyon was told to end on another machine" in made.said("lyon", 0)
+        assert "site lyon was told to end here" in made.said("lyon", 1)
+        made.start_lyon()
+        run.until(lambda: entered(run) == 3, 400)
+        # The cluster takes both machines back.
         for each in made.lyon:
             each.send_signal(signal.SIGTERM)
         assert [each.wait(240) for each in made.lyon] == [143, 143], made.said("lyon")

@@ -448,6 +448,75 @@ def test_a_rank_that_was_asked_to_go_says_so_in_its_exit_code(
     until(lambda: bool(line.said))
 
 
+def codes_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_rank: Callable[[int, dict[int, int]], int]
+) -> dict[int, int]:
+    """The exit codes of the three ranks of a site, by number.
+
+    `run_rank`: called with the rank's number, and with the codes of those that have ended.
+    """
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(torchrun, "enrol_site", lambda *_: SimpleNamespace(to_text=lambda: "id"))
+    monkeypatch.setattr(torchrun.Identity, "from_text", lambda text: text)
+    monkeypatch.setattr(torchrun, "run_rank", lambda job, _: run_rank(job.local_rank, codes))
+    monkeypatch.setattr(torchrun, "SiteLine", lambda *_: Line())
+    monkeypatch.setattr(RankVariables, "export", nothing_of)
+    config = run(tmp_path, stages=3, batch_size=6)
+    endpoint = Endpoint("https://localhost:1", {"paris": TOKEN}, "")
+    codes: dict[int, int] = {}
+
+    def join(number: int) -> None:
+        mine = variables(number, 3, str(agent.port))
+        code = torchrun.join_as_rank(config, "paris", endpoint, mine, NOTHING, debug=False)
+        codes[number] = code
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(join, range(3)))
+    return codes
+
+
+def test_a_signal_to_one_machine_is_in_the_exit_codes_of_all_ranks_of_the_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher takes back the machine of the last rank. An exchange keeps the rank before it."""
+    handlers: dict[int, torchrun.Going] = {}
+    signalled, first_is_done = threading.Event(), threading.Event()
+
+    class Heard(torchrun.Going):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            handlers[threading.get_ident()] = self
+
+    def run_rank(number: int, codes: dict[int, int]) -> int:
+        if number == 2:
+            handlers[threading.get_ident()](signal.SIGTERM, None)
+            for thread in threading.enumerate():
+                if thread.name == "signalled":
+                    thread.join()
+            signalled.set()
+        elif number == 1:
+            assert first_is_done.wait(20.0)
+            # The store may end with the first rank, so that rank waits until the others know.
+            assert 0 not in codes
+        else:
+            assert signalled.wait(20.0)
+            threading.Timer(0.2, first_is_done.set).start()
+        return 0
+
+    monkeypatch.setattr(torchrun, "Going", Heard)
+    monkeypatch.setattr(torchrun, "LAST_WORDS", 0.0)
+    assert codes_of_ranks(tmp_path, monkeypatch, run_rank) == {0: 130, 1: 130, 2: 130}
+
+
+@pytest.mark.parametrize("code", [0, rank_process.STOPPED])
+def test_without_a_signal_the_end_of_a_site_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The code is 0 after `dilocox leave`, and where the run was stopped while the site joined."""
+    assert codes_of_ranks(tmp_path, monkeypatch, lambda *_: code) == {0: 0, 1: 0, 2: 0}
+
+
 def until(true: Callable[[], bool]) -> None:
     end = time.monotonic() + 20.0
     while not true():

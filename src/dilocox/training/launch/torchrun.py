@@ -34,7 +34,7 @@ from dilocox.errors import DilocoxError, JoinError
 from dilocox.training.builder import Hooks, RankPlace
 from dilocox.training.launch import site_log
 from dilocox.training.launch.rank import run_rank
-from dilocox.training.launch.rank_job import RankJob
+from dilocox.training.launch.rank_job import STOPPED, RankJob
 from dilocox.training.launch.site import SiteLine, enrol_site, exchange_address
 from dilocox.training.launch.supervisor import Asked, listening, print_error
 from dilocox.training.launch.torchrun_env import RankVariables
@@ -44,7 +44,7 @@ from dilocox.utils.chrome_trace import merge_rank, part_path
 LOOK = 0.25
 """Seconds between two looks into the store. (PyTorch's own wait warns at each time-out.)"""
 LAST_WORDS = 10.0
-"""Seconds for which the first rank waits until the others have read why it gives up."""
+"""Seconds for which the first rank waits until the others have read why it gives up, or ends."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def join_as_rank(
     """Take part in a run as one rank that a launcher has started, and return the exit code.
 
     When all ranks are prepared, the first rank pays, enrols the site, and gives the site's identity
-    to the other ranks.
+    to the other ranks. The code is 130 if a signal has asked any rank of the site to end.
 
     Args:
         config: the run.
@@ -96,8 +96,8 @@ def join_as_rank(
     variables.export()
     place = RankPlace.of_rank(site, variables.rank, config.site)
     trace = trace and place.exchanges
-    patience = timedelta(seconds=Timeouts.derive(config.network).stall)
-    with meeting_place(variables, patience) as store:
+    stall = Timeouts.derive(config.network).stall
+    with meeting_place(variables, timedelta(seconds=stall)) as store:
         tell_cores(store, variables.rank)
         text = agree(
             store,
@@ -125,7 +125,7 @@ def join_as_rank(
         )
         if place.leads:
             site_log.note_joined(config, site, endpoint.url.removeprefix("https://"))
-        code, errors = _train(job, SiteLine(config, site, endpoint, job.identity))
+        code, at_once, errors = _train(job, endpoint, SiteSignals(store, variables, stall))
     if trace:
         try:
             merge_rank(config.folder, site, place.stage, place.shard)
@@ -135,7 +135,7 @@ def join_as_rank(
         site_log.note(config, site, "ended", code=code, reason="; ".join(errors))
     if code == 0 and place.leads:
         site_log.say(site_log.end(config, site))
-    if code and dist.is_initialized():
+    if at_once and dist.is_initialized():
         # The other ranks are ended by the launcher, or learn of the end from the coordinator.
         processes.exit_now(code)
     return code
@@ -146,19 +146,74 @@ def _enrolled(config: RunConfig, site: str, endpoint: Endpoint, prepare: Prepara
     return enrol_site(config, site, endpoint).to_text()
 
 
-def _train(job: RankJob, line: SiteLine) -> tuple[int, list[str]]:
-    """Train as the rank of `job` until its end. Return the exit code and the lines of errors."""
+def _train(job: RankJob, endpoint: Endpoint, signals: SiteSignals) -> tuple[int, bool, list[str]]:
+    """Train as the rank of `job` until its end.
+
+    Returns the exit code, whether the process has to end at once, and the lines of errors. A rank
+    that fails does not ask whether a signal has come to other ranks of the site.
+    """
     errors: list[str] = []
 
     def failed(error: str, _permanent: bool) -> None:
         errors.append(error)
         print_error(error)
 
-    going = Going(line)
+    line = SiteLine(job.config, job.place.site, endpoint, job.identity)
+    going = Going(line, tell=signals.tell)
     with listening(asked=going):
         code = run_rank(job, failed)
     # After a request to leave, the rank's rounds are done and its checkpoint is written.
-    return 130 if going.times else code, errors
+    asked = going.times > 0
+    if code in (0, STOPPED):
+        asked = signals.came(asked)
+    return 130 if asked else 0 if code == STOPPED else code, code != 0, errors
+
+
+class SiteSignals:
+    """Lets all ranks of a site know whether a signal has asked any of them to end.
+
+    A launcher that takes back one machine of a site signals only the ranks there. The ranks of the
+    other machines leave as well, and must not end as if the run was over.
+
+    The ranks meet in a store, which may end with the first rank. So the first rank waits at its end
+    until the other ranks know.
+    """
+
+    def __init__(self, store: dist.Store | None, variables: RankVariables, patience: float) -> None:
+        """Create the rank's view of the signals.
+
+        `store`: store in which the ranks meet; None if there is only one rank. `patience`: seconds
+        for which the first rank waits at most after a signal.
+        """
+        self._store, self._rank, self._patience = store, variables.rank, patience
+        self._knowing = [f"knows/{other}" for other in range(variables.world)]
+
+    def tell(self) -> None:
+        """Tell the other ranks that a signal has asked this rank to end."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("signalled", "+")
+                self._store.set(self._knowing[self._rank], "+")
+
+    def came(self, here: bool) -> bool:
+        """Return whether a signal has asked any rank of the site to end. Call it at the end.
+
+        `here`: whether a signal has asked this rank. If the store is gone, the first rank has ended
+        and knew of no signal.
+        """
+        store, found = self._store, here
+        if store is None:
+            return found
+        if here:
+            self.tell()
+        with contextlib.suppress(RuntimeError):
+            found = found or store.check(["signalled"])
+            store.set(self._knowing[self._rank], "+")
+            # Ranks of other stages may need minutes more for the exchanges of their last round.
+            end = time.monotonic() + (self._patience if found else LAST_WORDS)
+            while self._rank == 0 and not store.check(self._knowing) and time.monotonic() < end:
+                time.sleep(LOOK)
+        return found
 
 
 class Going(Asked):
@@ -172,10 +227,15 @@ class Going(Asked):
     """
 
     def __init__(
-        self, line: SiteLine, end: Callable[[int], object] = processes.exit_now, **options: Any
+        self,
+        line: SiteLine,
+        end: Callable[[int], object] = processes.exit_now,
+        tell: Callable[[], object] = lambda: None,
+        **options: Any,
     ) -> None:
+        """Create the handler. `end` ends the process; `tell` is called at the first signal."""
         super().__init__(**options)
-        self._line, self._end = line, end
+        self._line, self._end, self._tell = line, end, tell
 
     def __call__(self, number: int, frame: object) -> None:
         """Handle the signal. A thread asks the coordinator, because training must not wait."""
@@ -183,6 +243,9 @@ class Going(Asked):
         super().__call__(number, frame)
         if self.times > before:
             again = self.times > 1
+            if not again:
+                # In a thread of its own, since the store may be busy for long at the rank's start.
+                threading.Thread(target=self._tell, name="signalled", daemon=True).start()
             threading.Thread(target=self.ask, args=(again,), name="going", daemon=True).start()
 
     def ask(self, again: bool) -> None:
