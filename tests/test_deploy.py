@@ -9,17 +9,24 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from dilocox.cli.main import _parser
 from dilocox.config.network import NetworkSection
 from dilocox.coordinator.protocol.timeouts import Timeouts
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import setup_venv
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -328,6 +335,28 @@ def test_the_image_is_of_files_that_are_there_and_runs_as_nobody_in_particular()
     assert [step[1] for step in steps if step[0] == "USER"][-1] == "10001:10001"
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert values["user"] == 10001
+
+
+def test_a_rented_machine_gets_a_python_that_dilocox_takes(tmp_path: Path) -> None:
+    """The setup of SkyPilot's file, with a stand-in for uv that writes down how it was called."""
+    uv = tmp_path / ".local" / "bin" / "uv"
+    uv.parent.mkdir(parents=True)
+    uv.write_text('#!/bin/bash\nprintf "%s\\n" "$@" > ~/asked\nexit 3\n')
+    uv.chmod(0o755)
+    file = yaml.safe_load((DEPLOY / "skypilot" / "site.yaml").read_text())
+    done = subprocess.run(
+        ["bash", "-c", f"{file['setup']}\ntrue"], cwd=DEPLOY.parent, check=False, timeout=60,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 3, "a failed setup is not followed by `run`"
+    words = (tmp_path / "asked").read_text().splitlines()
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    assert Version(words[words.index("--python") + 1]) in SpecifierSet(project["requires-python"])
+    script = words.index("scripts/setup_venv.py")
+    assert (DEPLOY.parent / words[script]).exists()
+    folder = setup_venv.parser().parse_args(words[script + 1 :]).folder
+    assert folder == tmp_path / "venv"
+    assert "PATH=$HOME/venv/bin:" in file["run"]
 
 
 def commands_of(name: str) -> str:
