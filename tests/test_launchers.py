@@ -81,12 +81,12 @@ def test_dstack_takes_its_file(tmp_path: Path) -> None:
         "import json, sys, yaml; "
         "from dstack._internal.core.models.configurations import parse_apply_configuration; "
         "found = parse_apply_configuration(yaml.safe_load(open(sys.argv[1]))); "
-        "print(json.dumps([found.type, found.nodes, found.stop_duration, found.retry.duration, "
+        "print(json.dumps([found.type, found.nodes, found.retry.duration, "
         "[each.value for each in found.retry.on_events], sorted(found.env)]))"
     )
     said = run(python, "-c", script, DEPLOY / "dstack" / "site.dstack.yml", HOME=str(tmp_path))
     assert json.loads(said.splitlines()[-1]) == [
-        "task", 1, 600, 86_400, ["no-capacity", "interruption"],
+        "task", 1, 86_400, ["no-capacity", "interruption"],
         ["COORDINATOR", "DILOCOX_TOKEN", "SITE"],
     ]  # fmt: skip
 
