@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -320,7 +321,10 @@ def test_two_real_sites(workshop: Workshop) -> None:
 def test_two_machines(workshop: Workshop) -> None:
     """The commands of the tutorial's last part, in two run folders; scp and ssh are copies here."""
     of = {"paris": workshop.root / "two-machines", "lyon": workshop.root / "other" / "two-machines"}
-    cut = (*CUT, "site.threads=1")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    cut = (*CUT, "site.threads=1", f"sites.paris.ports={port}-{port}")
     words = {
         site: [
             part
