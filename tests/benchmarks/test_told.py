@@ -86,6 +86,30 @@ def test_the_readme_has_the_loss_of_a_short_and_of_a_long_run(rows: list[dict[st
     assert f"{told[0]}; DiLoCo {told[1]}" in text
 
 
+def test_readme_and_results_have_the_losses_on_other_text() -> None:
+    rows = committed("evidence-cpu")["rows"]
+
+    def losses(label: str) -> tuple[list[float], str]:
+        """Gaps to the best synchronous run of the same seed, and the reduction."""
+        own = [row for row in rows if row["label"] == label]
+        best = [
+            min(row["val_loss"] for row in rows
+                if (row["label"], row["seed"]) == ("allreduce", each["seed"]))
+            for each in own
+        ]  # fmt: skip
+        gaps = [row["val_loss"] / least - 1 for row, least in zip(own, best, strict=True)]
+        return gaps, f"{own[0]['reduction_total']:,.0f}x"
+
+    gaps, reduction = losses("dilocox 100x")
+    (one,), far = losses("dilocox 1000x")
+    readme = f"{spread(gaps)} with {reduction} fewer bytes; {percent(one, 0)} % with {far}"
+    assert readme in page("README.md")
+    each = ", ".join(percent(gap, 1) for gap in gaps)
+    results = page("docs/results.md")
+    assert f"| dilocox, link for 100x | {reduction} | {each} % | 0, 1, 2 |" in results
+    assert f"| dilocox, link for 1,000x | {far} | {percent(one, 1)} % | 0 |" in results
+
+
 @pytest.mark.parametrize(
     "label",
     ["dilocox 100x", "dilocox 500x", "dilocox 1000x", "dilocox 2750x", "dilocox 4000x", "diloco",
