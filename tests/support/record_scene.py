@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import check_log, read_log
+from dilocox.record.log.verdict_statements import HandedIn
 from dilocox.record.verify.run_history import RunHistory, read_history
 from dilocox.record.writer.exchange_statements import commitment, contribution
 from dilocox.record.writer.notary import TransparencyLogSink
@@ -112,6 +114,29 @@ class Scene:
 
     def kinds(self) -> list[str]:
         return [s.opened(entry)[0].kind for entry in self.entries()]
+
+    def decisions(self) -> list[tuple[dict[str, Any], dict[str, str]]]:
+        """Copies of predicate and subjects of all outer steps of the log."""
+        opened = (s.opened(each)[0] for each in self.entries())
+        return [(json.loads(json.dumps(dict(each.predicate))), dict(each.subjects))
+                for each in opened if each.kind == s.STEP]  # fmt: skip
+
+    def decide(self, said: dict[str, Any], subjects: dict[str, str]) -> None:
+        """Append an outer step as the coordinator says it; its sites sign the payloads."""
+        key = ExchangeKey.parse(said["exchange_key"])
+        for site in said["set"]:
+            rank = m.RankId(site=site, stage=key.stage, shard=0)
+            digest = subjects[f"{site}/0"]
+            signed = contribution(self.notary.run, rank, key, said["attempt"], digest)
+            self.notary.writer.append(SIGNERS[site].sign(signed))
+        self.notary.writer.append(self.notary.signer.sign(s.Statement(s.STEP, subjects, said)))
+
+    def hand_in(self, auditor: s.Signer, site: str, round_: int, verdict: Any) -> None:
+        """Append a verdict of an auditor who has read the whole log."""
+        size = len(self.entries())
+        digest = hashlib.sha256(f"{site} {round_} {verdict}".encode()).hexdigest()
+        found = HandedIn(site, round_, verdict, auditor.public, "", digest, size, size)
+        self.notary.writer.append(auditor.sign(found.statement(self.notary.run)))
 
     def last_decision(self) -> Decision:
         state = self.driver.core.state

@@ -12,8 +12,8 @@ from typing import Any
 def second_opinion(folder: Path, size: int) -> dict[str, int]:
     """Wei by account after the first `size` statements, from the plain text of the log alone."""
     steps: dict[str, Any] = {}
+    sent: dict[tuple[str, int], dict[str, str]] = {}
     verdicts: list[dict[str, Any]] = []
-    plans: dict[int, Any] = {}
     resumes: list[int] = []
     run: dict[str, Any] = {}
     lines = (folder / "record" / "statements.jsonl").read_text().splitlines()[:size]
@@ -23,28 +23,31 @@ def second_opinion(folder: Path, size: int) -> dict[str, int]:
         subjects = {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
         if "run-manifest" in kind:
             run = said["config"]
+        elif ":contribution:" in kind:
+            places = sent.setdefault((said["exchange_key"], said["attempt"]), {})
+            places[f"{said['site']}/{said['shard']}"] = subjects["payload"]
         elif "outer-step" in kind:
-            steps[said["exchange_key"]] = {**said, "paid": subjects, "at": number}
-        elif ":plan:" in kind:
-            plans[said["round"]] = said["plan"]
+            key = said["exchange_key"]
+            first = steps[key]["at"] if key in steps else number
+            steps[key] = {**said, "paid": subjects, "at": first}
         elif ":resume:" in kind:
             resumes.append(number)
             steps = {key: each for key, each in steps.items() if each["tick"] <= said["tick"]}
-            plans = {n: each for n, each in plans.items() if each["first_tick"] <= said["tick"]}
+            sent = {place: each for place, each in sent.items() if place[0] in steps}
         elif "audit-verdict" in kind:
             verdicts.append({**said, "file": subjects["verdict"]})
-    refused = refused_of(run, steps, plans, resumes, verdicts)
     tokens: dict[str, Fraction] = {}
     strange = {said["round"] for said in steps.values() if not possible(run, said)}
-    strange |= late_rounds(run, steps)
-    for said in steps.values():
+    strange |= late_rounds(run, steps) | torn_rounds(steps)
+    for key, said in steps.items():
         train = said["kind"] == "train" and said["round"] not in strange
+        signed = sent.get((key, said["attempt"]), {}).items()
         for site in said["set"] if train else []:
-            shards = range(run["site"]["shards"])
-            sent = {f"{site}/{shard}" for shard in shards} <= set(said["paid"])
+            own = {(f"{site}/{n}", said["paid"].get(f"{site}/{n}"))
+                   for n in range(run["site"]["shards"])}  # fmt: skip
             shares = said["shares"].get(site, [[1]])
-            counts = any(own == [] or max(own) > 0 for own in shares)
-            if sent and counts and (site, said["round"]) not in refused:
+            counts = any(part == [] or max(part) > 0 for part in shares)
+            if own <= set(signed) and counts and not refused(run, said, site, resumes, verdicts):
                 read = sum(count for _, count in said["ranges"][site])
                 read *= run["data"]["sequence_length"]
                 parts = run["site"]["stages"] * said["fragments"]
@@ -58,34 +61,36 @@ def second_opinion(folder: Path, size: int) -> dict[str, int]:
     return wei
 
 
-def refused_of(
-    run: Any, steps: Any, plans: Any, resumes: list[int], verdicts: list[Any]
-) -> set[tuple[str, int]]:
-    """(site, round) whose newest standing verdict of an auditor of the run file is bad."""
-    newest: dict[tuple[str, str, int], tuple[int, str]] = {}
-    files: set[tuple[str, str, int, str]] = set()
+def refused(run: Any, step: Any, site: str, resumes: list[int], verdicts: list[Any]) -> bool:
+    """An auditor's newest verdict on the site's round is bad, and it has seen this exchange.
+
+    It has not if the exchange was made only after a resume that the auditor had not seen.
+    """
+    newest: dict[str, tuple[int, str]] = {}
+    files: set[tuple[str, str]] = set()
     for said in verdicts:
-        where = (said["auditor"], said["site"], said["round"])
-        after = [each for each in resumes if each >= said["seen"]]
-        if after:
-            own = [each for each in steps.values() if each["round"] == said["round"]]
-            due = plans[said["round"]]["fragments"] if said["round"] in plans else 10_000
-            if len(own) < due * run["site"]["stages"] or any(e["at"] > after[0] for e in own):
-                continue
-        if (*where, said["file"]) in files:
+        auditor = said["auditor"]
+        mine = (said["site"], said["round"]) == (site, step["round"])
+        if not mine or auditor not in run["settlement"]["auditors"]:
             continue
-        files.add((*where, said["file"]))
-        if where not in newest or said["seen"] >= newest[where][0]:
-            newest[where] = (said["seen"], said["verdict"])
-    return {
-        (site, number)
-        for (auditor, site, number), (_, verdict) in newest.items()
-        if auditor in run["settlement"]["auditors"] and verdict in ("MISMATCH", "FAIL")
-    }
+        after = [each for each in resumes if each >= said["seen"]]
+        if (after and step["at"] > after[0]) or (auditor, said["file"]) in files:
+            continue
+        files.add((auditor, said["file"]))
+        if auditor not in newest or said["seen"] >= newest[auditor][0]:
+            newest[auditor] = (said["seen"], said["verdict"])
+    return any(verdict in ("MISMATCH", "FAIL") for _, verdict in newest.values())
 
 
 def possible(run: Any, said: Any) -> bool:
-    """No sequence number is read twice, and nobody reads more than its batches."""
+    """No sequence number is read twice, and nobody reads more than its batches.
+
+    The exchange is of a stage that there is, and says of all its sites what they have read.
+    """
+    if not said["exchange_key"].startswith("outer/") or said["stage"] >= run["site"]["stages"]:
+        return False
+    if set(said["set"]) - set(said["ranges"]) or set(said["set"]) - set(said["spaces"]):
+        return False
     numbers: list[tuple[str, int]] = []
     for site, ranges in said["ranges"].items():
         own = [(said["spaces"][site], n) for start, count in ranges
@@ -94,6 +99,14 @@ def possible(run: Any, said: Any) -> bool:
             return False
         numbers += own
     return len(numbers) == len(set(numbers))
+
+
+def torn_rounds(steps: Any) -> set[int]:
+    """Rounds that are cut into fragments in two ways."""
+    pairs = {(said["round"], said["fragments"]) for said in steps.values()
+             if said["kind"] == "train"}  # fmt: skip
+    rounds = [number for number, _ in pairs]
+    return {number for number in rounds if rounds.count(number) > 1}
 
 
 def late_rounds(run: Any, steps: Any) -> set[int]:

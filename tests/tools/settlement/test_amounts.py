@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection
 from functools import partial
@@ -14,10 +13,9 @@ from tests.support.record_scene import Scene
 from tests.support.second_opinion import second_opinion
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.errors import SettlementError
+from dilocox.errors import RecordError, SettlementError
 from dilocox.record.log import statements as s
 from dilocox.record.log.statements import Signer
-from dilocox.record.log.verdict_statements import HandedIn
 from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.tools.settlement.amounts import amounts, by_account, read_prefix
 
@@ -48,13 +46,6 @@ def scene_with(root: Path, vouch: Callable[[Scene, str], Any] | None = None, **t
         for site in "abc":
             scene.driver.round_done(site, round_)
     return scene
-
-
-def hand_in(scene: Scene, auditor: Signer, site: str, round_: int, verdict: Any) -> None:
-    size = len(scene.entries())
-    digest = hashlib.sha256(f"{site} {round_} {verdict}".encode()).hexdigest()
-    found = HandedIn(site, round_, verdict, auditor.public, "", digest, size, size)
-    scene.notary.writer.append(auditor.sign(found.statement(scene.notary.run)))
 
 
 def paid(scene: Scene, size: int | None = None) -> dict[str, int]:
@@ -97,8 +88,8 @@ def test_a_bad_verdict_of_an_auditor_of_the_run_file_withholds_a_round(
     tmp_path: Path, verdict: str
 ) -> None:
     scene = scene_with(tmp_path)
-    hand_in(scene, OTHER, "a", 0, "MISMATCH")  # anybody's: no matter
-    hand_in(scene, AUDITOR, "c", 1, verdict)
+    scene.hand_in(OTHER, "a", 0, "MISMATCH")  # anybody's: no matter
+    scene.hand_in(AUDITOR, "c", 1, verdict)
     scene.notary.close()
     paid(scene)
     a, _, c = amounts(read_prefix(scene.config.folder).course)
@@ -110,8 +101,8 @@ def test_a_bad_verdict_of_an_auditor_of_the_run_file_withholds_a_round(
 
 def test_a_newer_verdict_replaces_the_auditor_s_earlier_one(tmp_path: Path) -> None:
     scene = scene_with(tmp_path)
-    hand_in(scene, AUDITOR, "c", 1, "MISMATCH")
-    hand_in(scene, AUDITOR, "c", 1, "EXACT")
+    scene.hand_in(AUDITOR, "c", 1, "MISMATCH")
+    scene.hand_in(AUDITOR, "c", 1, "EXACT")
     scene.notary.close()
     paid(scene)
     assert amounts(read_prefix(scene.config.folder).course)[2].withheld == ()
@@ -119,9 +110,9 @@ def test_a_newer_verdict_replaces_the_auditor_s_earlier_one(tmp_path: Path) -> N
 
 def test_an_older_verdict_that_is_handed_in_again_undoes_no_bad_one(tmp_path: Path) -> None:
     scene = scene_with(tmp_path)
-    hand_in(scene, AUDITOR, "c", 1, "EXACT")
+    scene.hand_in(AUDITOR, "c", 1, "EXACT")
     again = scene.entries()[-1]
-    hand_in(scene, AUDITOR, "c", 1, "MISMATCH")
+    scene.hand_in(AUDITOR, "c", 1, "MISMATCH")
     scene.notary.writer.append(again)
     scene.notary.close()
     paid(scene)
@@ -156,8 +147,16 @@ def longer(said: dict[str, Any], subjects: object) -> None:
     said["ranges"]["c"], said["inner_steps"] = [[1000, 200]], 100
 
 
+def without_ranges(said: dict[str, Any], subjects: object) -> None:
+    del said["ranges"]["c"]
+
+
+def without_space(said: dict[str, Any], subjects: object) -> None:
+    del said["spaces"]["c"]
+
+
 @pytest.mark.parametrize("fragments", [(0,), (0, 1)])
-@pytest.mark.parametrize("change", [two_hundred, of_another, longer])
+@pytest.mark.parametrize("change", [two_hundred, of_another, longer, without_ranges, without_space])
 def test_a_round_with_ranges_that_cannot_be_is_not_paid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, fragments: Collection[int]
 ) -> None:
@@ -178,7 +177,11 @@ def share_of_zero(said: dict[str, Any], subjects: object) -> None:
     said["shares"] = {"a": [[65536]], "b": [[1]], "c": [[0]]}
 
 
-@pytest.mark.parametrize("change", [without_payload, share_of_zero])
+def unsigned_payload(said: object, subjects: dict[str, str]) -> None:
+    subjects["c/0"] = "5" * 64
+
+
+@pytest.mark.parametrize("change", [without_payload, share_of_zero, unsigned_payload])
 def test_a_site_without_payload_or_with_share_0_is_not_paid_for_an_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change
 ) -> None:
@@ -188,6 +191,83 @@ def test_a_site_without_payload_or_with_share_0_is_not_paid_for_an_exchange(
     paid(scene)
     a, b, c = amounts(read_prefix(scene.config.folder).course)
     assert c.tokens == b.tokens == a.tokens * 3 / 4
+
+
+MORE_PARTS = [
+    {"stage": 1, "exchange_key": "outer/1/1/1"},
+    {"fragments": 3, "fragment": 2, "exchange_key": "outer/1/0/2"},
+    {"exchange_key": "gradient/1/0/0/1"},
+]
+
+
+@pytest.mark.parametrize("change", MORE_PARTS)
+def test_a_round_is_not_paid_for_more_exchanges_than_it_has(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Even if all sites have signed them."""
+    scene = scene_with(tmp_path)
+    said, subjects = scene.decisions()[-1]
+    scene.decide({**said, **change}, subjects)
+    scene.notary.close()
+    paid(scene)
+    assert [each.rounds for each in amounts(read_prefix(scene.config.folder).course)] == [1, 1, 1]
+
+
+def test_a_decision_that_is_repeated_after_a_resume_undoes_no_verdict(tmp_path: Path) -> None:
+    """The coordinator goes back to a tick that nothing has reached, so nothing is abandoned."""
+    scene = scene_with(tmp_path)
+    scene.hand_in(AUDITOR, "c", 1, "MISMATCH")
+    scene.notary.resumed(2, 10**6)
+    for said, subjects in scene.decisions()[2:]:
+        scene.decide(said, subjects)
+    scene.notary.close()
+    paid(scene)
+    a, _, c = amounts(read_prefix(scene.config.folder).course)
+    assert (c.withheld, c.tokens) == ((1,), a.tokens / 2)
+
+
+def test_an_exchange_that_a_resume_leaves_undecided_undoes_no_verdict(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    scene.hand_in(AUDITOR, "c", 1, "MISMATCH")
+    first, last = (said["tick"] for said, _ in scene.decisions()[2:])
+    assert first < last
+    scene.notary.resumed(1, first)
+    scene.notary.close()
+    paid(scene)
+    a, _, c = amounts(read_prefix(scene.config.folder).course)
+    assert (a.rounds, c.rounds, c.withheld) == (2, 1, (1,))
+
+
+def test_a_verdict_on_a_round_that_was_trained_again_does_not_count(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    scene.hand_in(AUDITOR, "c", 1, "MISMATCH")
+    scene.notary.resumed(1, scene.driver.core.state.plans[1].first_tick)
+    for said, subjects in scene.decisions()[2:]:
+        scene.decide(said, subjects)
+    scene.notary.close()
+    paid(scene)
+    a, _, c = amounts(read_prefix(scene.config.folder).course)
+    assert (c.withheld, c.tokens) == ((), a.tokens)
+
+
+def test_a_run_file_that_says_nothing_of_sequences_is_one_line(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    scene.notary.close()
+    course = read_prefix(scene.config.folder).course
+    del course.manifest["config"]["data"]["sequence_length"]
+    with pytest.raises(SettlementError, match="the run file in the log is malformed"):
+        amounts(course)
+
+
+def test_a_log_that_is_not_what_its_checkpoint_covers_is_not_read(tmp_path: Path) -> None:
+    scene = scene_with(tmp_path)
+    scene.notary.close()
+    path = scene.config.folder / "record/statements.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for text, reason in ((lines[:-1], "it was cut"), ([*lines[:-1], lines[0]], "was changed")):
+        path.write_text("".join(text))
+        with pytest.raises(RecordError, match=reason):
+            read_prefix(scene.config.folder, 3)
 
 
 def test_an_abandoned_round_is_not_paid(tmp_path: Path) -> None:

@@ -105,6 +105,9 @@ class RunHistory:
     """Verdicts of auditors, including those from before a resume."""
     numbers: dict[str, int] = field(default_factory=dict)
     """Index of the statement that decided an exchange, by exchange key."""
+    first_numbers: dict[str, int] = field(default_factory=dict)
+    """Index of the statement that first decided an exchange, by exchange key. A repeated decision
+    does not renew it, unless a resume has abandoned the earlier one."""
     read: int = 0
     """Number of statements read so far."""
     unknown: int = 0
@@ -368,6 +371,8 @@ def _contributed(course: RunHistory, keys: dict[str, str], statement: s.Statemen
 def _stepped(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     step = packed_step(Step.of(statement))
     course.recommitments.stepped(step, course.commitments, course.shards)
+    if step.key.text not in course.steps:
+        course.first_numbers[step.key.text] = course.read
     course.steps[step.key.text] = step
     course.numbers[step.key.text] = course.read
 

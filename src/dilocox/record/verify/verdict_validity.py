@@ -52,19 +52,39 @@ def stands(course: RunHistory, handed_in: HandedIn) -> bool:
     return not _left_behind(course, handed_in.round, handed_in.site, handed_in.seen)
 
 
+def is_about(course: RunHistory, handed_in: HandedIn, key: str) -> bool:
+    """Return True unless a resume has abandoned an exchange that an auditor had repeated.
+
+    The coordinator alone cannot make this False for an exchange that stands: it can neither repeat
+    a decision that the resume kept, nor leave another exchange of the round undecided.
+
+    Args:
+        course: The history.
+        handed_in: A verdict on the round of the exchange.
+        key: Key of an exchange that is decided now.
+    """
+    resumed = _resumed_after(course, handed_in.seen)
+    return resumed is None or course.first_numbers[key] < resumed
+
+
+def _resumed_after(course: RunHistory, read: int) -> int | None:
+    """Return the index of the first resume behind the first `read` statements; None: none."""
+    return min((number for number in course.resumes if number >= read), default=None)
+
+
 def _left_behind(course: RunHistory, round_: int, site: str, read: int) -> bool:
     """Return True if a resume has abandoned a round of a site that an auditor had repeated.
 
     A resume has abandoned the round if the round is undecided now. The same holds if one of its
-    exchanges was decided again, or its start or end state signed again, after the resume. `read`:
-    statements that the auditor had read.
+    exchanges was abandoned and decided again, or its start or end state signed again, after the
+    resume. `read`: statements that the auditor had read.
     """
-    resumed = min((number for number in course.resumes if number >= read), default=None)
+    resumed = _resumed_after(course, read)
     if resumed is None:
         return False
     if not decided(course, round_):
         return True
-    numbers = [course.numbers[key] for key in exchanges_of(course, round_)]
+    numbers = [course.first_numbers[key] for key in exchanges_of(course, round_)]
     numbers += [
         state.number
         for (number, name, _, _), state in course.rounds.items()

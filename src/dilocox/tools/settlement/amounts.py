@@ -2,17 +2,18 @@
 
 Paid are token ranges whose contribution counts in an outer step. The exchanges of a round, one per
 stage and fragment, have equal parts in the payment of the round's tokens. A site gets the parts of
-those exchanges in whose contribution set it is, with a payload of each of its ranks. A
-contribution whose share is 0 is not paid; one that was reduced is paid whole.
+those exchanges in whose contribution set it is, with a payload of each of its ranks that the site
+itself has signed. A contribution whose share is 0 is not paid; one that was reduced is paid whole.
 
 Rounds that a resume has abandoned are not paid, nor are rounds of a site with the verdict MISMATCH
-or FAIL of one of the run file's auditors. Rounds whose token ranges cannot be right are not paid,
-either (`token_ranges`).
+or FAIL of one of the run file's auditors. Rounds whose token ranges or exchanges cannot be right
+are not paid, either (`token_ranges`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -26,13 +27,14 @@ from dilocox.record.log.step_statements import Step
 from dilocox.record.log.transparency_log import (
     ENTRIES,
     LogContent,
+    check_log,
     leaves_of,
     read_covered,
     read_text,
 )
-from dilocox.record.log.verdict_statements import latest
+from dilocox.record.log.verdict_statements import HandedIn, latest
 from dilocox.record.verify.run_history import RunHistory, read_history
-from dilocox.record.verify.verdict_validity import stands
+from dilocox.record.verify.verdict_validity import is_about
 from dilocox.tools.settlement.token_ranges import impossible_rounds
 
 WEI_PER_PRICE = 1000
@@ -64,6 +66,7 @@ class LogPrefix:
     root: bytes
     """RFC 6962 root."""
     course: RunHistory
+    entries: Sequence[str]
 
 
 def read_prefix(folder: Path, size: int | None = None, key: str | None = None) -> LogPrefix:
@@ -86,7 +89,7 @@ def read_prefix(folder: Path, size: int | None = None, key: str | None = None) -
         )
     entries = content.entries[:size]
     root = Frontier(leaves_of(entries)).root
-    return LogPrefix(size, root, read_history(entries, NoteKey.parse(content.public)))
+    return LogPrefix(size, root, read_history(entries, NoteKey.parse(content.public)), entries)
 
 
 def read_beginning(folder: Path) -> RunHistory:
@@ -111,49 +114,75 @@ def read_beginning(folder: Path) -> RunHistory:
 
 
 def covered(folder: Path, key: str | None = None) -> LogContent:
-    """Open the covered part of the log in a run's folder. Raises `RecordError`."""
+    """Open the covered part of the log in a run's folder.
+
+    Size and root are compared with the signed checkpoint; signatures of statements are not
+    checked. Raises `RecordError` if the log cannot be read, or is not what its key has signed.
+    """
     record = folder / "record"
     public = read_text(record / "log.pub").strip() if key is None else key
-    return read_covered(record, NoteKey.parse(public))
+    content = read_covered(record, NoteKey.parse(public))
+    check_log(content, NoteKey.parse(public))
+    return content
 
 
 def amounts(course: RunHistory) -> list[SiteAmount]:
     """Return what each site has earned, sorted by name. Pure.
 
-    Raises `SettlementError` if the run file has no `[settlement]`.
+    Raises `SettlementError` if the run file has no `[settlement]`, or is malformed.
     """
     terms = terms_of(course)
-    length = int(course.config["data"]["sequence_length"])
-    refused, impossible = _refused(course, terms), impossible_rounds(course)
-    earned: dict[str, dict[int, Fraction]] = {}
-    withheld: dict[str, set[int]] = {}
-    for step in course.steps.values():
-        if step.flush or step.key.round in impossible:
-            continue
-        for site in _contributors(step, course.shards):
-            if (site, step.key.round) in refused:
-                withheld.setdefault(site, set()).add(step.key.round)
+    with countable():
+        length = int(course.config["data"]["sequence_length"])
+        verdicts, impossible = _verdicts(course, terms), impossible_rounds(course)
+        earned: dict[str, dict[int, Fraction]] = {}
+        withheld: dict[str, set[int]] = {}
+        for step in course.steps.values():
+            if step.flush or step.key.round in impossible:
                 continue
-            tokens = length * sum(int(count) for _, count in step.said["ranges"][site])
-            part = Fraction(tokens, course.stages * step.fragments)
-            of_round = earned.setdefault(site, {})
-            of_round[step.key.round] = of_round.get(step.key.round, Fraction()) + part
-    return [
-        _amount(site, terms, earned.get(site, {}), withheld.get(site, set()))
-        for site in sorted({*earned, *withheld})
-    ]
+            for site in _contributors(course, step):
+                if _is_refused(course, step, verdicts.get((site, step.key.round), ())):
+                    withheld.setdefault(site, set()).add(step.key.round)
+                    continue
+                tokens = length * sum(int(count) for _, count in step.said["ranges"][site])
+                part = Fraction(tokens, course.stages * step.fragments)
+                of_round = earned.setdefault(site, {})
+                of_round[step.key.round] = of_round.get(step.key.round, Fraction()) + part
+        return [
+            _amount(site, terms, earned.get(site, {}), withheld.get(site, set()))
+            for site in sorted({*earned, *withheld})
+        ]
 
 
-def _contributors(step: Step, shards: int) -> list[str]:
-    """Return the sites of the set that have a payload of each shard, and a share above 0."""
+@contextlib.contextmanager
+def countable() -> Iterator[None]:
+    """Raise `SettlementError` in place of what a malformed run file leads to."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        kind = type(error).__name__
+        raise SettlementError(
+            f"the run file in the log is malformed, so nothing is owed by it ({kind}: {error})"
+        ) from None
+
+
+def _contributors(course: RunHistory, step: Step) -> list[str]:
+    """Return the sites of the set that have signed a payload of each shard, with a share above 0.
+
+    The payloads of a step are the coordinator's word. They count if their site has signed them.
+    """
     shares = dict(zip(step.set, step.shares, strict=True)) if step.shares else {}
     found = []
     for site in dict.fromkeys(step.set):
-        whole = all(f"{site}/{shard}" in step.payloads for shard in range(shards))
+        signed = [
+            course.contributions.get((step.key.text, step.attempt, site, shard))
+            for shard in range(course.shards)
+        ]
+        named = [step.payloads.get(f"{site}/{shard}") for shard in range(course.shards)]
         own = shares.get(site, ())
         # A shard without shares counts whole.
         nothing = bool(own) and all(each and not any(each) for each in own)
-        if whole and not nothing:
+        if None not in named and signed == named and not nothing:
             found.append(site)
     return found
 
@@ -188,10 +217,18 @@ def _amount(
     return SiteAmount(site, account, tokens, len(rounds), tuple(sorted(withheld)), wei)
 
 
-def _refused(course: RunHistory, terms: Mapping[str, Any]) -> set[tuple[str, int]]:
-    """Return (site, round) of the bad verdicts that count."""
-    return {
-        (each.site, each.round)
-        for each in latest(each for each in course.verdicts if stands(course, each))
-        if each.auditor in terms["auditors"] and each.verdict in BAD
-    }
+def _verdicts(
+    course: RunHistory, terms: Mapping[str, Any]
+) -> dict[tuple[str, int], list[HandedIn]]:
+    """Return the verdicts of the run file's auditors by (site, round)."""
+    found: dict[tuple[str, int], list[HandedIn]] = {}
+    for each in course.verdicts:
+        if each.auditor in terms["auditors"]:
+            found.setdefault((each.site, each.round), []).append(each)
+    return found
+
+
+def _is_refused(course: RunHistory, step: Step, verdicts: Sequence[HandedIn]) -> bool:
+    """Return True if an auditor's newest verdict on an exchange of a site's round is bad."""
+    there = [each for each in verdicts if is_about(course, each, step.key.text)]
+    return any(each.verdict in BAD for each in latest(there))

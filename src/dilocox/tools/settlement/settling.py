@@ -23,6 +23,7 @@ from dilocox.record.log.transparency_log import leaves_of
 from dilocox.tools.settlement.amounts import (
     amounts,
     by_account,
+    countable,
     covered,
     read_beginning,
     read_prefix,
@@ -278,8 +279,8 @@ def claims_at(
 def owed_at(folder: Path, size: int, root: bytes) -> dict[str, int]:
     """Return wei by account after the log's first `size` statements.
 
-    Raises `SettlementError` if the log's root there is not `root`, and `RecordError` if the log
-    cannot be read.
+    Raises `SettlementError` if the log's root there is not `root`, or if its run file is malformed,
+    and `RecordError` if the log cannot be read.
     """
     if not size:
         raise SettlementError("nothing is anchored yet: dilocox chain anchor first")
@@ -287,7 +288,10 @@ def owed_at(folder: Path, size: int, root: bytes) -> dict[str, int]:
     if prefix.root != root:
         raise SettlementError(f"the chain's head of {size} statements is not a prefix of this log")
     _check_accounts(terms_of(prefix.course))
-    return by_account(amounts(prefix.course))
+    owed = by_account(amounts(prefix.course))
+    if max(owed.values(), default=0) >= 2**256:
+        raise SettlementError("the log owes an account more than a contract can count")
+    return owed
 
 
 def claim(desk: Desk, run: RunOnChain, folder: Path) -> list[str]:
@@ -447,7 +451,8 @@ def checked(account: str) -> str:
 
 
 def _check_accounts(terms: Mapping[str, Any]) -> None:
-    named = [terms.get("contract"), terms.get("owner"), *terms["accounts"].values()]
+    with countable():
+        named = [terms.get("contract"), terms.get("owner"), *terms["accounts"].values()]
     for each in named:
         if each is not None:
             checked(str(each))

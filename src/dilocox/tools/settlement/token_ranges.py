@@ -1,8 +1,8 @@
-"""Rounds whose token ranges cannot be right: a check of the coordinator's word by the run file.
+"""Rounds that cannot have been as the log says: a check of the coordinator's word by the run file.
 
-The token ranges of an outer step are the coordinator's word. Right ranges do not overlap, and a
-site reads at most its batch per inner step. All rounds together have no more inner steps than the
-run file plans.
+The outer steps of a round, with their token ranges, are the coordinator's word. Right ranges do not
+overlap, and a site reads at most its batch per inner step. A round has one exchange per stage and
+fragment. All rounds together have no more inner steps than the run file plans.
 """
 
 from __future__ import annotations
@@ -11,33 +11,53 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.run_history import RunHistory
 
 
 def impossible_rounds(course: RunHistory) -> set[int]:
     """Return the rounds with ranges that overlap in one space, or exceed the planned batch. Pure.
 
-    Rounds beyond the run file's inner steps are among them.
+    Among them are rounds beyond the run file's inner steps, and rounds with an exchange of no stage
+    of the run, or with two numbers of fragments: their parts would sum up to more than the round.
     """
     steps: dict[int, set[int]] = {}
+    fragments: dict[int, set[int]] = {}
     found: set[int] = set()
     for step in course.steps.values():
         if step.flush:
             continue
         said = dict(step.said.items())
+        fragments.setdefault(step.key.round, set()).add(step.fragments)
         try:
             steps.setdefault(step.key.round, set()).add(int(said["inner_steps"]))
-            right = not _overlap(said) and not _exceeds(said, course.config)
+            right = (
+                _is_part(step, course.stages)
+                and _names_all(step, said)
+                and not _overlap(said)
+                and not _exceeds(said, course.config)
+            )
         except (KeyError, TypeError, ValueError, AttributeError):
             right = False  # a malformed statement is no reason to pay
         if not right:
             found.add(step.key.round)
+    found.update(number for number, own in fragments.items() if len(own) != 1)
     left = _planned_steps(course.config)
     for number, own in sorted(steps.items()):
         left -= max(own, default=0)
         if len(own) != 1 or min(own) < 1 or left < 0:
             found.add(number)
     return found
+
+
+def _is_part(step: Step, stages: int) -> bool:
+    """Return True if an outer step is of a stage and fragment that a round of the run has."""
+    return step.key.kind == "outer" and step.key.stage < stages
+
+
+def _names_all(step: Step, said: Mapping[str, Any]) -> bool:
+    """Return True if each site of the contribution set has token ranges and a space."""
+    return all(site in said["ranges"] and site in said["spaces"] for site in step.set)
 
 
 def _overlap(said: Mapping[str, Any]) -> bool:
