@@ -202,7 +202,8 @@ def _opened(options: argparse.Namespace) -> tuple[Desk, RunOnChain]:
     folder = options.run / FOLDER if options.run.is_dir() else options.run.parent
     if options.run.is_dir():
         check_folder(run, options.run)
-    return Desk(run.ledger(_account_of(options), options.most_fee), folder), run
+    signed = options.key.with_name(f"{options.key.name}.signed-{run.chain}.jsonl")
+    return Desk(run.ledger(_account_of(options), options.most_fee), folder, signed), run
 
 
 def _key(options: argparse.Namespace) -> list[str]:

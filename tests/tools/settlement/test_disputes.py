@@ -12,14 +12,18 @@ pytest.importorskip("web3")
 
 from tests.support.chains import ETHER
 from tests.support.ledger_scene import WINDOW
+from tests.support.record_scene import SIGNERS, own_digest
 
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.protocol.messages import RankId
 from dilocox.errors import SettlementError
 from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import Selection, Signed, Verdict, write
+from dilocox.record.writer.exchange_statements import commitment
 from dilocox.tools.settlement import disputes, ledger, settling
 from dilocox.tools.settlement.disputes import commitment_roots
 
-from .test_amounts import AUDITOR, OTHER, PRICE, scene_with
+from .test_amounts import AUDITOR, OTHER, scene_with
 from .test_chain_command import Town, town  # noqa: F401 - a fixture
 
 
@@ -36,18 +40,28 @@ def stake_of(town: Town, name: str) -> int:  # noqa: F811
     return int(run.ledger().call("stakes", run.run, town.accounts[name])[0])
 
 
-def another_log(town: Town) -> Path:  # noqa: F811
-    """Folder of another log that was made for the same run: c commits to something else."""
-    other = town.root / "other"
+def copy_of(town: Town, name: str) -> Path:  # noqa: F811
+    """A copy of the record in another folder, with `chain.json`, and with nothing else."""
+    town.scene.notary.writer.cover()
+    other = town.root / name
     shutil.copytree(town.folder, other)
-    shutil.rmtree(other / "record")
-    sites = {name: town.accounts[name] for name in "abc"}
-    scene = scene_with(town.root / "forked", accounts=sites, price=PRICE)
-    scene.notary.close()
-    shutil.copytree(scene.config.folder / "record", other / "record")
     for path in (other / "settlement").glob("*.jsonl"):
         path.unlink()
     return other
+
+
+def train_again(town: Town) -> None:  # noqa: F811
+    """A resume goes back to the beginning of round 1, and site c commits to something else."""
+    scene = town.scene
+    decided = scene.decisions()[2:]
+    scene.notary.resumed(1, scene.driver.core.state.plans[1].first_tick)
+    for said, subjects in decided:
+        key = ExchangeKey.parse(said["exchange_key"])
+        values = own_digest("other values of c")
+        rank = RankId(site="c", stage=0, shard=0)
+        other = commitment(scene.notary.run, rank, key, values, subjects["c/0"])
+        scene.notary.writer.append(SIGNERS["c"].sign(other))
+        scene.decide(said, subjects)
 
 
 def on(town: Town, folder: Path) -> None:  # noqa: F811
@@ -59,14 +73,15 @@ def test_a_site_that_signs_two_roots_of_a_round_is_slashed_without_anyone_s_word
     town: Town,  # noqa: F811
 ) -> None:
     begun(town)
-    own, other = town.folder, another_log(town)
     said = town.run("commit", "--site", "c", key="c")
     assert "2 rounds, 2 of them new" in said
     assert "0 of them new" in town.run("commit", "--site", "c", key="c")
-    on(town, other)
-    town.run("commit", "--site", "c", key="c")
-    on(town, own)
-    files = [own / "settlement/commits-c.jsonl", other / "settlement/commits-c.jsonl"]
+    run = settling.RunOnChain.read(town.folder)
+    forged = {"run": run.run, "round": 0, "root": b"\7" * 32}
+    signature = run.ledger().domain.sign(town.key("c"), "Commit", **forged).hex()
+    other = town.root / "other.jsonl"
+    other.write_text(json.dumps({"round": 0, "root": "07" * 32, "signature": signature}) + "\n")
+    files = [town.folder / "settlement/commits-c.jsonl", other]
     assert "nothing to slash" in town.run(
         "dispute", "--signed", files[0], files[0], key="a", code=1
     )
@@ -80,22 +95,41 @@ def test_a_site_that_signs_two_roots_of_a_round_is_slashed_without_anyone_s_word
 def test_an_honest_site_does_not_sign_a_second_root_after_a_resume(
     town: Town,  # noqa: F811
 ) -> None:
-    """A round that is trained again may give other commitments."""
+    """A round that is trained again has other commitments, also in a newer copy of the record."""
     begun(town)
     town.run("commit", "--site", "c", key="c")
-    shutil.copy(town.folder / "settlement/commits-c.jsonl", town.root / "kept")
-    own, other = town.folder, another_log(town)
-    shutil.copy(town.root / "kept", other / "settlement/commits-c.jsonl")
-    on(town, other)
-    said = town.run("commit", "--site", "c", key="c")
-    assert "round 0: another root was signed before" in said
-    assert (other / "settlement/commits-c.jsonl").read_bytes() == (town.root / "kept").read_bytes()
-    # The other rounds are signed all the same.
-    first = (town.root / "kept").read_text().splitlines(keepends=True)[0]
-    (other / "settlement/commits-c.jsonl").write_text(first)
-    said = town.run("commit", "--site", "c", key="c")
-    assert "round 0: another root" in said
-    assert "2 rounds, 1 of them new" in said
+    signed = (town.folder / "settlement/commits-c.jsonl").read_text().splitlines()
+    train_again(town)
+    own, other = town.folder, copy_of(town, "newer")
+    for folder in (own, other):
+        on(town, folder)
+        said = town.run("commit", "--site", "c", key="c")
+        assert "round 1: another root was signed before" in said
+        assert "round 0" not in said
+        assert "2 rounds, 0 of them new" in said
+    assert (own / "settlement/commits-c.jsonl").read_text().splitlines() == signed
+    # The round that has not changed is in the newer copy's file as it was.
+    assert (other / "settlement/commits-c.jsonl").read_text().splitlines() == signed[:1]
+    on(town, own)
+
+
+def test_nothing_is_signed_for_statements_that_nobody_has_signed(
+    town: Town,  # noqa: F811
+) -> None:
+    begun(town)
+    other = copy_of(town, "cut")
+    path = other / "record/statements.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    rank = RankId(site="c", stage=0, shard=0)
+    key = ExchangeKey.outer(1, 0, 0)
+    said = commitment(town.scene.notary.run, rank, key, own_digest("c"), own_digest("c"))
+    town.scene.notary.writer.append(SIGNERS["a"].sign(said))
+    town.scene.notary.writer.cover()
+    own = town.folder
+    for folder, reason in ((other, "it was cut"), (own, "the signature is not one of key")):
+        on(town, folder)
+        assert reason in town.run("commit", "--site", "c", key="c", code=1)
+        assert not (folder / "settlement/commits-c.jsonl").exists()
     on(town, own)
 
 

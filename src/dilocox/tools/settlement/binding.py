@@ -28,6 +28,12 @@ def check_place(run: RunOnChain, terms: Mapping[str, Any] | None) -> None:
         raise SettlementError(f"{problem}: chain.json is not of this run")
 
 
+def check_log(run: RunOnChain, log: str, folder: Path) -> None:
+    """Raise `SettlementError` if `log`, the id of the log in `folder`, is not the run's. Pure."""
+    if log != run.log:
+        raise SettlementError(f"{folder}: its record is not of the log that was registered")
+
+
 def check_folder(run: RunOnChain, folder: Path) -> None:
     """Compare a run's place with the run file in the record of `folder`, if there is one.
 

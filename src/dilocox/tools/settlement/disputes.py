@@ -24,6 +24,7 @@ from dilocox.record.log.transparency_log import read_text
 from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.verify.verdict_validity import still_standing
 from dilocox.tools.settlement.amounts import covered, read_prefix, terms_of
+from dilocox.tools.settlement.binding import check_log
 from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
 from dilocox.tools.settlement.contract_code import check_code
 from dilocox.tools.settlement.ledger import RefusedError
@@ -34,7 +35,6 @@ from dilocox.tools.settlement.settling import (
     known_run,
     owed_at,
     settled_at,
-    sign_once,
 )
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]{40}")
@@ -57,24 +57,23 @@ class SignedLine:
 def commit(desk: Desk, run: RunOnChain, folder: Path, site: str) -> list[str]:
     """Sign the site's commitments of every finished round, each round once.
 
-    A round whose commitments have changed since it was signed is named, and not signed again.
+    A round whose commitments have changed since it was signed, in whichever folder, is named, and
+    not signed again.
 
-    Raises `SettlementError` if the account is not the site's alone, and `RecordError` if the log
-    cannot be read.
+    Raises `SettlementError` if the account is not the site's alone, or the log not the run's, and
+    `RecordError` if the log cannot be read, or is not what its key and the sites have signed.
     """
-    course = read_prefix(folder, 1).course
-    _check_own(desk.account.address, terms_of(course)["accounts"], site)
+    prefix = read_prefix(folder)
+    check_log(run, prefix.course.run, folder)
+    _check_own(desk.account.address, terms_of(prefix.course)["accounts"], site)
     check_code(desk.ledger)
-    roots = commitment_roots(covered(folder).entries, site, course.stages)
+    roots = commitment_roots(prefix.entries, site, prefix.course.stages)
     path = folder / FOLDER / f"commits-{site}.jsonl"
     with desk.journal.only_here():
-        known = {each.number: each.root for each in _lines(path) if each.name == "round"}
-        changed = [n for n, root in roots.items() if known.get(n, root) != root]
-        kept = {number: root for number, root in roots.items() if number not in changed}
-        new = sign_once(desk, run, path, "Commit", "round", kept)
+        new, changed = desk.sign_once(run, path, "Commit", roots)
     return [
         *(f"round {n}: another root was signed before; a second one would cost the stake, so the "
-          "first one stands" for n in sorted(changed)),
+          "first one stands" for n in changed),
         f"{path}: {len(roots)} rounds, {new} of them new",
     ]  # fmt: skip
 

@@ -34,13 +34,8 @@ class Journal:
     @contextlib.contextmanager
     def only_here(self) -> Iterator[None]:
         """Hold the journal; another process waits. Raises `SettlementError`."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                yield
-        except OSError as error:
-            raise SettlementError(f"{self._path}: cannot be used ({error.strerror})") from None
+        with locked(self._path):
+            yield
 
     def keep(self, hash_: bytes, signed: bytes) -> None:
         """Write a signed transaction down, so that it survives a power cut. Raises `OSError`."""
@@ -158,6 +153,21 @@ class Journal:
 
     def _append(self, said: dict[str, Any]) -> None:
         append_lines(self._path, [said])
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file by a lock beside it; another process waits. Its folder is created.
+
+    Raises `SettlementError` in place of an `OSError`, also one of the block.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise SettlementError(f"{path}: cannot be used ({error.strerror})") from None
 
 
 def read_lines(path: Path) -> list[Any]:

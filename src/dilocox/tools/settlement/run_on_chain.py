@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from dilocox.tools.settlement.ledger import (
     run_id,
 )
 from dilocox.tools.settlement.limits import FEE
+from dilocox.tools.settlement.signed_roots import SignedRoots
 
 FOLDER, FILE, RPC = "settlement", "chain.json", "rpc.url"
 """`RPC`: a file of mode 600 with the whole URL of an RPC server, if that holds a secret."""
@@ -121,14 +122,25 @@ def read_rpc(given: str) -> str:
 class Desk:
     """Sends transactions of one account, each once, also after a crash."""
 
-    def __init__(self, ledger: Ledger, folder: Path) -> None:
-        """`folder`: where the account's journal lies, the `settlement` folder of a run."""
+    def __init__(self, ledger: Ledger, folder: Path, signed: Path | None = None) -> None:
+        """Look after an account. Nothing is sent.
+
+        Args:
+            ledger: The contract, seen by the account.
+            folder: Where the account's journal lies, the `settlement` folder of a run.
+            signed: File of the roots that the account has signed, beside its key; None: `folder`
+                has it, so the account must not sign in another one.
+
+        Raises:
+            SettlementError: The ledger has no account.
+        """
         if ledger.account is None:
             raise SettlementError("no key: this needs an account that signs")
         self.ledger, self.account = ledger, ledger.account
         self.finished: list[str] = []
         """Functions that a crash had left open, and that `opened` has finished."""
         self.journal = Journal(folder / f"journal-{ledger.account.address}.jsonl")
+        self.signed = SignedRoots(signed or folder / f"signed-{ledger.account.address}.jsonl")
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Desk]:
@@ -148,3 +160,10 @@ class Desk:
         sent = self.ledger.send(name, *arguments, value=value, keep=self.journal.keep)
         self.journal.done(sent.hash)
         return sent
+
+    def sign_once(
+        self, run: RunOnChain, path: Path, kind: str, roots: Mapping[int, bytes]
+    ) -> tuple[int, list[int]]:
+        """Sign roots of a run, and append them to a public file; see `SignedRoots.sign_once`."""
+        domain = self.ledger.domain
+        return self.signed.sign_once(self.account, domain, run.run, path, kind, roots)

@@ -31,7 +31,7 @@ from dilocox.tools.settlement.amounts import (
 )
 from dilocox.tools.settlement.binding import UNBOUND, check_place
 from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
-from dilocox.tools.settlement.journal import Journal, append_lines, read_lines
+from dilocox.tools.settlement.journal import Journal
 from dilocox.tools.settlement.ledger import Ledger, coins, deploy, has_code
 from dilocox.tools.settlement.limits import FEE
 from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
@@ -181,50 +181,14 @@ def anchor(desk: Desk, run: RunOnChain, folder: Path, note: str | None) -> list[
 
 
 def _sign_head(desk: Desk, run: RunOnChain, folder: Path, checkpoint: LogCheckpoint) -> None:
-    """Add the owner's signed head to `settlement/heads.jsonl`; see `sign_once`."""
-    path = folder / FOLDER / "heads.jsonl"
-    sign_once(desk, run, path, "Head", "size", {checkpoint.size: checkpoint.root})
-
-
-def sign_once(
-    desk: Desk, run: RunOnChain, path: Path, kind: str, name: str, roots: Mapping[int, bytes]
-) -> int:
-    """Sign a message for each root, and append it to a public file; return how many were new.
-
-    Args:
-        desk: Who signs.
-        run: The run.
-        path: The file, JSON lines. Roots that it has are not signed again.
-        kind: Type of the message, `Head` or `Commit`.
-        name: Its field beside the root, `size` or `round`.
-        roots: Root by that field.
-
-    Raises:
-        SettlementError: The file has another root for the same field. To sign a second one would
-            cost the stake.
-    """
-    try:
-        known = {int(each[name]): str(each["root"]) for each in read_lines(path)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettlementError(f"{path}: not a file of signed roots ({error})") from None
-    for number, root in roots.items():
-        if known.get(number, root.hex()) != root.hex():
-            raise SettlementError(
-                f"{path}: another root of {name} {number} was signed; a second one would cost the "
-                "stake"
-            )
-    new = {number: root for number, root in roots.items() if number not in known}
-    domain = desk.ledger.domain
-    lines = []
-    for number, root in sorted(new.items()):
-        said = {"run": run.run, name: number, "root": root}
-        signature = domain.sign(desk.account, kind, **said).hex()
-        lines.append({name: number, "root": root.hex(), "signature": signature})
-    try:
-        append_lines(path, lines)
-    except OSError as error:
-        raise SettlementError(f"{path}: cannot be written ({error.strerror})") from None
-    return len(new)
+    """Add the owner's signed head to `settlement/heads.jsonl`; see `SignedRoots.sign_once`."""
+    path, roots = folder / FOLDER / "heads.jsonl", {checkpoint.size: checkpoint.root}
+    _, changed = desk.sign_once(run, path, "Head", roots)
+    if changed:
+        raise SettlementError(
+            f"{path}: another root of size {checkpoint.size} was signed; a second one would cost "
+            "the stake: anchor the next checkpoint"
+        )
 
 
 def _last_round(entries: Sequence[str]) -> int:
