@@ -119,6 +119,10 @@ def _add_dispute(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument(
         "--site", metavar="NAME", help="vote to slash this site for --round, by its verdicts"
     )
+    parser.add_argument(
+        "--withheld", action="store_true",
+        help="with --veto: vote also if this copy of the log is too short to tell",
+    )  # fmt: skip
     parser.add_argument("--round", type=int, metavar="N")
     parser.add_argument(
         "--votes", type=Path, metavar="FILE",
@@ -365,12 +369,14 @@ def _commit(options: argparse.Namespace) -> list[str]:
 def _dispute(options: argparse.Namespace) -> list[str]:
     from dilocox.tools.settlement import disputes
 
+    if options.withheld and not options.veto:
+        raise ConfigError("--withheld: is about a settlement, so give --veto, too")
     if options.signed:
         return disputes.slash_by_signatures(*_opened(options), *options.signed)
     if options.votes is None:
         raise ConfigError("--votes: name the file that the auditors hand on")
     if options.veto:
-        return disputes.veto(*_opened(options), options.run, options.votes)
+        return disputes.veto(*_opened(options), options.run, options.votes, options.withheld)
     if options.round is None:
         raise ConfigError("--site: name the round, too, with --round")
     return disputes.mismatch(

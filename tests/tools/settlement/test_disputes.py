@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("web3")
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.chains import ETHER
 from tests.support.ledger_scene import WINDOW
 from tests.support.record_scene import SIGNERS, own_digest
@@ -18,12 +20,13 @@ from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.messages import RankId
 from dilocox.errors import SettlementError
 from dilocox.record.log import statements as s
-from dilocox.record.log.audit_verdicts import Selection, Signed, Verdict, write
+from dilocox.record.log.audit_verdicts import Prefix, Selection, Signed, Verdict, write
+from dilocox.record.log.transparency_log import LogWriter
 from dilocox.record.writer.exchange_statements import commitment
 from dilocox.tools.settlement import disputes, ledger, settling
 from dilocox.tools.settlement.disputes import commitment_roots
 
-from .test_amounts import AUDITOR, OTHER, scene_with
+from .test_amounts import AUDITOR, OTHER, PRICE, scene_with
 from .test_chain_command import Town, town  # noqa: F401 - a fixture
 
 
@@ -48,6 +51,18 @@ def copy_of(town: Town, name: str) -> Path:  # noqa: F811
     for path in (other / "settlement").glob("*.jsonl"):
         path.unlink()
     return other
+
+
+def fork(town: Town, folder: Path, size: int) -> None:  # noqa: F811
+    """Let the log in a folder go on, by the run's own key, with other statements, up to `size`."""
+    notary = town.scene.notary
+    seed = (town.scene.folder / "record-key").read_text().strip()
+    key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed))
+    writer = LogWriter(folder / "record", notary.writer.public.name, key)
+    for round_ in range(size - writer.size):
+        said = {"run": notary.run, "round": round_ + 100, "tick": 10**6}
+        writer.append(notary.signer.sign(s.Statement(s.RESUME, {}, said)))
+    writer.close()
 
 
 def train_again(town: Town) -> None:  # noqa: F811
@@ -218,6 +233,89 @@ def test_auditors_veto_a_settlement_that_the_log_does_not_give(
     assert "no veto" in town.run("dispute", "--veto", "--votes", votes, key="a", code=1)
 
 
+@pytest.fixture
+def stolen(town: Town, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:  # noqa: F811
+    """Lets the owner anchor the newest head, and settle all to itself, whatever the log says."""
+
+    def settle() -> None:
+        town.scene.notary.writer.cover()
+        assert "anchored" in town.run("anchor")
+        with monkeypatch.context() as patch:
+            amounts = {town.accounts["owner"].lower(): 30 * ETHER}
+            patch.setattr(settling, "owed_at", lambda *_: amounts)
+            assert "settled 30" in town.run("settle")
+
+    return settle
+
+
+def test_an_owner_that_anchors_a_forked_log_is_vetoed(
+    town: Town,  # noqa: F811
+    stolen: Callable[[], None],
+) -> None:
+    begun(town)
+    own, other = town.folder, copy_of(town, "auditor")
+    town.scene.notary.resumed(2, 10**6)
+    stolen()
+    fork(town, other, town.state["size"])
+    veto = ("dispute", "--veto", "--votes", town.root / "votes")
+    on(town, other)
+    said = town.run(*veto, key="a")
+    assert "is not a prefix of this log" in said
+    assert "1 of 2 votes" in said
+    assert "vetoed settlement 1" in town.run(*veto, key="b")
+    on(town, own)
+
+
+def test_an_owner_that_withholds_the_log_is_vetoed_if_an_auditor_says_so(
+    town: Town,  # noqa: F811
+    stolen: Callable[[], None],
+) -> None:
+    begun(town)
+    own, other = town.folder, copy_of(town, "auditor")
+    town.scene.notary.resumed(2, 10**6)
+    stolen()
+    veto = ("dispute", "--veto", "--votes", town.root / "votes")
+    assert "give --veto, too" in town.run("dispute", "--site", "c", "--withheld", key="a", code=1)
+    on(town, other)
+    assert "get the newer log from the owner" in town.run(*veto, key="a", code=1)
+    assert "the owner withholds the log" in town.run(*veto, "--withheld", key="a")
+    # Also if there is no copy at all.
+    shutil.rmtree(other / "record")
+    assert "missing" in town.run(*veto, key="b", code=1)
+    assert "vetoed settlement 1" in town.run(*veto, "--withheld", key="b")
+    on(town, own)
+
+
+def test_an_owner_that_anchors_what_nobody_can_read_is_vetoed(
+    town: Town,  # noqa: F811
+    stolen: Callable[[], None],
+) -> None:
+    begun(town)
+    said = {"run": town.scene.notary.run, "round": 2, "tick": 10**6}
+    town.scene.notary.writer.append(OTHER.sign(s.Statement(s.RESUME, {}, said)))
+    stolen()
+    said_ = town.run("dispute", "--veto", "--votes", town.root / "votes", key="a")
+    assert "the anchored log gives no amounts" in said_
+    assert "1 of 2 votes" in said_
+
+
+def test_a_copy_of_another_run_is_no_reason_to_veto(
+    town: Town,  # noqa: F811
+    stolen: Callable[[], None],
+) -> None:
+    begun(town)
+    own, other = town.folder, copy_of(town, "auditor")
+    stolen()
+    strange = scene_with(town.root / "strange", price=PRICE)
+    strange.notary.close()
+    shutil.rmtree(other / "record")
+    shutil.copytree(strange.config.folder / "record", other / "record")
+    veto = ("dispute", "--veto", "--votes", town.root / "votes")
+    on(town, other)
+    assert "is not of the log that was registered" in town.run(*veto, key="a", code=1)
+    on(town, own)
+
+
 @pytest.mark.parametrize("same_class", [True, False, None])
 def test_a_lazy_site_is_slashed_by_a_quorum_within_its_class_alone(
     town: Town,  # noqa: F811
@@ -260,6 +358,24 @@ def test_auditors_agree_though_each_has_another_file(town: Town) -> None:  # noq
     assert "no verdict MISMATCH" in town.run(*words, key="b", code=1)
     audited(town, AUDITOR, "found later")
     assert "slashed" in town.run(*words, key="b")
+
+
+def test_what_lies_in_the_folder_of_audits_stops_no_dispute(
+    town: Town,  # noqa: F811
+) -> None:
+    begun(town)
+    words = ("dispute", "--site", "c", "--round", 0, "--votes", town.root / "votes")
+    run, size = town.scene.notary.run, len(town.scene.entries())
+    verdict = Verdict("c", 0, "MISMATCH", "of another log", 3, same_class=True)
+    strange = Signed(verdict, Selection("request"), AUDITOR.public, run, Prefix(size, "00" * 32))
+    other = write(town.folder, strange, AUDITOR, "5" * 64)
+    other.rename(other.with_name("000000-a.json"))
+    assert "passed over: the audit of round 0 of c was made by another log" in town.run(
+        *words, key="a", code=1
+    )
+    other.with_name("000000-b.json").write_text("[")
+    audited(town, AUDITOR)
+    assert "1 of 2 votes" in town.run(*words, key="a")
 
 
 def test_the_tenth_goes_to_nobody_who_has_not_voted(town: Town) -> None:  # noqa: F811

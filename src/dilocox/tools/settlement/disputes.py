@@ -15,27 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.errors import SettlementError
+from dilocox.errors import RecordError, SettlementError
 from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import paths_of, read
 from dilocox.record.log.merkle import leaf_hash, root_of
 from dilocox.record.log.step_statements import Step
 from dilocox.record.log.transparency_log import read_text
-from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.verify.verdict_validity import still_standing
-from dilocox.tools.settlement.amounts import covered, read_prefix, terms_of
+from dilocox.tools.settlement.amounts import LogPrefix, read_prefix, terms_of
 from dilocox.tools.settlement.binding import check_log
-from dilocox.tools.settlement.claims_tree import AuditorsTree, ClaimsTree
+from dilocox.tools.settlement.claims_tree import AuditorsTree
 from dilocox.tools.settlement.contract_code import check_code
 from dilocox.tools.settlement.ledger import RefusedError
 from dilocox.tools.settlement.messages import Domain
 from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
-from dilocox.tools.settlement.settling import (
-    checked,
-    known_run,
-    owed_at,
-    settled_at,
-)
+from dilocox.tools.settlement.settling import checked, known_run, settled_at
+from dilocox.tools.settlement.veto_reasons import veto_reason
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]{40}")
 
@@ -227,10 +222,22 @@ def _lines(path: Path) -> list[SignedLine]:
     return found
 
 
-def veto(desk: Desk, run: RunOnChain, folder: Path, votes: Path) -> list[str]:
+def veto(
+    desk: Desk, run: RunOnChain, folder: Path, votes: Path, withheld: bool = False
+) -> list[str]:
     """Vote against the pending settlement, if it is not what this log gives.
 
-    Raises `SettlementError` if there is none, if it is right, or if the chain refuses.
+    Args:
+        desk: The auditor's.
+        run: The run.
+        folder: A folder with the auditor's copy of the record.
+        votes: File that the auditors hand on.
+        withheld: Vote also if the copy is too short, because the owner withholds the log.
+
+    Raises:
+        SettlementError: No settlement is pending, or it is right, or the copy is too short to
+            tell, or the chain refuses.
+        RecordError: The copy is not what its key has signed.
     """
     with desk.opened():
         state = known_run(desk.ledger, run)
@@ -240,18 +247,18 @@ def veto(desk: Desk, run: RunOnChain, folder: Path, votes: Path) -> list[str]:
             if number and number in [each["settlement"] for each in vetoed]:
                 return [f"settlement {number}: vetoed already"]
             raise SettlementError("no settlement is pending: nothing to veto")
-        size, root = settled_at(desk.ledger, run, pending)
-        owed = owed_at(folder, size, root)
-        if owed and ClaimsTree(run.run, owed).root == pending:
+        head = settled_at(desk.ledger, run, pending)
+        reason = veto_reason(run, folder, head, pending, withheld)
+        if reason is None:
             raise SettlementError(
-                f"settlement {number} is what the log's first {size} statements give: no veto"
+                f"settlement {number} is what the log's first {head[0]} statements give: no veto"
             )
         said = {"settlement": number, "claimsRoot": pending}
         gathered = _vote(desk, run, votes, "Veto", said)
         if len(gathered) < state["quorum"]:
-            return [f"{votes}: {len(gathered)} of {state['quorum']} votes"]
+            return [reason, f"{votes}: {len(gathered)} of {state['quorum']} votes"]
         sent = desk.send("veto", run.run, number, gathered)
-        return [f"vetoed settlement {number}; {sent.gas} gas"]
+        return [reason, f"vetoed settlement {number}; {sent.gas} gas"]
 
 
 def mismatch(
@@ -265,11 +272,12 @@ def mismatch(
     Raises `SettlementError` without a MISMATCH of the site's own determinism class in this folder,
     or if the chain refuses; `RecordError` if the record cannot be read.
     """
-    course = read_prefix(folder).course
-    account = terms_of(course)["accounts"].get(site)
+    prefix = read_prefix(folder)
+    check_log(run, prefix.course.run, folder)
+    account = terms_of(prefix.course)["accounts"].get(site)
     if account is None:
         raise SettlementError(f"site {site}: the run file names no account of it")
-    evidence = _evidence(folder, course, site, round_)
+    evidence = _evidence(folder, prefix, site, round_)
     first = _read_votes(votes).get("values", {})
     with desk.opened():
         state = known_run(desk.ledger, run)
@@ -285,31 +293,34 @@ def mismatch(
         return _slash(desk, what, "slashMismatch", run.run, *said.values(), gathered)
 
 
-def _evidence(folder: Path, course: RunHistory, site: str, round_: int) -> bytes:
+def _evidence(folder: Path, prefix: LogPrefix, site: str, round_: int) -> bytes:
     """Return the SHA-256 over the lines of the verdicts MISMATCH on a round, sorted.
 
     Verdicts count of the run file's auditors, and on the present history. A difference between
-    determinism classes is no evidence.
+    determinism classes is no evidence. Files that are no verdict on this log are passed over:
+    anybody may have put them there.
     """
-    lines = {}
+    found, faults = [], list[str]()
     for path in paths_of(folder):
-        signed = read(path, course.run)
-        if signed.auditor in terms_of(course)["auditors"]:
-            lines[read_text(path).strip()] = signed
-    standing = still_standing(course, covered(folder).entries, list(lines.values()))
-    found = [
-        line
-        for line, signed in lines.items()
-        if signed in standing and signed.verdict.same_class
-        and (signed.verdict.site, signed.verdict.round) == (site, round_)
-        and signed.verdict.verdict == "MISMATCH"
-    ]  # fmt: skip
+        try:
+            signed = read(path, prefix.course.run)
+            if (
+                signed.auditor in terms_of(prefix.course)["auditors"]
+                and (signed.verdict.site, signed.verdict.round) == (site, round_)
+                and signed.verdict.verdict == "MISMATCH"
+                and signed.verdict.same_class
+                and still_standing(prefix.course, prefix.entries, [signed])
+            ):
+                found.append(read_text(path).strip())
+        except RecordError as error:
+            faults.append(f"; passed over: {error}")
     if not found:
         raise SettlementError(
             f"round {round_} of {site}: no verdict MISMATCH of the site's own determinism class, "
             "by an auditor of the run file, in record/audits, so nothing is a reason to slash"
+            f"{''.join(faults[:1])}"
         )
-    return hashlib.sha256("\n".join(sorted(found)).encode()).digest()
+    return hashlib.sha256("\n".join(sorted(set(found))).encode()).digest()
 
 
 def _digest(path: Path, text: Any) -> bytes:
