@@ -83,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
     _add_key(action("claim", _claim, "claim what is settled, and withdraw it", "RUN"))
     _add_key(action("close", _close, "announce the end of a run, by its owner", "RUN"))
     _add_key(action("reclaim", _reclaim, "take back what is left of a closed run's pool", "RUN"))
+    _add_key(action("cancel", _cancel, "drop the account's transactions that no block takes",
+                    "RUN"))  # fmt: skip
     committing = action("commit", _commit, "sign a site's commitments of finished rounds", "RUN")
     committing.add_argument("--site", required=True, metavar="NAME")
     _add_key(committing)
@@ -337,6 +339,12 @@ def _reclaim(options: argparse.Namespace) -> list[str]:
     from dilocox.tools.settlement import closing
 
     return closing.reclaim(*_opened(options))
+
+
+def _cancel(options: argparse.Namespace) -> list[str]:
+    from dilocox.tools.settlement import cancelling
+
+    return cancelling.cancel(_opened(options)[0])
 
 
 def _anchor(options: argparse.Namespace) -> list[str]:

@@ -17,6 +17,7 @@ from web3.exceptions import Web3RPCError
 from dilocox.errors import SettlementError
 from dilocox.tools.settlement import ledger as ledgers
 from dilocox.tools.settlement import settling
+from dilocox.tools.settlement.cancelling import cancel
 from dilocox.tools.settlement.journal import Journal, append_lines, read_lines
 from dilocox.tools.settlement.ledger import Ledger, RefusedError, connect
 from dilocox.tools.settlement.resending import Signed
@@ -25,7 +26,7 @@ from dilocox.tools.settlement.settling import deploy_once
 
 
 def refusing(message: str) -> Any:
-    def send(*_: object) -> None:
+    def send(*_: object, **__: object) -> None:
         raise Web3RPCError(message)
 
     return send
@@ -118,6 +119,81 @@ def test_a_fee_above_the_limit_is_refused_before_anything_is_signed(scene: Ledge
     with pytest.raises(SettlementError, match=r"more than 0\.000000000000001 coins.*--most-fee"):
         ledger.send("fund", scene.run, value=1, keep=lambda *said: kept.extend(said))
     assert kept == []
+
+
+def estimating(patch: pytest.MonkeyPatch, scene: LedgerScene) -> None:
+    """Let the server estimate gas as others do: whatever the account has, and its next number."""
+    patch.setattr(scene.chain.web3.eth, "estimate_gas", lambda *_: 100_000)
+
+
+def test_what_the_account_cannot_pay_is_not_kept(
+    scene: LedgerScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers refuse it each time, and it would hold up all later ones."""
+    scene.chain.pay(to=scene.who("poor").address, value=ETHER)
+    desk = Desk(scene.ledger("poor"), tmp_path)
+    before = scene.state["pool"]
+    with monkeypatch.context() as patch:
+        estimating(patch, scene)
+        with (
+            pytest.raises(SettlementError, match="holds 1 coins, and a payment with its fee could"),
+            desk.opened(),
+        ):
+            desk.send("fund", scene.run, value=ETHER - 10**12)
+    assert desk.journal.sent() == []
+    with desk.opened():
+        desk.send("fund", scene.run, value=ETHER // 2)
+    assert scene.state["pool"] == before + ETHER // 2
+
+
+def test_a_stuck_transaction_is_named_and_can_be_dropped(
+    scene: LedgerScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, eth = desk_of(scene, tmp_path), scene.chain.web3.eth
+    before = scene.state["pool"]
+    leave_open(desk, scene, monkeypatch)
+    number = eth.get_transaction_count(desk.account.address)
+    with monkeypatch.context() as patch:
+        patch.setattr(eth, "send_raw_transaction", refusing("insufficient funds"))
+        said = rf"number {number} \(fund of 1 coins\); to drop it: dilocox chain cancel: the chain"
+        for _ in range(2):  # the empty one is not sent either
+            with pytest.raises(RefusedError, match=said):
+                fund(desk, scene)
+            with pytest.raises(RefusedError, match=said):
+                cancel(desk)
+    assert cancel(desk) == [f"transaction number {number} (fund of 1 coins): dropped"]
+    assert (desk.journal.open(), desk.journal.late(), scene.state["pool"]) == ({}, [], before)
+    assert "no transaction of" in cancel(desk)[0]
+    fund(desk, scene)
+    assert scene.state["pool"] == before + ETHER
+
+
+def test_what_a_block_has_taken_is_not_dropped(
+    scene: LedgerScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, before = desk_of(scene, tmp_path), scene.state["pool"]
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.chain.web3.eth, "wait_for_transaction_receipt", refusing("no answer"))
+        with pytest.raises(RefusedError):
+            fund(desk, scene)
+    assert [each.rpartition(": ")[2] for each in cancel(desk)] == ["a block has taken it"]
+    assert (desk.journal.open(), scene.state["pool"]) == ({}, before + ETHER)
+
+
+def test_a_transaction_before_the_stuck_one_that_is_missing_is_named(
+    scene: LedgerScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, eth = desk_of(scene, tmp_path), scene.chain.web3.eth
+    count = type(eth).get_transaction_count
+    used = eth.get_transaction_count(desk.account.address)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(eth), "get_transaction_count", lambda *said: count(*said) + 1)
+        estimating(patch, scene)
+        leave_open(desk, scene, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(eth, "send_raw_transaction", refusing("nonce too high"))
+        with pytest.raises(RefusedError, match=f"which waits for number {used} of the account"):
+            fund(desk, scene)
 
 
 def test_nothing_is_signed_for_another_chain(scene: LedgerScene) -> None:

@@ -46,10 +46,8 @@ def test_a_replacement_is_the_same_call_with_a_fee_that_servers_take(
 ) -> None:
     before = signed(tip, tip + more)
     found = before.higher(account_of("owner"), base, wanted, 10**30)
-    if tip + more >= base + min(tip, wanted):
-        assert found is None
+    if found is None:
         return
-    assert found is not None
     old, new = before._fields, found._fields
     assert (new[0], new[1], new[4:9]) == (old[0], old[1], old[4:9])
     tips, most = ([int.from_bytes(each[n]) for each in (old, new)] for n in (2, 3))
@@ -59,6 +57,27 @@ def test_a_replacement_is_the_same_call_with_a_fee_that_servers_take(
     assert found.higher(account_of("owner"), base, wanted, 10**30) is None
     assert found.number == before.number == 3
     assert found.value == before.value == 5
+
+
+@pytest.mark.parametrize(
+    ("tip", "most", "base", "wanted", "limit", "replaced"),
+    [  # gwei per gas; the limit in gwei, for 100,000 gas
+        (2, 40, 10, 2, 10**9, False),  # pays what is asked for
+        (2, 40, 10, 1, 10**9, False),  # pays more
+        (2, 12, 10, 2, 10**9, False),  # just pays it
+        (2, 11, 10, 2, 10**9, True),  # leaves its producer one of two
+        (2, 40, 50, 2, 10**9, True),  # cannot pay what is burnt
+        (1, 40, 0, 5, 10**9, True),  # the tip has risen, and next to nothing is burnt
+        (1, 40, 0, 5, 4_000_000, False),  # the same, but the fee would exceed the limit
+        (30, 40, 20, 5, 10**9, False),  # less tip is left than it allows, and more than is asked
+    ],
+)
+def test_a_transaction_is_replaced_if_others_pay_more(
+    tip: int, most: int, base: int, wanted: int, limit: int, replaced: bool
+) -> None:
+    before = signed(tip * GWEI, most * GWEI)
+    found = before.higher(account_of("owner"), base * GWEI, wanted * GWEI, limit * GWEI)
+    assert (found is not None) == replaced
 
 
 def test_a_replacement_keeps_to_the_limit_of_fees() -> None:

@@ -73,13 +73,9 @@ class Journal:
         Raises:
             SettlementError: The chain's server fails or refuses.
         """
-        groups: dict[int, list[Signed]] = {}
-        for hash_, text in self.open().items():
-            each = Signed(bytes.fromhex(hash_), bytes.fromhex(text))
-            groups.setdefault(each.number, []).append(each)
         finished = []
-        for number in sorted(groups):
-            group, found = groups[number], None
+        for number, group in self.groups().items():
+            found = None
             limit = max(0, fee - group[-1].value) if whole else fee
             with contextlib.suppress(RevertedError):
                 found = send_again(web3, account, group, self.keep, limit)
@@ -91,6 +87,17 @@ class Journal:
                 if each.number == number:
                     self.done(each.hash.hex())
         return finished
+
+    def groups(self) -> dict[int, list[Signed]]:
+        """Return open transactions by their number, in ascending order; of one, the newest last.
+
+        Raises `SettlementError` if the journal cannot be read.
+        """
+        found: dict[int, list[Signed]] = {}
+        for hash_, text in self.open().items():
+            each = Signed(bytes.fromhex(hash_), bytes.fromhex(text))
+            found.setdefault(each.number, []).append(each)
+        return dict(sorted(found.items()))
 
     def open(self) -> dict[str, str]:
         """Return signed transactions by hash, both hex, that are not done.

@@ -176,7 +176,7 @@ class Ledger:
 
         Raises:
             SettlementError: The RPC server fails or is of another chain, the contract refuses,
-                the fee is too high, or no block has the transaction in time.
+                the fee is too high or cannot be paid, or no block has the transaction in time.
         """
         chain = self.chain
         with one_line(name):
@@ -284,8 +284,8 @@ def transact(
         fee: Wei that the fee may reach.
 
     Raises:
-        SettlementError: The fee is too high, or the transaction has no effect. Errors of web3 are
-            raised as they are (`one_line`).
+        SettlementError: The fee is too high, or the account cannot pay it, or the transaction has
+            no effect. Errors of web3 are raised as they are (`one_line`).
     """
     base = {
         **base,
@@ -293,7 +293,9 @@ def transact(
         "nonce": web3.eth.get_transaction_count(account.address, "pending"),
     }
     built = call.build_transaction(base)
-    check_fee(built["gas"] * built.get("maxFeePerGas", built.get("gasPrice", 0)), fee)
+    most = built["gas"] * built.get("maxFeePerGas", built.get("gasPrice", 0))
+    check_fee(most, fee)
+    check_balance(web3, account.address, built["value"] + most)
     signed = account.sign_transaction(built)
     if keep is not None:
         keep(bytes(signed.hash), bytes(signed.raw_transaction))
@@ -307,6 +309,19 @@ def check_fee(most: int, limit: int) -> None:
         raise SettlementError(
             f"the fee of a transaction could reach {coins(most)}, more than {coins(limit)}: the "
             "chain's server says so; wait, or allow it with --most-fee"
+        )
+
+
+def check_balance(web3: Web3, account: str, most: int) -> None:
+    """Raise `SettlementError` if an account holds less than `most` wei, payment and fee together.
+
+    Servers refuse such a transaction. Once kept, it would hold up every later one.
+    """
+    held = int(web3.eth.get_balance(Web3.to_checksum_address(account)))
+    if held < most:
+        raise SettlementError(
+            f"{account}: holds {coins(held)}, and a payment with its fee could reach "
+            f"{coins(most)}: nothing was sent; pay the difference to this account"
         )
 
 
