@@ -81,7 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
     accounting.add_argument("--json", action="store_true", help="print the amounts as JSON")
     _add_key(action("settle", _settle, "settle what the anchored log says", "RUN"))
     _add_key(action("claim", _claim, "claim what is settled, and withdraw it", "RUN"))
-    _add_key(action("close", _close, "announce the end of a run, by its owner", "RUN"))
+    closing = action("close", _close, "announce the end of a run, by its owner", "RUN")
+    _add_key(closing)
+    closing.add_argument(
+        "--unsettled", action="store_true",
+        help="close also if what the newest anchored head owes is not settled and accepted",
+    )  # fmt: skip
     _add_key(action("reclaim", _reclaim, "take back what is left of a closed run's pool", "RUN"))
     _add_key(action("cancel", _cancel, "drop the account's transactions that no block takes",
                     "RUN"))  # fmt: skip
@@ -332,7 +337,7 @@ def _fund(options: argparse.Namespace) -> list[str]:
 def _close(options: argparse.Namespace) -> list[str]:
     from dilocox.tools.settlement import closing
 
-    return closing.close(*_opened(options))
+    return closing.close(*_opened(options), options.run, options.unsettled)
 
 
 def _reclaim(options: argparse.Namespace) -> list[str]:

@@ -32,7 +32,7 @@ from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import open_log
 from dilocox.record.verify.chain_anchors import ChainHeads
 from dilocox.record.verify.run_history import read_history
-from dilocox.tools.settlement import keystore, ledger, run_on_chain
+from dilocox.tools.settlement import closing, keystore, ledger, run_on_chain
 from dilocox.tools.settlement.chain_heads import chain_heads
 from dilocox.tools.settlement.run_on_chain import RunOnChain
 
@@ -414,6 +414,55 @@ def test_the_owner_closes_a_run_and_gets_the_rest_of_the_pool(town: Town) -> Non
     assert "withdrew 40 coins" in said
     assert 0 <= before + 40 * ETHER - town.balance("owner") < ETHER // 10, "all but the gas"
     assert "the pool is empty" in town.run("reclaim")
+
+
+def test_a_run_is_not_closed_before_it_is_settled(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window after `close` the contract takes no settlement any more."""
+    town.register()
+    town.run("stake", "--amount", 1)
+    town.run("anchor")
+    assert "owes is not settled: dilocox chain settle first" in town.run("close", code=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(closing, "owed_at", unreadable)
+        assert "gone; --unsettled closes all the same" in town.run("close", code=1)
+    town.run("settle")
+    assert "settlement 1 can be vetoed for" in town.run("close", code=1)
+    assert not town.state["closedAt"]
+    town.chain.advance(WINDOW + 1)
+    assert "the last settle is possible at 2" in town.run("close")
+    town.chain.advance(WINDOW + 1)
+    assert "the last settle was possible at 2" in town.run("close")
+
+
+def unreadable(*_: object) -> None:
+    raise SettlementError("gone")
+
+
+def test_a_run_is_closed_unsettled_if_its_owner_says_so(town: Town) -> None:
+    town.register()
+    town.run("stake", "--amount", 1)
+    town.run("anchor")
+    assert "the last settle is possible at 2" in town.run("close", "--unsettled")
+    assert town.state["closedAt"]
+
+
+BAD_PLACES: list[dict[str, Any]] = [
+    {"block": "x"}, {"block": None}, {"block": -1}, {"auditors": []}, {"auditors": "0x"},
+    {"auditors": ["0x12"]}, {"auditors": [7]}, {"owner": "0x12"}, {"owner": 7}, {"log": "12"},
+    {"contract": "0x" + "g" * 40}, {"chain": "1"}, {"rpc": 1},
+]  # fmt: skip
+
+
+def test_a_strange_chain_json_is_one_line(town: Town) -> None:
+    town.register()
+    path = town.folder / "settlement/chain.json"
+    first = json.loads(path.read_text())
+    for change in BAD_PLACES:
+        path.write_text(json.dumps({**first, **change}))
+        said = town.run("status", code=1)
+        assert said.endswith("chain.json: not a file of dilocox chain register\n"), change
 
 
 def test_the_rpc_servers_secret_stays_out_of_the_file_for_the_sites(town: Town) -> None:
