@@ -219,6 +219,9 @@ def test_after_a_crash_every_command_is_repeated_and_counts_once(
         sent = web3.eth.get_transaction_count(town.accounts[who]) - before
         assert sent == (2 if name == "claim" else 1), name  # claim and withdraw
     assert getattr(web3.eth, crash) == real
+    # Also if `register` was finished by the command after it: events are looked up from there on.
+    run = RunOnChain.read(town.folder)
+    assert 0 < run.block <= run.ledger().registered(run.run) <= run.block + 1
     assert town.state["settlements"] == 1
     owed = second_opinion(town.folder, town.state["size"])
     assert town.state["pool"] == 40 * ETHER - owed[town.accounts["a"].lower()]

@@ -193,6 +193,16 @@ class Ledger:
         pages = logs(event, name, {"run": run}, first, self.block())
         return [dict(each["args"]) for found in pages for each in found]
 
+    def registered(self, run: bytes) -> int:
+        """Return the number of the block in which a run was registered; 0 if no event says so.
+
+        The newest blocks are asked for first. Raises `SettlementError` if the RPC server fails.
+        """
+        event = self._contract.events["Registered"]()
+        pages = logs(event, "Registered", {"run": run}, 0, self.block(), newest=True)
+        with one_line("Registered"):
+            return next((int(page[-1]["blockNumber"]) for page in pages if page), 0)
+
     def code(self) -> bytes:
         """Return the code at the contract's address. Raises `SettlementError` like `call`."""
         with one_line("eth_getCode"):

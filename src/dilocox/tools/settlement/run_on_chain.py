@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eth_account.signers.local import LocalAccount
+from web3 import Web3
 
 from dilocox.coordinator.identity import write_private
 from dilocox.errors import SettlementError
@@ -44,7 +45,8 @@ class RunOnChain:
     log: str
     """Id of the run's log, 64 hex digits."""
     block: int
-    """A block before the run was registered; its events are looked up from there."""
+    """The block in which the run was registered, or one before; its events are looked up from
+    there."""
     auditors: tuple[str, ...]
     """Addresses of the auditors. The contract keeps only their Merkle root."""
 
@@ -80,9 +82,7 @@ class RunOnChain:
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
             found = cls(**{name: said[name] for name in cls.__dataclass_fields__})
-            run_id(found.owner, found.log)
-            if type(found.chain) is not int or type(found.rpc) is not str:
-                raise ValueError("chain or rpc")
+            _check(found)
             private = path.with_name(RPC)
             rpc = private.read_text(encoding="utf-8").strip() if private.exists() else found.rpc
             return replace(found, rpc=rpc, auditors=tuple(map(str, found.auditors)))
@@ -90,7 +90,7 @@ class RunOnChain:
             raise SettlementError(
                 f"{path}: missing; dilocox chain register writes it, copy it from there"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise SettlementError(f"{path}: not a file of dilocox chain register") from None
 
     def ledger(self, account: LocalAccount | None = None, fee: int = FEE) -> Ledger:
@@ -100,6 +100,19 @@ class RunOnChain:
         contract is no address.
         """
         return Ledger(connect(self.rpc), self.contract, account, self.chain, fee)
+
+
+def _check(run: RunOnChain) -> None:
+    """Raise `ValueError` or `TypeError` unless all fields have the form that `register` writes."""
+    numbers = (run.chain, run.block)
+    if any(type(each) is not int or each < 0 for each in numbers) or type(run.rpc) is not str:
+        raise ValueError("chain, block or rpc")
+    if type(run.auditors) not in (list, tuple) or not run.auditors:
+        raise ValueError("auditors")
+    if not all(Web3.is_address(each) for each in (run.owner, run.contract, *run.auditors)):
+        raise ValueError("an address")
+    if len(bytes.fromhex(run.log)) != 32:
+        raise ValueError("log")
 
 
 def read_rpc(given: str) -> str:

@@ -5,7 +5,7 @@ Each looks at the chain first, does what is missing, and returns lines that say 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,10 @@ def register(
                     f"run 0x{found.run.hex()} is registered with another {', '.join(other)}: "
                     "repeat the command as it was, or begin another run"
                 )
-            # It may have been registered long before the newest block.
             return [
                 f"run 0x{found.run.hex()}: registered already; pool {coins(state['pool'])}",
-                _written(replace(found, block=0), folder),
+                # It may have been registered long before the newest block.
+                _written(found, folder, lambda: ledger.registered(found.run)),
             ]
         sent = desk.send("register", bytes.fromhex(log), *wanted.values(), value=pool)
     unbound = [] if names_place(terms_of(course)) else [UNBOUND]
@@ -125,15 +125,16 @@ def register(
         f"registered run 0x{found.run.hex()} on chain {chain} with a pool of {coins(pool)}; "
         f"{sent.gas} gas",
         *unbound,
-        _written(found, folder),
+        _written(found, folder, lambda: block),
     ]
 
 
-def _written(found: RunOnChain, folder: Path) -> str:
+def _written(found: RunOnChain, folder: Path, block: Callable[[], int]) -> str:
+    """Write `chain.json` unless it is there; `block`: finds the block that it names."""
     try:
         first = RunOnChain.read(folder)
     except SettlementError:
-        return f"{found.write(folder)}: give it to the sites"
+        return f"{replace(found, block=block()).write(folder)}: give it to the sites"
     if (first.contract, first.run) != (found.contract, found.run):
         raise SettlementError(
             f"{folder}/settlement/chain.json is of another contract or owner: move it away first"
