@@ -18,6 +18,8 @@ from dilocox.record.log import statements as s
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.metric_reports import FILE, judge_reports, report_digest, signed_report
 from dilocox.record.writer.rank_recorder import SigningIdentity
+from dilocox.tools.report.folder import read_run
+from dilocox.tools.report.history import History, read_history
 from tests.coordinator.metrics.test_run_metrics import row
 from tests.support.record_scene import ONE, SIGNERS, Scene
 
@@ -186,3 +188,117 @@ def test_digests_are_of_what_a_line_says() -> None:
 def test_warnings_are_not_signed(tmp_path: Path) -> None:
     author = SigningIdentity("run", m.RankId(site="a", stage=0, shard=0), SIGNERS["a"])
     assert signed_report(author, "warning", 0, {"text": "x"}) is None
+
+
+def shown(reported: Reported) -> History:
+    """What the run's page shows."""
+    return read_history(read_run(reported.folder).metrics)
+
+
+def add(reported: Reported, line: str) -> None:
+    with (reported.folder / FILE).open("a", encoding="utf-8", newline="") as file:
+        file.write(line + "\n")
+
+
+LOW = {"val_loss": 0.1, "loss": 0.1, "tokens": 9, "sites": 3, "step": 8}
+FORGED: dict[str, dict[str, Any]] = {
+    "no site": {"kind": "evaluation", "after_round": 1},
+    "site that is no text": {"kind": "evaluation", "after_round": 1, "site": 5},
+    "empty site": {"kind": "evaluation", "after_round": 1, "site": ""},
+    "no round": {"kind": "evaluation", "site": "a"},
+    "float": {"kind": "evaluation", "after_round": 1.0, "site": "a"},
+    "truth value": {"kind": "evaluation", "after_round": True, "site": "a"},
+    "before the start": {"kind": "evaluation", "after_round": -2, "site": "a"},
+    "too large": {"kind": "evaluation", "after_round": 10**400, "site": "a"},
+    "tasks": {"kind": "tasks", "after_round": 1.0, "site": "a", "results": {"t/acc": 1.0}},
+    "kind of a report": {"kind": "first_evaluation", "round": -1, "after_round": -1, "site": "a"},
+    "round as a float": {"kind": "round", "round": 1.0},
+    "round as a truth value": {"kind": "round", "round": True},
+    "round as text": {"kind": "round", "round": "1", "site": "a"},
+    "round of a site that is no text": {"kind": "round", "round": 1, "site": 5},
+    "round of no site": {"kind": "round", "round": 1, "site": None},
+    "flush": {"kind": "flush", "round": 2, "payload_bytes": 0},
+    "resumed": {"kind": "resumed", "round": 1.0},
+    "resumed without a round": {"kind": "resumed"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_line_that_no_writer_writes_fails_and_is_not_shown(reported: Reported, name: str) -> None:
+    before = shown(reported)
+    lines = (reported.folder / FILE).read_text().count("\n")
+    add(reported, json.dumps({**LOW, **FORGED[name], "time": 0.5}))
+    with pytest.raises(RecordError, match=rf"metrics.jsonl: line {lines + 1}: "):
+        reported.judged()
+    assert shown(reported) == before
+
+
+@pytest.mark.parametrize("between", ["\r", "\v", "\x85", "\u2028", " "])
+def test_a_line_within_a_line_fails_and_is_not_shown(reported: Reported, between: str) -> None:
+    before = shown(reported)
+    forged = json.dumps({"kind": "evaluation", "after_round": 1, "site": "a", **LOW})
+    add(reported, f'{{"kind": "message", "text": "a"}}{between}{forged}')
+    with pytest.raises(RecordError, match=r"metrics.jsonl: line \d+ is damaged"):
+        reported.judged()
+    assert shown(reported) == before
+
+
+def test_a_line_break_within_a_text_is_text(reported: Reported) -> None:
+    add(reported, '{"kind": "message", "text": "a\u2028b\x85c"}')
+    assert "signed by a, b, c" in reported.judged()
+    assert shown(reported).events[-1].text == "a\u2028b\x85c"
+
+
+@pytest.mark.parametrize("lost", [b"", b"\0" * 30])
+def test_a_line_that_a_killed_process_left_is_passed_over(reported: Reported, lost: bytes) -> None:
+    """The next process ends the line, and the site's report comes again."""
+    path = reported.folder / FILE
+    text = path.read_bytes()
+    assert b'"kind": "flush"' in text.splitlines()[-1]
+    path.write_bytes(text[:-30] + lost)
+    reported.recorder = RunMetrics(reported.scene.config, reported.folder, lambda record: None)
+    reported.round(2, "flush")
+    reported.evaluated(2, 2.5)
+    assert path.read_bytes().startswith(text[:-30] + lost + b"\n{")
+    assert reported.judged().startswith("9 reports of rounds and 4 of the held-out loss, signed")
+    assert shown(reported).evaluations[-1].loss == 2.5
+
+
+def test_each_of_several_lines_must_be_signed(reported: Reported) -> None:
+    """The page passes over a loss that is not finite, and would show the one before."""
+    reported.evaluated(2, math.nan)
+    forged = {"kind": "evaluation", "after_round": 2, "site": "a", "round": 2, **LOW}
+    lines = (reported.folder / FILE).read_text().splitlines()
+    lines.insert(-1, json.dumps(forged))
+    (reported.folder / FILE).write_text("\n".join(lines) + "\n")
+    assert [each.loss for each in shown(reported).evaluations][-1] == 0.1
+    with pytest.raises(RecordError, match="the held-out loss after round 2 is not the one that a"):
+        reported.judged()
+
+
+def test_numbers_too_large_for_a_float_fail(reported: Reported) -> None:
+    rewritten(reported, of("round", 1, None, tokens=10**400, loss=10**400))
+    with pytest.raises(RecordError, match="loss or tokens of round 1"):
+        reported.judged()
+    rewritten(reported, of("round", 1, "b", loss=10**400))
+    with pytest.raises(RecordError, match="the report of round 1 is not the one that b has"):
+        judge_reports(reported.scene.course(), reported.folder)
+
+
+def test_a_round_of_no_site_is_not_proved(reported: Reported) -> None:
+    add(reported, json.dumps({"kind": "round", "round": 2, "sites": 0, "tokens": 0, "step": 9}))
+    with pytest.raises(NotRunError, match="round 2 of the run was made of some sites' reports"):
+        reported.judged()
+
+
+def test_a_round_that_is_left_out_is_not_proved(reported: Reported) -> None:
+    def gone(number: int) -> Callable[[dict[str, Any]], bool]:
+        return lambda line: (line["kind"], line.get("site"), line.get("round")) != (
+            "round", None, number
+        )  # fmt: skip
+
+    rewritten(reported, gone(1))
+    assert "signed by a, b, c" in reported.judged()  # the newest round may still be going on
+    rewritten(reported, gone(0))
+    with pytest.raises(NotRunError, match="round 0 has reports of sites, and no line of the whole"):
+        judge_reports(reported.scene.course(), reported.folder)

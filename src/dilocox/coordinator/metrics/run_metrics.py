@@ -23,6 +23,7 @@ from dilocox.coordinator.protocol.site_reports import (
     settled_anchor,
 )
 from dilocox.errors import DifferentAnchorsError, TrainingError
+from dilocox.utils.json_lines import object_of
 from dilocox.utils.plain_text import plain
 from dilocox.utils.storage import when_there_is_room
 
@@ -480,9 +481,6 @@ def _read_lines(path: Path) -> Iterator[Record]:
         return
     with path.open(encoding="utf-8", newline="\n") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # The run was killed while it wrote this line.
-            if isinstance(record, dict):
+            record = object_of(line)
+            if record is not None:  # None: the run was killed while it wrote this line.
                 yield record

@@ -6,15 +6,15 @@ and the coordinator cannot show another curve.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rfc8785
 
+from dilocox.coordinator.protocol.metric_lines import subject_of
 from dilocox.coordinator.protocol.site_reports import FIRST, RESERVED, checked, kind_of_report
 from dilocox.coordinator.protocol.task_figures import moment
 from dilocox.errors import RecordError
@@ -25,6 +25,7 @@ from dilocox.record.log.state_statements import SIGNED_REPORTS
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.rank_recorder import SigningIdentity
+from dilocox.utils.json_lines import is_torn, object_of
 
 FILE = "metrics.jsonl"
 _EXACT = 2**53
@@ -81,28 +82,32 @@ def judge_reports(course: RunHistory, folder: Path) -> str:
     path = folder / FILE
     if not path.exists():
         raise NotRunError(f"{path}: not there")
-    lines, rounds = _lines(lines_of(path))
+    lines, rounds = _lines(path)
     unsigned = []
-    for key, line in lines.items():
+    for key, several in lines.items():
         signed = course.reports.get(key)
         if not signed:
             unsigned.append(key)
-        elif line.digest not in signed:
+        elif any(each.digest not in signed for each in several):
             raise RecordError(f"{path}: {_named(key)} is not the one that {key[2]} has signed")
     for key in course.reports:
         if key not in lines:
             raise RecordError(f"{path}: {_named(key)}, which {key[2]} has signed, is not there")
     by_round: dict[int, list[_Told]] = {}
-    for (kind, number, _), own in lines.items():
+    for (kind, number, _), several in lines.items():
         if kind == "round":
-            by_round.setdefault(number, []).append(own)
+            by_round.setdefault(number, []).append(several[-1])
     partly = [number for number, line in rounds.items()
               if not _combined(path, number, line, by_round.get(number, []))]  # fmt: skip
+    # The newest round may still be going on.
+    lacking = sorted(by_round.keys() - rounds.keys() - {max(by_round, default=0)})
     if unsigned:
         more = f" and {len(unsigned) - 1} more" if unsigned[1:] else ""
         raise NotRunError(f"{_named(unsigned[0])} of {unsigned[0][2]}{more}: not signed")
     if partly:
         raise NotRunError(f"round {partly[0]} of the run was made of some sites' reports alone")
+    if lacking:
+        raise NotRunError(f"round {lacking[0]} has reports of sites, and no line of the whole run")
     if not lines:
         raise NotRunError("no site has reported anything")
     sites = sorted({site for _, _, site in lines})
@@ -142,48 +147,50 @@ class _Told:
         if kind is not None:
             try:
                 digest = report_digest(kind, line)
-            except (ValueError, RecursionError, rfc8785.CanonicalizationError):
+            except (ValueError, OverflowError, RecursionError, rfc8785.CanonicalizationError):
                 pass  # no digest: nobody can have signed such a line
         return cls(digest, line.get("tokens"), line.get("loss"), line.get("sites"))
 
 
-def _lines(rows: Iterable[str]) -> tuple[dict[Key, _Told], dict[int, _Told]]:
+def _lines(path: Path) -> tuple[dict[Key, list[_Told]], dict[int, _Told]]:
     """Return the sites' lines that count, and the lines on the whole run by round.
 
     A resume goes back to the beginning of a round. Earlier lines about that round and later rounds
-    do not count.
+    do not count. The begin of a line, which a killed process leaves, does not count either. Raises
+    `RecordError` for a line that the run's writer cannot have written.
     """
-    lines: dict[Key, _Told] = {}
+    lines: dict[Key, list[_Told]] = {}
     rounds: dict[int, _Told] = {}
-    for row in rows:
+    for number, row in enumerate(lines_of(path), 1):
+        line = object_of(row)
+        if line is None:
+            if is_torn(row):
+                continue
+            raise RecordError(f"{path}: line {number} is damaged")
         try:
-            line = json.loads(row)
-        except (ValueError, RecursionError):
-            continue  # the last line of a process that was killed
-        if not isinstance(line, dict):
+            about = subject_of(line)
+        except ValueError as error:
+            raise RecordError(f"{path}: line {number}: {error}") from None
+        if about is None:
             continue
-        kind, site = str(line.get("kind")), line.get("site")
-        number = line.get("after_round" if kind in FIRST else "round", 0)
-        if not isinstance(number, int):
-            continue
-        if kind == "resumed":
-            lines = {key: each for key, each in lines.items() if key[1] < number}
-            rounds = {r: each for r, each in rounds.items() if r < number}
-        elif site and kind in SIGNED_REPORTS:
+        if about.kind == "resumed":
+            lines = {key: each for key, each in lines.items() if key[1] < about.number}
+            rounds = {r: each for r, each in rounds.items() if r < about.number}
+        elif about.site:
             said = kind_of_report(line)
-            lines[said, number, str(site)] = _Told.of(line, said)
-        elif kind == "round":
-            rounds[number] = _Told.of(line, None)
+            lines.setdefault((said, about.number, about.site), []).append(_Told.of(line, said))
+        else:
+            rounds[about.number] = _Told.of(line, None)
     return lines, rounds
 
 
 def _combined(path: Path, number: int, line: _Told, rows: Sequence[_Told]) -> bool:
     """Check that the line of a round combines the reports of its sites.
 
-    Returns False if reports of some sites are missing. Raises `RecordError` if the loss or the
-    tokens differ.
+    Returns False if reports of some sites, or of all, are missing. Raises `RecordError` if the loss
+    or the tokens differ.
     """
-    if line.sites != len(rows):
+    if not rows or line.sites != len(rows):
         return False
     try:
         with_loss = [(own.loss, own.tokens) for own in rows if own.loss is not None]
@@ -191,7 +198,7 @@ def _combined(path: Path, number: int, line: _Told, rows: Sequence[_Told]) -> bo
         tokens = sum(own.tokens for own in rows)
         loss = sum(loss * share for loss, share in with_loss) / weight if weight else None
         same = tokens == line.tokens and _same(loss, line.loss)
-    except TypeError:  # a value is not a number
+    except (TypeError, OverflowError):  # a value is not a number, or too large
         same = False
     if not same:
         raise RecordError(f"{path}: loss or tokens of round {number} are not what its sites report")

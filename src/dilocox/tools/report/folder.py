@@ -30,6 +30,7 @@ from dilocox.record.log.transparency_log import (
 from dilocox.record.verify.run_history import RunHistory, read_history
 from dilocox.tools.report.history import Record
 from dilocox.utils.adapter_files import ADAPTER_FILE, is_adapter_folder
+from dilocox.utils.json_lines import lines_of_text, object_of
 
 WATCHED = (
     "metrics.jsonl", "summary.json", "run.toml", f"record/{CHECKPOINT}", "record/audits",
@@ -128,19 +129,17 @@ def _read_config(files: RunFiles) -> None:
 
 
 def _read_metrics(files: RunFiles) -> None:
-    for line in _text(files, "metrics.jsonl", "curves and events").splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            files.metrics.append(record)
-        else:
+    # Only line feeds end a line, as for `dilocox verify`.
+    for line in lines_of_text(_text(files, "metrics.jsonl", "curves and events", newline="\n")):
+        record = object_of(line)
+        if record is None:
             files.bad_lines += 1
+        else:
+            files.metrics.append(record)
 
 
 def _read_summary(files: RunFiles) -> None:
-    text = _text(files, "summary.json", "the result of the run; written at its end", "")
+    text = _text(files, "summary.json", "the result of the run; written at its end")
     try:
         found = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -151,14 +150,18 @@ def _read_summary(files: RunFiles) -> None:
         files.missing.append("summary.json: damaged; totals are counted from the rounds")
 
 
-def _text(files: RunFiles, name: str, what: str, default: str = "") -> str:
+def _text(files: RunFiles, name: str, what: str, newline: str | None = None) -> str:
+    """Return the text of a file, empty if it cannot be read. `newline`: as for `open`."""
     try:
-        return (files.folder / name).read_text(encoding="utf-8", errors="replace")
+        with (files.folder / name).open(
+            encoding="utf-8", errors="replace", newline=newline
+        ) as file:
+            return file.read()
     except FileNotFoundError:
         files.missing.append(f"{name}: not there ({what})")
     except OSError as error:
         files.missing.append(f"{name}: cannot be read ({error.strerror})")
-    return default
+    return ""
 
 
 def _read_record(files: RunFiles) -> None:

@@ -1,7 +1,7 @@
 """Parses a run's metrics into rounds, evaluations and events. Pure functions.
 
 Metrics are untrusted input: a value of the wrong type counts as missing, and a malformed record is
-skipped.
+skipped. The claim `metrics` of `dilocox verify` fails for a record that is skipped here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dilocox.coordinator.protocol.held_out_figures import losses_by_source, pair_figures
+from dilocox.coordinator.protocol.metric_lines import Subject, subject_of
 from dilocox.coordinator.protocol.task_figures import Figure, reported
 
 Record = Mapping[str, Any]
@@ -136,7 +137,6 @@ class History:
     """Unix time of the first record, in seconds."""
     last: float | None = None
     """Unix time of the newest record, in seconds."""
-    bad_lines: int = 0
 
     @property
     def sites(self) -> list[str]:
@@ -157,7 +157,11 @@ def read_history(records: Iterable[Record]) -> History:
     tasks: dict[int, TaskEvaluation] = {}
     flush: dict[str, float] = {}
     for record in records:
-        kind, number, site = record.get("kind"), _integer(record, "round"), _text(record, "site")
+        try:
+            subject = subject_of(record) or _elsewhere(record)
+        except ValueError:
+            continue
+        kind, number, site = subject.kind, subject.number, subject.site
         time = _number(record, "time")
         if time is not None:
             found.began = time if found.began is None else found.began
@@ -169,13 +173,13 @@ def read_history(records: Iterable[Record]) -> History:
         elif kind == "flush":
             flush[site] = _number(record, "payload_bytes") or 0.0
         elif kind == "evaluation":
-            loss, after = _number(record, "val_loss"), _integer(record, "after_round")
+            loss = _number(record, "val_loss")
             if loss is not None:
                 step, own = _integer(record, "step"), losses_by_source(record)
-                evaluations[after] = Evaluation(after, step, loss, own, pair_figures(record))
+                evaluations[number] = Evaluation(number, step, loss, own, pair_figures(record))
         elif kind == "tasks":
-            after, figures = _integer(record, "after_round"), tuple(reported(record))
-            tasks[after] = TaskEvaluation(after, _integer(record, "step"), figures)
+            figures = tuple(reported(record))
+            tasks[number] = TaskEvaluation(number, _integer(record, "step"), figures)
         elif kind == "admission":
             found.admissions.append(admission(number, site, record))
         elif kind == "message":
@@ -198,6 +202,11 @@ def read_history(records: Iterable[Record]) -> History:
     found.tasks = [tasks[number] for number in sorted(tasks)]
     found.flush_bytes = sum(flush.values())
     return found
+
+
+def _elsewhere(record: Record) -> Subject:
+    """Return what a record is about whose kind the claim `metrics` does not cover."""
+    return Subject(_text(record, "kind"), _integer(record, "round"), _text(record, "site"))
 
 
 def _site_round(site: str, record: Record) -> SiteRound:
