@@ -17,6 +17,7 @@ from typing import Literal
 
 from dilocox.coordinator.protocol.messages import SiteStatus
 from dilocox.coordinator.protocol.site_reports import JOURNALS
+from dilocox.utils.json_lines import read_json_lines
 from dilocox.utils.processes import may_live
 
 
@@ -88,10 +89,10 @@ def _last(folder: Path, site: str) -> _Last:
     """Read the journal of `site`. Damaged lines do not count."""
     found = _Last()
     try:
-        text = (folder / JOURNALS.replace("*", site)).read_text(encoding="utf-8", errors="replace")
+        lines = read_json_lines(folder / JOURNALS.replace("*", site))
     except OSError:
         return found
-    for line in text.splitlines():
+    for line in lines:
         if '"joined"' not in line and '"ended"' not in line:
             continue  # most lines are those of rounds
         try:

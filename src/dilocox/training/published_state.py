@@ -37,6 +37,7 @@ from dilocox.record.verify.run_history import HistoryReader, RunHistory
 from dilocox.training.control_plane import ControlPlane
 from dilocox.training.rank_state import RankState
 from dilocox.transport.state_transfer import OwnPiece
+from dilocox.utils.json_lines import lines_of_text
 
 log = logging.getLogger(__name__)
 
@@ -264,4 +265,4 @@ class _Bundles:
             file.seek(self._read)
             data = file.read()
         self._read += len(data)
-        return data.decode("utf-8").splitlines()
+        return lines_of_text(data.decode("utf-8"))

@@ -145,6 +145,15 @@ def test_damage_is_passed_over(tmp_path: Path, command: Command) -> None:
     assert "run file: " in out
 
 
+def test_other_breaks_than_line_feeds_are_part_of_a_line(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", *a_round(0, 1.0))
+    with (folder / "metrics.jsonl").open("a", newline="") as file:
+        file.write('{"kind": "message", "text": "one\u2028two\x85three"}\n')
+    found = status_of(folder, 2.0)
+    assert found.warnings[-1] == "one\u2028two\x85three"
+    assert not any("damaged" in line for line in found.warnings)
+
+
 def test_a_site_keeps_a_journal(tmp_path: Path, command: Command) -> None:
     config = config_of(tmp_path / "at-lyon")
     site_log.note_joined(config, "lyon", "203.0.113.7:29400")

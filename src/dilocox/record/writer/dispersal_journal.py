@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dilocox.errors import RecordError
 from dilocox.record.log.digests import digest_text
+from dilocox.utils.json_lines import lines_of_text
 from dilocox.utils.storage import replace_file
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Journal:
         if not self._path.exists():
             return
         try:
-            for line in self._path.read_text(encoding="utf-8").splitlines():
+            for line in lines_of_text(self._path.read_bytes().decode("utf-8")):
                 self._line(line)
             lines = [["+", s.exchange, s.contributors, s.objects] for s in self._left]
             text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)

@@ -19,6 +19,7 @@ from dilocox.coordinator.protocol.held_out_figures import losses_by_source, pair
 from dilocox.coordinator.protocol.site_reports import JOURNALS
 from dilocox.coordinator.protocol.task_figures import reported
 from dilocox.errors import ConfigError
+from dilocox.utils.json_lines import lines_of_text, object_of
 from dilocox.utils.processes import may_live
 
 Record = dict[str, Any]
@@ -294,20 +295,12 @@ def _lines(path: Path) -> tuple[list[Record], int]:
     An incomplete last line does not count, because it may still be being written.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError:
         return [], 0
-    found: list[Record] = []
-    bad = 0
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            found.append(record)
-        else:
-            bad += 1
+    lines = [object_of(line) for line in lines_of_text(text)]
+    found = [record for record in lines if record is not None]
+    bad = len(lines) - len(found)
     return found, bad if text.endswith("\n") else max(0, bad - 1)
 
 

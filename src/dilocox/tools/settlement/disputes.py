@@ -31,6 +31,7 @@ from dilocox.tools.settlement.messages import Domain
 from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
 from dilocox.tools.settlement.settling import checked, known_run, settled_at
 from dilocox.tools.settlement.veto_reasons import veto_reason
+from dilocox.utils.json_lines import read_json_lines
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]{40}")
 
@@ -203,13 +204,13 @@ def _lines(path: Path) -> list[SignedLine]:
     Raises `SettlementError` if the file cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = read_json_lines(path)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise SettlementError(f"{path}: cannot be read ({error.strerror})") from None
     found = []
-    for line in text.splitlines():
+    for line in lines:
         try:
             said = json.loads(line)
             (name,) = KINDS.keys() & said.keys()

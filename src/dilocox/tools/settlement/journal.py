@@ -184,7 +184,7 @@ def read_lines(path: Path) -> list[Any]:
     `ValueError` for what is no JSON.
     """
     data = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+    return [json.loads(line) for line in data.split(b"\n")[:-1]]
 
 
 def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

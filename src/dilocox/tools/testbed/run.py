@@ -232,7 +232,7 @@ class Run:
             text = file.read()
         text = text[: text.rfind(b"\n") + 1]
         self._read += len(text)
-        found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        found = [json.loads(line) for line in text.split(b"\n") if line.strip()]
         self.records += found
         return found
 
