@@ -6,22 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from tests.support.older_record import unpacked
+from tests.support.record_scene import Scene
 from tests.support.report_runs import BAD, usual, write_run
 
 from dilocox.cli.main import main
 from dilocox.cli.verify import judged
-from dilocox.record.log.audit_verdicts import Selection, Signed, Verdict, write
+from dilocox.record.log.audit_verdicts import AuditVerdict, Selection, Signed, Verdict, write
 from dilocox.record.log.statements import Signer
 from dilocox.record.verify.claims import CLAIMS
+from dilocox.record.verify.verdict_validity import prefixes_of
 from dilocox.tools.report.compliance import TITLES, compliance_text, standing
 from dilocox.tools.report.compliance_facts import GROUPS, Fact, collect
 from dilocox.tools.report.compliance_items import RULES
 from dilocox.tools.report.folder import read_run
 from dilocox.tools.report.history import read_history
+from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 
 ROOT = Path(__file__).parents[3]
 
@@ -86,7 +91,11 @@ def test_facts_of_the_record_have_the_verdicts_of_verify(old: Path) -> None:
         assert rows[each["name"]][0] == each["verdict"]
         assert rows[each["name"]][2:] == [" ".join(each["proves"].split()), each["not_proved"]]
     assert "- Absent: energy (dilocox measures no energy)." in text
-    assert "- Absent: source \\`text\\`, licence (nobody has stated one)." in text
+    assert "- Absent: source 1, licence (nobody has stated one)." in text
+    # The digest that the sites signed does not cover the name.
+    assert rows["source 1, name as whoever prepared it states"] == [
+        "text", "token files' manifest", "no claim covers it",
+    ]  # fmt: skip
 
 
 def test_nothing_is_verified_without_verify(old: Path) -> None:
@@ -133,12 +142,89 @@ def test_audits_and_own_text_are_counted(tmp_path: Path) -> None:
         given_ = Verdict("lyon", round_, verdict, "reason")  # type: ignore[arg-type]
         write(folder, Signed(given_, Selection("request"), signer.public, "r"), signer, "00")
     found = values(folder)
-    assert found["audited rounds with verdict EXACT"] == "2"
-    assert found["audited rounds with verdict NOT_RUN"] == "1"
+    assert found["audited rounds of sites with verdict EXACT"] == "2"
+    assert found["audited rounds of sites with verdict NOT_RUN"] == "1"
     assert found["auditors' keys"] == "1"
     assert found["sites with text of their own"] == "lyon"
     assert found["privacy.clip"] == "1.5"
     assert found["privacy of the text of lyon"].startswith("epsilon 2.5 at delta 1e-06 after 4")
+
+
+def test_a_round_counts_once_and_only_if_no_resume_abandoned_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.enrol()
+    before = len(scene.entries())
+    scene.notary.resumed(0, 0)
+    scene.notary.close()
+    folder = scene.config.folder
+    (folder / "run.toml").write_text(scene.config.to_toml())
+    after = len(scene.entries())
+    seen = prefixes_of(scene.entries(), {before, after})
+    judged_: list[tuple[int, int, AuditVerdict]] = [
+        (before, 0, "EXACT"), (after, 1, "EXACT"), (after, 1, "EXACT"), (after, 2, "NOT_RUN"),
+    ]  # fmt: skip
+    for number, (read, round_, verdict) in enumerate(judged_, 10):
+        signer = Signer.from_hex(f"{number}" * 32)
+        given_ = Verdict("a", round_, verdict, "reason")
+        signed = Signed(given_, Selection("request"), signer.public, scene.notary.run, seen[read])
+        write(folder, signed, signer, "00")
+    files, found = read_run(folder), values(folder)
+    assert (len(files.audits), len(files.standing)) == (4, 3)
+    assert found["audited rounds of sites with verdict EXACT"] == "1"
+    assert found["audited rounds of sites with verdict NOT_RUN"] == "1"
+    assert found["auditors' keys"] == "3"
+
+
+def test_adapters_are_not_called_the_model_s_parameters(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "toy", usual())
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(f'{text}[adapter]\nrank = 4\nhandover = "{tmp_path}/one"\n')
+    (folder / "model").mkdir()
+    save_file({"a": np.zeros((3, 4), np.float32)}, folder / "model" / ADAPTER_FILE)
+    (folder / "model" / ADAPTER_CONFIG).write_text("{}")
+    found = values(folder)
+    assert found["parameters of the adapters"] == "12"
+    assert found["parameters of the base model"] == found["computation"] == ""
+    assert "parameters" not in found
+    assert found["what training went on from"] == (
+        "adapters and outer momentum of an earlier run, from its handover"
+    )
+    assert found["the earlier run"] == ""
+    assert str(tmp_path) not in compliance_text(read_run(folder), 0.0, None)
+
+
+STARTS = {
+    'path = "some/model"': ("model that training started from", "some/model"),
+    'path = "some/model"\npretrained = false': (
+        "start of training", "initial weights made by the run's seed, no other model",
+    ),
+    "own = true": ("start of training", "weights of the site that began the run (model.own)"),
+    'path = "some/model"\nhandover = true': (
+        "what training went on from",
+        "weights and outer momentum of an earlier run, from its handover",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", STARTS)
+def test_where_training_began(tmp_path: Path, model: str) -> None:
+    """Also by a run file that leaves out what is the default."""
+    folder = write_run(tmp_path / "toy", usual())
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(text.replace('path = "some/model"', model))
+    name, value = STARTS[model]
+    assert values(folder)[name] == value
+
+
+def test_how_a_run_ended_is_covered_by_no_claim(tmp_path: Path) -> None:
+    """It is the text of a file that no site has signed."""
+    folder = write_run(tmp_path / "toy", usual(), "finished with great success")
+    claims = {"claims": [{"name": claim.name, "verdict": "PASS", "reason": "", "proves": "",
+                          "not_proved": ""} for claim in CLAIMS]}  # fmt: skip
+    rows = cells(compliance_text(read_run(folder), 0.0, claims))
+    assert rows["how the run ended"] == [
+        "finished with great success", "summary.json", "no claim covers it",
+    ]  # fmt: skip
 
 
 def test_no_path_no_markup_and_no_secret_comes_in(tmp_path: Path) -> None:

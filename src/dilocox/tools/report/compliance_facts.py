@@ -55,7 +55,7 @@ def _identity(files: RunFiles, history: History) -> list[Fact]:
     return [
         Fact("run", course.run, RECORD, ("log", "signatures")),
         Fact("log key", course.log, RECORD, ("log",)),
-        Fact("signed statements", f"{files.record.statements:,}", RECORD, ("log",)),
+        Fact("signed statements", f"{len(files.record.entries):,}", RECORD, ("log",)),
         Fact("run file's digest", str(course.manifest.get("config_digest", "")), RECORD,
              ("signatures", "run-file")),
     ]  # fmt: skip
@@ -83,24 +83,40 @@ def _architecture(files: RunFiles, history: History) -> list[Fact]:
     for key, value in shape.items() if isinstance(shape, Mapping) else ():
         if isinstance(value, bool | int | float):
             facts.append(Fact(f"model.architecture.{key}", str(value), RUN_FILE, ("run-file",)))
+    count = "parameters of the adapters" if files.adapters else "parameters"
     facts.append(
-        absent("parameters", "the folder has no published model with an index")
+        absent(count, "the folder has no published model that states it")
         if files.parameters is None
-        else Fact("parameters", f"{files.parameters:,}", MODEL, ("model",))
+        else Fact(count, f"{files.parameters:,}", MODEL, ("model",))
     )
+    if files.adapters:
+        facts.append(absent("parameters of the base model", "the folder holds adapters alone"))
     return facts
 
 
 def _base(files: RunFiles, history: History) -> list[Fact]:
     config = _section(files, "model")
     adapter = _section(files, "adapter")
-    if not adapter and not (config.get("pretrained") and config.get("path")):
+    if config.get("own"):
+        first = "weights of the site that began the run (model.own)"
+        return [Fact("start of training", first, RUN_FILE, ("run-file",))]
+    if not adapter and not (config.get("pretrained", True) and config.get("path")):
         own = "initial weights made by the run's seed, no other model"
         return [Fact("start of training", own, RUN_FILE, ("run-file", "start"))]
     facts = [Fact("model that training started from", model_name(files.config), RUN_FILE,
                   ("run-file", "base" if adapter else "start"))]  # fmt: skip
     facts += [Fact(f"adapter.{key}", str(value), RUN_FILE, ("run-file",))
               for key, value in adapter.items() if isinstance(value, int | float)]  # fmt: skip
+    for handed, parts in (
+        (adapter.get("handover"), "adapters and outer momentum"),
+        (config.get("handover"), "weights and outer momentum"),
+    ):
+        if handed:
+            facts += [
+                Fact("what training went on from", f"{parts} of an earlier run, from its handover",
+                     RUN_FILE, ("run-file", "start")),
+                absent("the earlier run", "the run file names the folder of its handover alone"),
+            ]  # fmt: skip
     course = files.record.course if files.record else None
     digests = {str(each["base"]) for each in course.enrolments if "base" in each} if course else ()
     facts += [Fact("digest of the base model that sites signed", digest, RECORD,
@@ -130,7 +146,7 @@ def _compute(files: RunFiles, history: History) -> list[Fact]:
         Fact("training time, sum over rounds", seconds(sum(r.seconds for r in history.rounds)),
              METRICS),
     ]  # fmt: skip
-    if _section(files, "adapter"):
+    if files.adapters or _section(files, "adapter"):
         facts.append(absent("computation", "the rule 6 x parameters x tokens is not for adapters"))
     elif files.parameters is None:
         facts.append(absent("computation", "the number of parameters is not known"))
@@ -154,8 +170,14 @@ def _data(files: RunFiles, history: History) -> list[Fact]:
     if files.data is None:
         return [absent("training data", "the manifest of the token files was not found (--data)")]
     facts: list[Fact] = []
-    for source in tables.sources(files):
-        label = f"source `{source.name}`"
+    for number, source in enumerate(tables.sources(files), 1):
+        label = f"source {number}"
+        if source.named_by == "content":
+            facts.append(Fact(f"{label}, name", source.name, MANIFEST, ("data",)))
+        elif source.named_by == "options":
+            # The digest, which sites have signed, does not cover how the files were prepared.
+            facts.append(Fact(f"{label}, name as whoever prepared it states", source.name,
+                              MANIFEST))  # fmt: skip
         facts += [Fact(f"{label}, {name}", value, MANIFEST, ("data",))
                   for name, value in source.cells if value != "not stated"]  # fmt: skip
         if dict(source.cells).get("revision") == "not stated":
@@ -198,13 +220,16 @@ def _evaluation(files: RunFiles, history: History) -> list[Fact]:
 
 
 def _audits(files: RunFiles, history: History) -> list[Fact]:
-    found = Counter(each.verdict.verdict for each in files.audits)
-    if not found:
-        return [absent("audits", "the folder has no verdict of an auditor")]
-    auditors = len({each.auditor for each in files.audits})
+    # Several auditors may have judged the same round of a site.
+    judged = {(each.verdict.verdict, each.verdict.round, each.verdict.site)
+              for each in files.standing}  # fmt: skip
+    if not judged:
+        return [absent("audits", "the folder has no verdict of an auditor that still counts")]
+    auditors = len({each.auditor for each in files.standing})
+    found = Counter(verdict for verdict, _, _ in judged)
     return [
         Fact("auditors' keys", f"{auditors:,}", "record/audits", ("audits",)),
-        *(Fact(f"audited rounds with verdict {verdict}", f"{count:,}", "record/audits",
+        *(Fact(f"audited rounds of sites with verdict {verdict}", f"{count:,}", "record/audits",
                ("audits",)) for verdict, count in sorted(found.items())),
     ]  # fmt: skip
 
@@ -225,7 +250,7 @@ def _changes(files: RunFiles, history: History) -> list[Fact]:
     )
     phase = str(files.summary.get("phase") or "")
     facts.append(
-        Fact("how the run ended", phase, SUMMARY, ("complete",))
+        Fact("how the run ended", phase, SUMMARY)
         if phase
         else absent("how the run ended", f"{SUMMARY} does not say it")
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from dilocox.record.log.transparency_log import (
     read_text,
 )
 from dilocox.record.verify.run_history import RunHistory, read_history
+from dilocox.record.verify.verdict_validity import still_standing
 from dilocox.tools.report.history import Record
 from dilocox.utils.adapter_files import ADAPTER_FILE, is_adapter_folder
 from dilocox.utils.json_lines import lines_of_text, object_of
@@ -54,7 +55,8 @@ class Recorded:
     """A run's record, after the log and every signature were checked."""
 
     course: RunHistory
-    statements: int
+    entries: Sequence[str]
+    """All entries of the log."""
     checkpoint: str
     """The log's signed checkpoint, as text that a reader can save."""
 
@@ -77,9 +79,15 @@ class RunFiles:
     model: list[tuple[str, int]] = field(default_factory=list)
     """(name, bytes) of the published model's files."""
     parameters: int | None = None
+    """Number of values of the published model, or of its adapters."""
+    adapters: bool = False
+    """Whether the published model is a folder of adapters."""
     checkpoints: list[Written] = field(default_factory=list)
     audits: list[Signed] = field(default_factory=list)
     """Verdicts, each signed by the auditor's key that it names."""
+    standing: list[Signed] = field(default_factory=list)
+    """Verdicts of `audits` that are still about the run: no resume has abandoned their rounds.
+    Without a record, all of them."""
     missing: list[str] = field(default_factory=list)
     """One line per file that could not be read, with the reason."""
 
@@ -182,7 +190,7 @@ def _read_record(files: RunFiles) -> None:
     except RecordError as error:
         files.missing.append(f"record: not shown, it is damaged ({error})")
         return
-    files.record = Recorded(course, len(content.entries), content.note)
+    files.record = Recorded(course, content.entries, content.note)
 
 
 def _read_data(files: RunFiles, named: Path | None) -> None:
@@ -219,7 +227,8 @@ def _read_model(files: RunFiles, named: Path | None) -> None:
         for path in folder.iterdir()
         if path.is_file() and not path.name.startswith(".")
     )
-    if is_adapter_folder(folder):
+    files.adapters = is_adapter_folder(folder)
+    if files.adapters:
         from dilocox.models.base_weights import parameters_of  # imports torch
 
         try:
@@ -253,6 +262,14 @@ def _read_audits(files: RunFiles) -> None:
             files.audits.append(read(path, run))
         except RecordError as error:
             files.missing.append(f"record/audits/{path.name}: not shown ({error})")
+    try:
+        files.standing = (
+            still_standing(files.record.course, files.record.entries, files.audits)
+            if files.record and files.audits
+            else list(files.audits)
+        )
+    except RecordError as error:
+        files.missing.append(f"record/audits: not counted ({error})")
 
 
 def _below(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:

@@ -314,7 +314,7 @@ def _identity(files: RunFiles) -> list[tuple[str, str]]:
     return [
         ("run", course.run),
         ("log key", course.log),
-        ("statements", f"{files.record.statements:,}"),
+        ("statements", f"{len(files.record.entries):,}"),
         ("run file", str(course.manifest.get("config_digest", ""))),
         ("code", str(course.manifest.get("code", ""))),
     ]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dilocox.coordinator.protocol.task_figures import comparison, moment
 from dilocox.data.manifest import held_out_whole, source_names
@@ -19,6 +19,9 @@ SHOWN = 40
 """Most rows of one table. A longer table shows its last rows."""
 MOMENTS = 6
 """Most evaluations on tasks in the table of tasks."""
+NamedBy = Literal["content", "options", "order"]
+"""Part of the token files' manifest that gives the name of a source. The digest covers `content`,
+and not `options`. `order`: no part does, so the source has a number."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Source:
     """A source of training text."""
 
     name: str
+    named_by: NamedBy
     licence: str
     """Empty if no licence was stated."""
     cells: list[tuple[str, str]] = field(default_factory=list)
@@ -254,8 +258,10 @@ def sources(files: RunFiles) -> list[Source]:
     for order, each in enumerate(content["sources"]):
         # Only the name is shown: the rest of a file's path is private to the machine.
         stated = Path(str(names[order])).name if order < len(names) and names[order] else ""
-        name = str(each.get("name") or stated or f"source {order + 1}")
-        source = Source(name, str(each.get("licence") or ""))
+        own = str(each.get("name") or "")
+        name = own or stated or f"source {order + 1}"
+        named_by: NamedBy = "content" if own else "options" if stated else "order"
+        source = Source(name, named_by, str(each.get("licence") or ""))
         source.cells.append(("revision", str(each.get("revision") or "not stated")))
         if whole[order]:
             source.cells.append(("use", "held out whole, for evaluations"))
