@@ -41,6 +41,10 @@ def test_keys_of_the_run_file() -> None:
         ("tokenizer.json", {"model": {"merges": ["/usr/bin"]}}, []),
         ("CHECK.md", "/home/anna/m", []),
         ("list.json", ["/home/anna/m"], [""]),
+        ("list.json", ["file:/home/anna/m"], [""]),
+        ("list.json", ["file://localhost/home/anna/m"], [""]),
+        ("list.json", ["~anna/models/base"], [""]),
+        ("list.json", ["https://host/home/anna/m"], []),
     ],
 )
 def test_keys_of_json_files(name: str, value: object, keys: list[str]) -> None:

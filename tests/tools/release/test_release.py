@@ -199,6 +199,15 @@ def test_a_card_names_no_place_of_one_machine(run: Path, path: str, shown: str) 
     assert path == shown or path not in said
 
 
+def test_a_card_names_no_place_of_a_handover(run: Path) -> None:
+    text = (run / "run.toml").read_text()
+    (run / "run.toml").write_text(f'{text}[adapter]\nrank = 4\nhandover = "/home/me/runs/start"\n')
+    files = read_run(run)
+    said = card(build(files, 0.0), files, Terms("fp32", None, "ab" * 32))
+    assert "| handover | start |" in said
+    assert "/home/me" not in said
+
+
 def test_a_card_names_the_model_that_the_run_began_from(run: Path, tmp_path: Path) -> None:
     def front(path: str) -> str:
         run_file = RUN_FILE.replace('"some/model"', f"{json.dumps(path)}\npretrained = true")

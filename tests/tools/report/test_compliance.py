@@ -21,10 +21,10 @@ from dilocox.record.log.audit_verdicts import AuditVerdict, Selection, Signed, V
 from dilocox.record.log.statements import Signer
 from dilocox.record.verify.claims import CLAIMS
 from dilocox.record.verify.verdict_validity import prefixes_of
-from dilocox.tools.report.compliance import TITLES, compliance_text, standing
+from dilocox.tools.report.compliance import TITLES, compliance_text, standing, without_paths
 from dilocox.tools.report.compliance_facts import GROUPS, Fact, collect
 from dilocox.tools.report.compliance_items import RULES
-from dilocox.tools.report.folder import read_run
+from dilocox.tools.report.folder import RunFiles, read_run
 from dilocox.tools.report.history import read_history
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 
@@ -225,6 +225,24 @@ def test_how_a_run_ended_is_covered_by_no_claim(tmp_path: Path) -> None:
     assert rows["how the run ended"] == [
         "finished with great success", "summary.json", "no claim covers it",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/home/anna/m", "file:///home/anna/m", "file:/home/anna/m", "FILE://localhost/home/anna/m",
+     "~anna/x/m", "file://~/anna/m", "../anna/m"],
+)  # fmt: skip
+@pytest.mark.parametrize("line", ["{}", "'{}': not there", "at:{}, and {}.", "({})"])
+def test_paths_are_replaced_by_their_last_part(tmp_path: Path, path: str, line: str) -> None:
+    said = without_paths(line.replace("{}", path), RunFiles(tmp_path / "toy"))
+    assert said == line.replace("{}", "m")
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://bucket/anna/m", "https://host:80/anna/m", "zerog://ab@host:1/x", "and/or a/b/c"]
+)
+def test_other_urls_are_no_paths(tmp_path: Path, text: str) -> None:
+    assert without_paths(text, RunFiles(tmp_path / "toy")) == text
 
 
 def test_no_path_no_markup_and_no_secret_comes_in(tmp_path: Path) -> None:

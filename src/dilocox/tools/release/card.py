@@ -80,7 +80,9 @@ def _adapters(files: RunFiles) -> str:
         return ""
     course = files.record.course if files.record else None
     digests = {str(each["base"]) for each in course.enrolments if "base" in each} if course else ()
-    rows = [(key, str(value)) for key, value in adapter.items()]
+    # Only the name of the handover's folder is shown: the rest of its path is private.
+    rows = [(key, Path(str(value)).name if key == "handover" else str(value))
+            for key, value in adapter.items()]  # fmt: skip
     rows.append(("base model", model_name(files.config)))
     rows += [("digest that all sites signed", digest) for digest in sorted(digests)]
     text = "These weights are adapters (PEFT). They are of use with their base model alone."

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SAID = "dilocox: {}: has absolute paths of a machine, which everybody can read: {}"
-_PATH = re.compile(r"(file://)?~?/[^/\s]+/[^\n]+")
+_PATH = re.compile(r"((?i:file):(//[\w.-]*)?)?(~[\w.-]*)?/[^/\s]+/[^\n]+")
 _WORDS = ("tokenizer.json", "vocab.json")
 """Files whose values are words of a tokenizer."""
 _TOKENS = ("added_tokens_decoder", "chat_template")

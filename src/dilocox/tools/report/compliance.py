@@ -32,8 +32,12 @@ TITLES = {
 }  # fmt: skip
 """Headings of the groups of facts, in the report's order."""
 NO_CLAIM = "no claim covers it"
-_PATH = re.compile(r"(?:file://)?(?<![\w:/])(?:~|\.\.?)?/[^\s,;:()'\"]*[^\s,;:()'\".]")
-"""An absolute path, or one that begins with `.`, `..` or `~`, in a sentence."""
+_PATH = re.compile(
+    r"(?:(?<!\w)(?i:file):(?://[\w.-]*)?|(?<![\w/])(?!(?<=:)//))"
+    r"(?:~[\w.-]*|\.\.?)?/[^\s,;:()'\"]*[^\s,;:()'\".]"
+)
+"""A path in a sentence: absolute, a `file:` URL, or begun with `.`, `..` or `~`. Other URLs are
+none."""
 
 
 def compliance_text(files: RunFiles, now: float, claims: Mapping[str, Any] | None) -> str:
