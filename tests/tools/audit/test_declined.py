@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.neighbours import Neighbour, trained_in
+from tests.support.neighbours import SLOTS, STEPS, Neighbour, trained_in
 from tests.tools.audit.test_cheats import audit, here
 
 from dilocox.inner import mean_cross_entropy
@@ -133,6 +133,46 @@ def test_a_state_that_no_rank_can_have_fails(trained: Path, name: str) -> None:
     found = judge(says(trained, change), "lyon", 1, here, lambda step: None)
     assert found.verdict == "FAIL", found
     assert re.search(said, found.reason), found.reason
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"slot": SLOTS}, {"slot": 2}, {"slot": "0"}, {"slot": None}, {"dropping": True},
+     {"dropping": None}],
+)  # fmt: skip
+def test_a_state_of_the_middle_of_a_round_is_no_beginning(
+    trained: Path, said: dict[str, Any]
+) -> None:
+    """From the last slot on a replay would find nothing to compare."""
+    found = judge(says(trained, numbers(**said)), "lyon", 1, here, lambda step: None)
+    assert (found.verdict, found.first_bad_step) == ("MISMATCH", -1), found
+    assert "before the first step the state is one of the middle of a round" in found.reason
+
+
+@pytest.mark.parametrize("facts", [{}, {"machine": "another"}], ids=["same", "elsewhere"])
+def test_a_replay_that_repeats_nothing_shows_nothing(
+    trained: Path, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever way a state finds to have steps left out."""
+    monkeypatch.setattr(judging, "wrong_start", lambda *_: None)
+    case = says(trained, lambda d: numbers(slot=SLOTS)(replace(d, facts={**d.facts, **facts})))
+    found = judge(case, "lyon", 1, here, lambda step: None)
+    assert (found.verdict, found.first_bad_step) == ("MISMATCH", -1), found
+    assert found.same_class is not bool(facts)
+    assert f"from its state 0 steps follow instead of {STEPS}" in found.reason
+
+
+def test_a_payload_that_was_under_way_is_not_left_out(trained: Path) -> None:
+    """The exchange lands in the round. Its payload is made from the signed contribution."""
+
+    def hidden(document: Document) -> Document:
+        pending = [{**each, "contribution": False} for each in document.state["pending"]]
+        assert [each["key"] for each in pending] == ["outer/0/0/1"]
+        return numbers(pending=pending)(document)
+
+    found = judge(says(trained, hidden), "lyon", 1, here, lambda step: None)
+    assert (found.verdict, found.first_bad_step) == ("MISMATCH", -1), found
+    assert "no payload of outer/0/0/1 follows from its state" in found.reason
 
 
 def test_under_another_dilocox_nobody_is_blamed_for_a_form(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.messages import RoundPlan
 from dilocox.record.log.audit_verdicts import AuditVerdict, Verdict
 from dilocox.record.log.round_document import Document, Fingerprint
@@ -35,6 +36,8 @@ class SignedRound:
     steps: list[Fingerprint] | None
     after: RoundState | None
     end: Document | None
+    contributed: tuple[str, ...] = ()
+    """Keys of the exchanges whose payloads of the rank a replay has to repeat."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ def differences(plan: RoundPlan, began: SignedRound, replay: RankReplay) -> Iter
             if signed != found:
                 yield Bad(number, f"{where}: {_unlike(signed, found)} of step {number}")
                 break
+    yield from _left_out(plan, began, replay)
     for check in replay.payloads:
         when = f"after step {check.after - 1}" if check.after else "from before the round"
         if not check.same:
@@ -135,6 +139,23 @@ def differences(plan: RoundPlan, began: SignedRound, replay: RankReplay) -> Iter
             yield Bad(check.after - 1, f"{where}: {what}")
     if began.end is not None and not _equal(began.end, replay.end):
         yield Bad(count - 1, f"{where}: {_apart(began.end, replay.end)} after the round")
+
+
+def _left_out(plan: RoundPlan, began: SignedRound, replay: RankReplay) -> Iterator[Bad]:
+    """Yield the steps and payloads of the round that a replay from the rank's state did not repeat.
+
+    A replay compares nothing that it does not repeat, and the state decides what it repeats.
+    """
+    where, count = began.place, plan.steps_of(began.place.site)
+    if len(replay.steps) != count:
+        what = f"{where}: from its state {len(replay.steps)} steps follow instead of {count}"
+        yield Bad(min(len(replay.steps), count) - 1, what)
+    repeated = {check.key for check in replay.payloads}
+    for key in began.contributed:
+        if key not in repeated:
+            before = ExchangeKey.parse(key).round < plan.round
+            what = f"{where}: no payload of {key} follows from its state"
+            yield Bad(-1 if before else count - 1, what)
 
 
 def _equal(signed: Document, found: Document) -> bool:
@@ -189,6 +210,7 @@ def _between_classes(
             largest = max(largest, apart)
             if apart > TOLERANCE:
                 bad.append(Bad(number, f"{each.place}: {_unlike(signed, found)} of step {number}"))
+        bad += _left_out(plan, each, replay)
         for check in replay.payloads:
             if check.difference is not None and check.difference > PAYLOAD_TOLERANCE:
                 what = f"{each.place}: the payload of {check.key} is {check.difference:.1g} off"

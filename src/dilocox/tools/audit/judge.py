@@ -183,7 +183,28 @@ def _signed_round(case: Case, site: str, place: RankPlace, round_: int) -> Signe
         except RecordError as error:
             raise JudgedError("FAIL", f"{place}: its fingerprints: {error}") from None
         end = _document(case, after, place)
-    return SignedRound(place, state, start, steps, after, end)
+    own = _contributed(case.course, place, state)
+    return SignedRound(place, state, start, steps, after, end, own)
+
+
+def _contributed(course: RunHistory, place: RankPlace, state: RoundState) -> tuple[str, ...]:
+    """Return the keys of the exchanges whose payloads of a rank a replay has to repeat.
+
+    The log has a payload of the rank in the attempt that decided the exchange. Of exchanges that
+    were in flight when the round began, only those count whose average has the payload: a rank that
+    has lost its state since may have signed the other payloads before.
+    """
+    begun = [
+        step
+        for key in exchanges_of(course, state.round)
+        if (step := course.steps[key]).key.stage == place.stage and step.set
+    ]
+    before = under_way(course, place.stage, state.round, state.tick)
+    return tuple(
+        step.key.text
+        for step in (*begun, *(each for each in before if place.site in each.set))
+        if (step.key.text, step.attempt, place.site, place.shard) in course.contributions
+    )
 
 
 def _document(case: Case, state: RoundState, place: RankPlace) -> Document:

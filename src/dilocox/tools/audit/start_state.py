@@ -55,12 +55,9 @@ def wrong_start(
         RecordError: The log lacks a statement that the check needs.
         MissingError: A store lacks an object that the check needs.
     """
-    if int(document.state.get("round", -1)) != state.round:
-        return f"the state is that of round {document.state.get('round')}"
-    if state.tick != course.plans[state.round]["first_tick"]:
-        return f"the state is that of slot {state.tick}, where the round does not begin"
     expected = under_way(course, place.stage, state.round, state.tick)
-    odd = _wrongly_under_way(course, expected, document.state)
+    odd = _wrong_position(course, state, document.state)
+    odd = odd or _wrongly_under_way(course, expected, document.state)
     if odd is not None:
         return odd
     theta = course.state("initial", place.stage)
@@ -107,6 +104,18 @@ def wrong_start(
         odd = next((each.name for each in document.tensors if _begins_at_zero(each)), None)
         if odd is not None:
             return f"{odd} is not zero"
+    return None
+
+
+def _wrong_position(course: RunHistory, state: RoundState, said: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the position of a state. None if the round begins there."""
+    if int(said.get("round", -1)) != state.round:
+        return f"the state is that of round {said.get('round')}"
+    if state.tick != course.plans[state.round]["first_tick"]:
+        return f"the state is that of slot {state.tick}, where the round does not begin"
+    # A replay goes on from these values: after the last slot it would repeat nothing at all.
+    if said.get("slot") != 0 or said.get("dropping") is not False:
+        return "the state is one of the middle of a round"
     return None
 
 
