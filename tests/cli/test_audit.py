@@ -424,8 +424,11 @@ def test_the_beacon_claim(folder: Path) -> None:
         audits(folder).beacon()
     judged(b"public")
     assert audits(folder).beacon().startswith("6 rounds of sites")
-    told = replace(audits(folder), randomness={1: b"public"})
-    assert told.beacon().endswith("--randomness confirms 1 of 3 rounds")
+    told = replace(audits(folder), randomness=dict.fromkeys(range(ROUNDS), b"public"))
+    assert told.beacon().endswith("--randomness confirms 3 of 3 rounds")
+    for values in ({1: b"public"}, {99: b"public"}):
+        with pytest.raises(NotRunError, match="--randomness has no public randomness of round 0"):
+            replace(told, randomness=values).beacon()
     with pytest.raises(RecordError, match="round 1 was selected with other randomness"):
         replace(told, randomness={1: b"other"}).beacon()
     assert audits(folder).verdicts().startswith("6 of 6")
@@ -439,6 +442,49 @@ def test_the_beacon_claim(folder: Path) -> None:
     judged(seed, (1, "lyon"))
     with pytest.raises(NotRunError, match="round 1 of lyon is selected and was not audited"):
         audits(folder).beacon()
+
+
+def selecting(run: AuditedRun, rate: float, *sites: str) -> dict[int, bytes]:
+    """Public randomness that selects these sites of every round at `rate`, and no others."""
+    found = {}
+    for round_ in range(ROUNDS):
+        found[round_] = next(
+            value
+            for value in (number.to_bytes(2, "big") for number in range(2**16))
+            if {c.site for draw, c in run.drawn(round_, 1.0, value) if draw < rate} == {*sites}
+        )
+    return found
+
+
+def test_rounds_from_which_nobody_is_selected_need_no_verdict(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the reader's own values. Verdicts have none of such a round."""
+    run = AuditedRun(folder, (), None)
+    rate = float(run.course.config["record"]["audit_rate"])
+    quiet = replace(audits(folder), randomness=selecting(run, rate))
+    said = "0 rounds of sites are good, among them 0 of the 0 selected at a rate of 5%"
+    assert quiet.beacon() == f"{said}; --randomness confirms 3 of 3 rounds"
+    both = selecting(run, rate, "lyon", "paris")
+    loud = replace(quiet, randomness={**quiet.randomness, 1: both[1]})
+    with pytest.raises(NotRunError, match="round 1 of lyon is selected and was not audited"):
+        loud.beacon()
+    # On request, too: the audit was made, and the site could not know of it.
+    given(folder, "EXACT", 1)
+    with pytest.raises(NotRunError, match="round 1 of paris is selected and was not audited"):
+        loud.beacon()
+    # A site that nobody can audit is named, and asked for nothing.
+    loud.course.config["sites"]["paris"]["data"] = "own"
+    assert loud.beacon().startswith(
+        "1 rounds of sites are good, among them 1 of the 2 selected at a rate of 5%; not audited: "
+        "paris (text of its own); "
+    )
+    loud.course.config["record"]["audit_rate"] = 0.0
+    with pytest.raises(NotRunError, match=r"record\.audit_rate is 0: nothing can be selected"):
+        loud.beacon()
+    (folder / "none").write_text("# round, value\n")
+    with pytest.raises(RecordError, match="none: holds no value of public randomness"):
+        ended("verify", str(folder), "--randomness", str(folder / "none"), capsys=capsys)
 
 
 def test_verdicts_that_are_not_about_this_log(folder: Path) -> None:

@@ -174,6 +174,8 @@ def run(options: argparse.Namespace) -> int:
             folder = held.enter_context(fetched(options.run))
             stores.insert(0, f"{options.run.rstrip('/')}/record/store")
         randomness = read_randomness(options.randomness) if options.randomness else {}
+        if options.randomness and not randomness:
+            raise RecordError(f"{options.randomness}: holds no value of public randomness")
         code = _judge(
             Places(
                 folder,

@@ -167,7 +167,7 @@ def _parsed(statement: s.Statement) -> Signed:
             rate=float(chosen["rate"]),
             size=int(chosen["size"]),
             root=str(chosen["root"]),
-            randomness=str(chosen["randomness"]),
+            randomness=bytes.fromhex(str(chosen["randomness"])).hex(),
         )
         if verdict.verdict not in (*GOOD, *BAD, "NOT_RUN") or chosen["by"] not in (
             "request",

@@ -130,41 +130,67 @@ class Audits:
         return "code of its own" if allowed else ""
 
     def beacon(self) -> str:
-        """Judge: every round of a site that public randomness selects was audited."""
+        """Judge: every round of a site that public randomness selects was audited.
+
+        A site that the run file exempts needs no audit; the line names the site. If the reader
+        gives public randomness, it must have a value for every round that is due.
+        """
         signed = still_standing(self.course, self.entries, self._read())
         drawn = [each for each in signed if each.selection.by == "beacon"]
+        due = due_rounds(self.course)
         there = {each.verdict.round for each in drawn if decided(self.course, each.verdict.round)}
-        points = points_of(self.course, self.entries, there)
+        points = points_of(self.course, self.entries, there.union(due))
         for each in drawn:
             self._check_drawn(each, points.get(each.verdict.round))
-        public = [each for each in drawn if each.selection.randomness]
-        if not public:
+        values = self._values(drawn)
+        if not values:
             how = "the log alone has selected" if drawn else "no audit was selected by the log"
             raise NotRunError(f"{how}: without public randomness")
-        judged = {(s.verdict.round, s.verdict.site) for s in public if s.verdict.verdict in GOOD}
         rate = float(self.course.config["record"].get("audit_rate", 0.0))
-        values: dict[int, str] = {}
-        for each in public:
-            known = values.setdefault(each.verdict.round, each.selection.randomness)
-            if known != each.selection.randomness:
-                raise RecordError(f"two audits of round {each.verdict.round} name other randomness")
-        for round_, text in values.items():
-            if self.randomness.get(round_, bytes.fromhex(text)).hex() != text:
+        if not due or not rate:
+            why = "record.audit_rate is 0" if due else "no decided round keeps states"
+            raise NotRunError(f"{why}: nothing can be selected")
+        good = {(s.verdict.round, s.verdict.site) for s in signed if s.verdict.verdict in GOOD}
+        chosen = [
+            (round_, site)
+            for round_ in due
+            if round_ in values
+            for site in sites_of(self.course, round_)
+            if points[round_].draw(values[round_], site) < rate
+        ]
+        left = [each for each in chosen if each not in good]
+        for round_, site in left:
+            if not self._exempt(site):
+                raise NotRunError(f"round {round_} of {site} is selected and was not audited")
+        unknown = [round_ for round_ in due if round_ not in (self.randomness or values)]
+        if unknown:
+            where = "--randomness has" if self.randomness else "there is"
+            raise NotRunError(f"{where} no public randomness of round {unknown[0]}")
+        names = ", ".join(f"{s} ({self._exempt(s)})" for s in sorted({s for _, s in left}))
+        besides = f"; not audited: {names}" if names else ""
+        told = sum(round_ in self.randomness for round_ in due)
+        return (
+            f"{len(good)} rounds of sites are good, among them {len(chosen) - len(left)} of the "
+            f"{len(chosen)} selected at a rate of {rate:.0%}{besides}; "
+            f"--randomness confirms {told} of {len(due)} rounds"
+        )
+
+    def _values(self, drawn: Sequence[Signed]) -> dict[int, bytes]:
+        """Return the public randomness by round: the reader's, and that of the verdicts.
+
+        Raises `RecordError` if two values of a round differ.
+        """
+        values = dict(self.randomness)
+        for each in drawn:
+            round_, value = each.verdict.round, bytes.fromhex(each.selection.randomness)
+            if not value or values.setdefault(round_, value) == value:
+                continue
+            if round_ in self.randomness:
                 raise RecordError(
                     f"round {round_} was selected with other randomness than --randomness gives"
                 )
-            point = points[round_]
-            for site in sites_of(self.course, round_):
-                if point.draw(bytes.fromhex(text), site) < rate and (round_, site) not in judged:
-                    raise NotRunError(f"round {round_} of {site} is selected and was not audited")
-        unknown = [round_ for round_ in due_rounds(self.course) if round_ not in values]
-        if unknown:
-            raise NotRunError(f"no public randomness is known of round {unknown[0]}")
-        told = sum(round_ in self.randomness for round_ in values)
-        return (
-            f"{len(judged)} rounds of sites, at a rate of {rate:.0%}; --randomness confirms {told} "
-            f"of {len(values)} rounds"
-        )
+            raise RecordError(f"two audits of round {round_} name other randomness")
+        return values
 
     def _read(self) -> list[Signed]:
         found = read_all(self.folder, self.course.run)

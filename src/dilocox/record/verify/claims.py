@@ -153,7 +153,8 @@ BEACON = Claim(
     "beacon",
     False,
     "every round of a site that the log and public randomness select was audited, and no site "
-    "could know the selection in advance",
+    "could know the selection in advance; sites that use text or code of their own by the run file "
+    "are excepted",
     "that the randomness was unknown when the log was signed: look it up at its source, and give "
     "it with --randomness",
 )
