@@ -341,14 +341,17 @@ def test_what_cannot_be_handed_in_is_said(
 
 def test_samples_can_be_worked_out_by_all(folder: Path) -> None:
     run, again = AuditedRun(folder, (), None), AuditedRun(folder, (), None)
-    everything = run.sampled(1.0, {})
+    everything = run.sampled(1.0)
     assert [(each.round, each.site) for each in everything] == [
         (round_, site) for round_ in range(ROUNDS) for site in ("lyon", "paris")
     ]
-    assert run.sampled(0.5, {}) == again.sampled(0.5, {})
-    (one,) = run.sampled(1e-9, {})
+    assert run.sampled(0.5) == again.sampled(0.5)
+    (one,) = run.sampled(1e-9)
     assert one.selection.size > 0
     other = {round_: bytes([round_]) for round_ in range(ROUNDS)}
+    assert len(run.sampled(1.0, other)) == len(everything)
+    with pytest.raises(RecordError, match="has no value of round 0 and 1 more: add the values"):
+        run.sampled(1.0, {1: b"1"})
     draws = [run.drawn(0, 1.0, value)[0][0] for value in (b"", other[0], other[1])]
     assert len(set(draws)) == 3
     assert all(0.0 <= draw < 1.0 for draw in draws)
@@ -404,6 +407,28 @@ def test_an_auditor_of_a_run_that_has_ended(
     assert code == (1 if bad else 0)
     code, text = ended("auditor", str(folder), *more, capsys=capsys)
     assert (code, text.count("EXACT")) == (0, 0)
+
+
+def test_rounds_that_wait_for_a_value_when_the_run_has_ended_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = tmp_path / "randomness"
+    values.write_text("0 00\n")
+    more = ("--key", str(tmp_path / "key"), "--randomness", str(values), "--sample", "0.000001")
+    code, text = ended("auditor", str(folder), *more, capsys=capsys)
+    assert code == 3
+    assert f"not audited: round 1 and 1 more, of which {values} has no value: add the " in text
+    assert "call the same command again, which then audits these rounds" in text
+    assert (
+        "with --key FILE; this key was not kept"
+        in ended("auditor", str(folder), *more[2:], capsys=capsys)[1]
+    )
+    values.write_text("0 00\n1 01\n2 02\n")
+    code, text = ended("auditor", str(folder), *more, capsys=capsys)
+    assert (code, "not audited" in text) == (0, False)
+    values.write_text("0 00\n1 01\n")
+    with pytest.raises(RecordError, match="has no value of round 2: add the values"):
+        ended("audit", str(folder), *more, capsys=capsys)
 
 
 def test_the_beacon_claim(folder: Path) -> None:

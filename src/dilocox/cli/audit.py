@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     """Audit rounds and print the verdicts. Returns the exit code, see `exit_code`.
 
     Raises `ConfigError` if options contradict each other, and `RecordError` if the record or a
-    key cannot be read.
+    key cannot be read, or if a round's public randomness is missing.
     """
     from dilocox.record.verify.audit_sampling import read_randomness
     from dilocox.training.launch import verdict_hand_in
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     log = verdict_hand_in.opened(options, audited.folder, audited.course, signer)
     console = Console(highlight=False, soft_wrap=True, quiet=options.json)
     if options.sample is not None:
-        randomness = read_randomness(options.randomness) if options.randomness else {}
+        randomness = read_randomness(options.randomness) if options.randomness else None
         chosen = audited.sampled(options.sample, randomness)
     else:
         chosen = audited.requested(options.site, options.round)
@@ -155,7 +155,8 @@ def run(options: argparse.Namespace) -> int:
 def run_auditor(options: argparse.Namespace) -> int:
     """Audit the selected rounds until the run ends. Returns the exit code, see `exit_code`.
 
-    The exit code is also 0 if no round was selected and no verdict failed to be handed in.
+    The exit code is also 0 if no round was selected and no verdict failed to be handed in. It is 3
+    if a round is left whose public randomness is not in the file, and no verdict is bad.
     """
     from dilocox.record.log.audit_verdicts import read_all
     from dilocox.training.launch import verdict_hand_in
@@ -190,8 +191,12 @@ def run_auditor(options: argparse.Namespace) -> int:
         if over:
             break
         time.sleep(LOOK_EVERY)
+    left = [] if options.randomness is None else _left(audited, done)
     _conclude(audited, found, signer, console, options.key, log)
-    return exit_code(found, log) if found or (log is not None and log.failed) else 0
+    code = exit_code(found, log) if found or (log is not None and log.failed) else 0
+    if left:
+        console.print(f"[bold red]not audited[/]: {escape(_later(left, options))}")
+    return code or (3 if left else 0)
 
 
 def _show_key(options: argparse.Namespace) -> int:
@@ -211,11 +216,11 @@ def _selected(
     resumed, counts as another round. If the selection uses public randomness, a round waits
     until the file `randomness` holds its value.
     """
-    from dilocox.record.verify.audit_sampling import due_rounds, read_randomness, size_of
+    from dilocox.record.verify.audit_sampling import read_randomness
 
     values = None if randomness is None else read_randomness(randomness)
-    for round_ in due_rounds(audited.course):
-        this = (round_, size_of(audited.course, round_), audited.course.since)
+    for this in _due(audited):
+        round_ = this[0]
         if this in done or (values is not None and round_ not in values):
             continue
         done.add(this)
@@ -223,6 +228,31 @@ def _selected(
         for draw, chosen in audited.drawn(round_, rate, value):
             if draw < rate:
                 yield chosen
+
+
+def _due(audited: AuditedRun) -> list[tuple[int, int, int]]:
+    """Return the rounds that are due, each with the facts by which a round is another one."""
+    from dilocox.record.verify.audit_sampling import due_rounds, size_of
+
+    course = audited.course
+    return [(round_, size_of(course, round_), course.since) for round_ in due_rounds(course)]
+
+
+def _left(audited: AuditedRun, done: Collection[tuple[int, int, int]]) -> list[int]:
+    """Return the rounds that are due and from which nothing was selected, for lack of a value."""
+    return [this[0] for this in _due(audited) if this not in done]
+
+
+def _later(left: Sequence[int], options: argparse.Namespace) -> str:
+    """Say which rounds an auditor has left, and how to go on."""
+    which = f"round {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else "")
+    again = "which then audits these rounds" if options.key else (
+        "with --key FILE; this key was not kept, so it audits all rounds again"
+    )  # fmt: skip
+    return (
+        f"{which}, of which {options.randomness} has no value: add the values, and call the same "
+        f"command again, {again}"
+    )
 
 
 def _is_audited(audited: AuditedRun, chosen: Chosen, own: Sequence[Signed]) -> bool:

@@ -86,7 +86,7 @@ def test_a_site_that_was_gone_when_its_round_began(trained: Path, tmp_path: Path
     assert verdict.verdict == "NOT_RUN", verdict
     assert "did not train this round" in verdict.reason
     # Nor do audits of all that is selected blame it, or wait for it.
-    chosen = run.sampled(1.0, {})
+    chosen = run.sampled(1.0)
     assert [(each.round, each.site) for each in chosen] == [
         (0, "lyon"), (0, "paris"), (1, "lyon"), (1, "paris"), (2, "paris"),
     ]  # fmt: skip

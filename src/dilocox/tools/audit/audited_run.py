@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,16 +168,22 @@ class AuditedRun:
             self._points = points_of(self.course, self.entries, rounds)
         return self._points[round_]
 
-    def sampled(self, rate: float, randomness: dict[int, bytes]) -> list[Chosen]:
+    def sampled(self, rate: float, randomness: Mapping[int, bytes] | None = None) -> list[Chosen]:
         """Return the audits that the beacon selects at `rate`.
 
-        If none is selected, the audit with the smallest draw is returned. `randomness`: bytes of
-        the beacon by round.
+        If none is selected, the audit with the smallest draw is returned. `randomness`: public
+        randomness by round; None: the log alone selects. Raises `RecordError` if a round's value
+        is missing, because the log alone would then select from this round.
         """
-        drawn = [
-            each
-            for round_ in due_rounds(self.course)
-            for each in self.drawn(round_, rate, randomness.get(round_, b""))
-        ]
+        due = due_rounds(self.course)
+        lacking = [] if randomness is None else [each for each in due if each not in randomness]
+        if lacking:
+            more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+            raise RecordError(
+                f"--randomness has no value of round {lacking[0]}{more}: add the values; "
+                "`dilocox auditor` audits the rounds whose values are there"
+            )
+        values = randomness or {}
+        drawn = [each for n in due for each in self.drawn(n, rate, values.get(n, b""))]
         found = [chosen for draw, chosen in drawn if draw < rate]
         return found or [chosen for _, chosen in sorted(drawn, key=lambda each: each[0])[:1]]
