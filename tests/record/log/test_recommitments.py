@@ -10,12 +10,16 @@ import pytest
 
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.server.notary import Decision
 from dilocox.errors import RecordError
+from dilocox.record.log import statements as s
+from dilocox.record.log.packed import packed_step
 from dilocox.record.log.recommitments import Base, Recommitments
 from dilocox.record.log.step_statements import Commitment, Step
 from dilocox.record.verify.completeness import broken_commitments
 from dilocox.record.verify.counts import told_commitments, told_complete
 from dilocox.record.verify.run_history import RunHistory
+from dilocox.record.writer.notary import outer_step
 from tests.support.record_scene import KEYS, SIGNERS, Scene, own_digest
 
 TWO = "2" * 64
@@ -172,14 +176,78 @@ OTHER = Commitment(TWO, None, 9)
         (step(FIRST, 6, inner_steps=8), False),
         (step(FIRST, 6, ranges={"a": [[4, 4]]}), False),
         (step(FIRST, 6, ranges={"b": [[4, 4]]}), True),
+        (step(FIRST, 6, spaces={"a": "site/a"}), False),
+        (step(FIRST, 6, weights={"a": 2.0}), False),
+        (step(FIRST, 6, weights={"b": 2.0}), True),
     ],
 )
-def test_another_plan_makes_another_contribution(now: Step, expected: bool) -> None:
-    place = (FIRST.text, "a", 0)
-    found = bound(FIRST, steps=(step(FIRST, 6),))
+def test_other_members_or_ranges_make_another_contribution(now: Step, expected: bool) -> None:
+    place, sites = (FIRST.text, "a", 0), "abc"
+    old = step(FIRST, 6, spaces=dict.fromkeys(sites, "shared"), weights=dict.fromkeys(sites, 1.0))
+    found = bound(FIRST, steps=(old,))
     assert found.again(place, OTHER, Base.of_step(now)) is expected
     found.stepped(now, {place: OTHER}, 1)
     assert found.found == ({place} if expected else set())
+
+
+PLAN = m.RoundPlan(
+    round=1, kind="train", first_tick=4, first_step=4,
+    members={
+        site: m.MemberPlan(weight=1.0, batch=1, ranges=[(0, 4)], space="shared") for site in "abc"
+    },
+    inner_steps=4, slots=4, fragments=2, delay=2, overlap="keep", keep=0.5, learning_rate=0.8,
+    momentum=0.5, codec="int4", residual_decay=0.9, residual_view=0.1, exchange="gather",
+    checkpoint=False, evaluate=False, last=False,
+)  # fmt: skip
+AS_BEFORE = {"first_step", "reason", "estimate", "checkpoint", "evaluate", "last"}
+"""Fields of a plan that change no contribution, or only together with others."""
+FIELDS = sorted(m.RoundPlan.model_fields.keys() - {"round"})
+
+
+def changed(name: str) -> m.RoundPlan:
+    """The plan with another value of one field, whatever its type is."""
+    value = getattr(PLAN, name)
+    kinds: dict[type, Any] = {bool: not value, type(None): 1, dict: {"a": PLAN.members["a"]}}
+    other = kinds[type(value)] if type(value) in kinds else value + type(value)(1)
+    return PLAN.model_copy(update={"kind": "flush"} if name == "kind" else {name: other})
+
+
+def decided(plan: m.RoundPlan) -> Step:
+    """The statement of the coordinator on the first exchange of a plan, as a reader has it."""
+    said = outer_step(Decision(FIRST, 1, ("a",), ("a",), plan), 1, ["a"])
+    return packed_step(Step.of(s.Statement(s.STEP, {"a/0": "1" * 64}, said)))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_another_plan_makes_another_contribution(name: str) -> None:
+    """All fields of a plan, those that are new as well: who adds one says what it changes."""
+    place, now, expected = (FIRST.text, "a", 0), changed(name), name in AS_BEFORE
+    found = bound(FIRST, steps=(decided(PLAN),))
+    for base in (Base.of_step(decided(now)), Base.of_plan(FIRST, now, 1)):
+        assert not found.again(place, Commitment("1" * 64, None, 9), base)
+        assert found.again(place, OTHER, base) is expected
+    found.stepped(decided(now), {place: OTHER}, 1)
+    assert found.found == ({place} if expected else set())
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("kind", "members")])
+def test_another_plan_frees_what_is_made_after_it_has_landed(name: str) -> None:
+    """The parameters from which the next contributions are made are others, too."""
+    later = step(ExchangeKey.outer(2, 0, 0), 10)
+    found = bound(FIRST, later.key, steps=(decided(PLAN), later))
+    place, base = (later.key.text, "a", 0), Base.of_step(later)
+    assert found.again(place, OTHER, base)
+    found.stepped(decided(changed(name)), {}, 1)
+    assert found.again(place, OTHER, base) is (name in AS_BEFORE)
+
+
+def test_a_decision_that_has_not_landed_any_more_frees_what_comes_after_it() -> None:
+    """Its delay is longer than before the resume: it had landed there."""
+    later = step(SECOND, 8)
+    found = bound(FIRST, SECOND, steps=(step(FIRST, 6, delay=2), later))
+    now = replace(step(FIRST, 6, delay=4), delay=4)
+    found.stepped(now, {}, 1)
+    assert not found.again((SECOND.text, "a", 0), OTHER, Base.of_step(later))
 
 
 @pytest.mark.parametrize(("members", "expected"), [("abc", True), ("ab", False), ("abcd", False)])

@@ -25,7 +25,18 @@ from dilocox.record.log.step_statements import Commitment, Step
 
 Place = tuple[str, str, int]
 """(exchange key, site, shard)."""
-_PLAN = ("first_tick", "slots", "inner_steps", "fragments")
+_OTHERWISE = frozenset({
+    "round", "kind",  # compared by the exchange's key, and as `Base.flush`
+    "members",  # compared by name, and by site (`_BY_SITE`)
+    "first_step",  # follows from the plans before
+    "reason", "estimate", "checkpoint", "evaluate", "last",  # change no contribution
+})  # fmt: skip
+"""Fields of a plan that are not in `_PLAN`."""
+_PLAN = tuple(name for name in RoundPlan.model_fields if name not in _OTHERWISE)
+"""Fields of a plan that change contributions: those of its own round or, after the landing of its
+exchanges, later ones. The statement of an outer step has each of them."""
+_BY_SITE = ("ranges", "spaces", "weights")
+"""Fields of an outer step's statement with a value for each of some sites."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,13 @@ class Base:
     """Slots of the run that had ended at the exchange's boundary."""
     flush: bool
     plan: Mapping[str, Any]
-    """Fields of the plan that change contributions: `_PLAN`, members and token ranges."""
+    """Facts of the plan that change contributions: `_PLAN`, `_BY_SITE` and names of members."""
 
     @classmethod
     def of_step(cls, step: Step) -> Base:
         """Build the base from a decided outer step."""
-        plan = {name: step.said.get(name) for name in (*_PLAN, "members", "ranges")}
+        said = dict(step.said.items())
+        plan = {name: said.get(name) for name in (*_PLAN, "members", *_BY_SITE)}
         return cls(step.key, step.tick, step.flush, plan)
 
     @classmethod
@@ -53,17 +65,24 @@ class Base:
             slots = boundary_slots(key.stage, stages, plan.fragments, plan.slots)
             slot = slots[key.fragment]
         said: dict[str, Any] = {name: getattr(plan, name) for name in _PLAN}
+        members = plan.members.items()
         said["members"] = list(plan.members)
-        said["ranges"] = {
-            name: [list(each) for each in member.ranges] for name, member in plan.members.items()
-        }
+        said["ranges"] = {name: [list(each) for each in one.ranges] for name, one in members}
+        said["spaces"] = {name: one.space for name, one in members}
+        said["weights"] = {name: one.weight for name, one in members}
         return cls(key, plan.first_tick + slot, flush, said)
 
     def same(self, other: Base, site: str) -> bool:
-        """Return True if both plans give `site` the same contribution from equal parameters."""
-        one, two = dict(self.plan), dict(other.plan)
-        ranges = [(plan.pop("ranges", None) or {}).get(site) for plan in (one, two)]
-        return one == two and (None in ranges or ranges[0] == ranges[1])
+        """Return True if both plans give `site` the same contribution from equal parameters.
+
+        A field that one of the statements does not have may be equal.
+        """
+        names = (*_PLAN, "members")
+        pairs = [(self.plan.get(name), other.plan.get(name)) for name in names]
+        for name in _BY_SITE:
+            one, two = ((base.plan.get(name) or {}).get(site) for base in (self, other))
+            pairs.append((one, two))
+        return self.flush == other.flush and all(map(_may_be_equal, pairs))
 
 
 @dataclass
@@ -151,8 +170,9 @@ class Recommitments:
                 elif self.again(place, said, base):
                     self.found.add(place)
         before = self._steps.get(key)
-        if before is not None and _decision(before) != _decision(step):
-            self._other.append(step)
+        if before is not None and not _equal(before, step):
+            # Each lands at its own time, and changes what comes after.
+            self._other += [before, step]
 
     @property
     def idle(self) -> bool:
@@ -167,10 +187,20 @@ class Recommitments:
         self._steps = {key: one for key, one in self._steps.items() if one.key.round >= oldest}
 
 
-def _decision(step: Step) -> tuple[Any, ...]:
-    """Return the parts of a decision that change parameters or residuals."""
-    payloads = sorted(step.payloads.items())
-    return step.set, payloads, step.weights, step.shares, step.learning_rate, step.momentum
+def _may_be_equal(values: tuple[Any, Any]) -> bool:
+    """Return True if two values are equal, or one is not known."""
+    return None in values or values[0] == values[1]
+
+
+def _equal(before: Step, step: Step) -> bool:
+    """Return True if two decisions of an exchange change parameters and residuals alike."""
+    one, two = (
+        (each.set, sorted(each.payloads.items()), each.weights, each.shares)
+        for each in (before, step)
+    )
+    plans = dict(before.said.items()), dict(step.said.items())
+    pairs = [(plans[0].get(name), plans[1].get(name)) for name in _PLAN]
+    return one == two and all(map(_may_be_equal, pairs))
 
 
 def _landed(step: Step, base: Base) -> bool:
