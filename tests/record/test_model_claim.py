@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,11 @@ def judged(
     folder: Path,
     *signed: Path,
     trained: Mapping[str, torch.Tensor] | None = None,
+    more: Sequence[str] = (),
 ) -> c.Finding:
     """What is said of `folder`, of which the tensors of `published` were signed (or those that were
-    `trained`), and the other files of `signed` (none: of `published`, too), by one site each."""
+    `trained`), and the other files of `signed` (none: of `published`, too), by one site each. One
+    more site has signed the same tensors with the lists `more`."""
     store = Store(str(folder.parent / "store"))
     known = stored(published) if trained is None else trained
     tensors = [tensor_digest(name, tensor) for name, tensor in known.items()]
@@ -67,6 +69,8 @@ def judged(
         State("final", site, 0, root, listing, other_files(each), 0)
         for site, each in zip("abc", signed or (published,), strict=False)
     ]
+    files = other_files(published)
+    states += [State("final", "z", 0, root, each, files, 0) for each in more]
     config = {"site": {"stages": 1, "shards": 1}}
     course = RunHistory("run", "log", {"config": config}, states=states)
     places = Places(folder.parent, model=folder)
@@ -111,6 +115,12 @@ def zeros(folder: Path) -> dict[str, torch.Tensor]:
         for path in shards(folder)
         for name, tensor in load_file(path).items()
     }
+
+
+def test_a_useless_list_of_the_last_site_does_no_harm(published: Path, folder: Path) -> None:
+    useless = Store(str(folder.parent / "store")).put(b"[]")
+    for more in (["00" * 32], [useless], ["00" * 32, useless]):
+        assert judged(published, folder, more=more).verdict == "PASS"
 
 
 def zeros_as(name: str) -> Callable[[Path], None]:

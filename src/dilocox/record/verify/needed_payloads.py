@@ -5,6 +5,7 @@ The list of all objects of a long run is larger than memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from dilocox.record.log.digests import TensorDigest
 from dilocox.record.log.state_statements import State
 from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.claims import NotRunError
+from dilocox.record.verify.final_lists import final_list
 from dilocox.record.verify.origins import Origin, replays
 from dilocox.record.verify.replay import behind
 from dilocox.record.verify.run_history import RunHistory
@@ -34,6 +36,8 @@ class Needed:
     """Number of objects read; an object needed again much later counts twice."""
     size: int = 0
     """Bytes of these objects."""
+    others: set[str] = field(default_factory=set)
+    """Sites that have signed another list of final tensors than the one that is used."""
     _seen: dict[str, None] = field(default_factory=dict)
 
     def read(self, digest: str, name: str, step: Step | None = None) -> None:
@@ -77,13 +81,26 @@ def read_needed(
         needed: Reads and counts the objects.
         progress: Called with the share of steps done, from 0 to 1.
     """
-    for digest, name in _states(course, origins, listing):
+    states = itertools.chain(_finals(course, needed), _states(course, origins, listing))
+    for digest, name in states:
         needed.read(digest, name)
     for number, step in enumerate(course.steps.values()):
         for digest in step.payloads.values():
             if not origins or replays(origins, digest, step):
                 needed.read(digest, f"payload of {step.key.text}", step)
         progress((number + 1) / len(course.steps))
+
+
+def _finals(course: RunHistory, needed: Needed) -> Iterator[tuple[str, str]]:
+    """Iterate over the lists of final tensors that are used, as (digest, name for messages)."""
+    for stage, published in itertools.product(range(course.stages), (False, True)):
+        try:
+            found = final_list(course, stage, needed.get, published=published)
+        except MissingError as error:
+            raise NotRunError(f"{error}; name more stores with --store") from None
+        if found is not None:
+            needed.others.update(found.others)
+            yield found.listing, f"list of stage {stage}'s final tensors"
 
 
 def _states(
@@ -94,10 +111,6 @@ def _states(
         for each in origin.tensors.values():
             yield each.sha256, f"the state of round {origin.state.round}, {each.name}"
     for stage in range(course.stages):
-        for state in course.state("final", stage)[-1:]:
-            yield state.listing, f"list of stage {stage}'s final tensors"
-            if state.published is not None:
-                yield state.published[1], f"list of stage {stage}'s published tensors"
         for state in course.state("initial", stage)[-1:]:
             for each in listing(state):
                 yield each.sha256, f"theta_0, {each.name}"

@@ -6,6 +6,7 @@ number of statements in its checkpoint, the limit of the model from the sizes in
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -140,12 +141,12 @@ def _statements(folder: Path) -> int:
 def _weights(folder: Path, url: str) -> int:
     """Return the bytes of a published model by the final states, without checking signatures.
 
-    Returns the free bytes of the disk if there is no final state, or if its list of tensors is not
-    at `url`.
+    Returns the free bytes of the disk if there is no final state, or if no list of a stage's
+    tensors at `url` can be used.
     """
     try:
         size = _signed_bytes(folder, url)
-    except RecordError:  # the claims on the log and the list report the error
+    except RecordError:  # the claims on the log report the error
         size = 0
     return size or shutil.disk_usage(folder).free
 
@@ -161,8 +162,10 @@ def _signed_bytes(folder: Path, url: str) -> int:
         if statement.kind != s.CHECKPOINT or statement.predicate.get("kind") != "final":
             continue
         state = State.of(statement, number)
+        sizes.setdefault(state.stage, 0)
         forms = [(state.root, state.listing), *filter(None, [state.published])]
-        listings = [read_listing(get, listing, root) for root, listing in forms]
-        size = max(sum(each.size for each in tensors) for tensors in listings)
-        sizes[state.stage] = max(size, sizes.get(state.stage, 0))
-    return sum(sizes.values())
+        for root, listing in forms:
+            with contextlib.suppress(RecordError):  # another site's list gives the size
+                size = sum(each.size for each in read_listing(get, listing, root))
+                sizes[state.stage] = max(size, sizes.get(state.stage, 0))
+    return sum(sizes.values()) if all(sizes.values()) else 0

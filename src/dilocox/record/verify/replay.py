@@ -44,7 +44,7 @@ def read_listing(get: Get, digest: str, root: str) -> list[TensorDigest]:
     """
     try:
         tensors = [TensorDigest.from_json(each) for each in json.loads(get(digest))]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise RecordError(f"{digest[:12]}…: not a list of tensors") from None
     if stage_root(tensors).hex() != root:
         raise RecordError(f"{digest[:12]}…: this list of tensors does not have the signed root")

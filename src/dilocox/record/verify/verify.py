@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -241,7 +241,9 @@ class _Verification:
         needed = Needed(self._get)
         done = partial(self.progress, "checking payloads")
         read_needed(course, self.origins, self._listing, needed, done)
-        return f"{needed.count} objects, {needed.size / 1e6:.1f} MB{self._since()}"
+        others = ", ".join(sorted(needed.others))
+        odd = f"; not used: another list of final tensors, signed by {others}" if others else ""
+        return f"{needed.count} objects, {needed.size / 1e6:.1f} MB{self._since()}{odd}"
 
     def _since(self) -> str:
         """Return a phrase with the rounds that the replay covers; empty if it covers all."""
@@ -276,17 +278,12 @@ class _Verification:
     def _get(self, digest: str) -> bytes:
         return self.stores.get(digest)
 
-    def _listing(self, state: State, form: tuple[str, str] | None = None) -> list[TensorDigest]:
-        """Read the list of a signed state's tensors, or of its published `form`.
-
-        `form`: root and listing of the published tensors (see `State.published`); None: the state
-        itself.
-        """
+    def _listing(self, state: State) -> list[TensorDigest]:
+        """Read the list of a signed state's tensors."""
         from dilocox.record.verify.replay import read_listing
 
         try:
-            root, listing = (state.root, state.listing) if form is None else form
-            tensors = read_listing(self._get, listing, root)
+            tensors = read_listing(self._get, state.listing, state.root)
         except MissingError as error:
             raise c.NotRunError(
                 f"list of stage {state.stage}'s {state.kind} tensors: {error}; name site "
@@ -382,13 +379,12 @@ class _Verification:
             raise c.NotRunError("no final state is signed: the run has not finished")
         if not folder.is_dir():
             raise c.NotRunError(f"{folder}: not there; give the model's folder with --model")
-        finals = [course.state("final", stage)[-1:] for stage in range(course.stages)]
-        if not all(finals):
+        if not all(course.state("final", stage) for stage in range(course.stages)):
             raise c.NotRunError("the final states of some stages are not signed")
         check_plain_files(folder)
         published = published_files(course.state("final", 0))
         check_other_files(folder, published)
-        count, unsigned = self._tensors(folder, [state for found in finals for state in found])
+        count, unsigned = self._tensors(folder)
         told = f"{count} tensors and {len(published)} other files of {folder}"
         if not unsigned:
             return told
@@ -403,8 +399,9 @@ class _Verification:
         check_plain_files(self._model_folder())
         return check_release(self._model_folder(), self.places.release_key)
 
-    def _tensors(self, folder: Path, states: Sequence[State]) -> tuple[int, list[str]]:
-        """Compare the tensors of `folder` with the signed `states`; see `published_model`."""
+    def _tensors(self, folder: Path) -> tuple[int, list[str]]:
+        """Compare the tensors of `folder` with the signed final states; see `published_model`."""
+        from dilocox.record.verify.final_lists import published_list
         from dilocox.record.verify.published_model import (
             compare_adapters,
             compare_model,
@@ -413,10 +410,14 @@ class _Verification:
 
         course = self._need(c.LOG, c.SIGNATURES)
         try:
-            signed = [each for state in states for each in self._listing(state, state.published)]
+            lists = [published_list(course, stage, self._get) for stage in range(course.stages)]
+        except MissingError as error:
+            raise c.NotRunError(f"{error}; name these sites' with --store") from None
         except RecordError:
             self._need(c.PAYLOADS)
             raise
+        signed = [each for found in lists if found is not None for each in found.tensors]
+        self.stores.allow(sum(each.size for each in signed))
         adapter = course.config.get("adapter")
         if adapter is not None:
             seed = int(course.config["run"]["seed"]) if adapter.get("freeze_a") else None
