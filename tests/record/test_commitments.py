@@ -186,6 +186,7 @@ def test_who_votes_without_a_commitment_gives_none_later(scene: Scene, contribut
     scene.reopen()
     scene.commit("c")
     scene.driver.vote(KEY, "c", broken=True, failed=["a"])
+    scene.reopen()
     for site in "abc":
         assert scene.commit(site).waiting_for == [], "nor is it waited for in the next attempt"
     assert s.opened(scene.entries()[-1])[0].predicate["site"] == "b", "c's is not in the log"
@@ -238,6 +239,37 @@ def test_broken_commitments_are_named(scene: Scene) -> None:
         assert found == f"outer/0/0/0: b has {problem}"
     del course.commitments[where]
     assert broken_commitments(course) == ["outer/0/0/0: b has not committed to its contribution"]
+
+
+def test_votes_of_every_attempt_count(scene: Scene) -> None:
+    """Payloads were sent in the first one, too; of votes before a resume nothing follows."""
+    scene.begin()
+    for site in "ab":
+        scene.vote(site)
+    scene.driver.vote(KEY, "c", broken=True, failed=["a"])
+    for site in "abc":
+        signed = scene.signed(site, attempt=2, digest=own_digest(site))
+        scene.vote(site, attempt=2, statement=signed)
+    course = scene.course()
+    assert (course.steps[KEY.text].attempt, broken_commitments(course)) == (2, [])
+    first, second = course.votes[KEY.text, 1], course.votes[KEY.text, 2]
+    where = (KEY.text, "b", 0)
+    course.commitments[where] = replace(course.commitments[where], number=first + 1)
+    assert first + 1 < second
+    problem = f"{KEY.text}: b has committed only after payloads were sent"
+    assert broken_commitments(course) == [problem]
+    course.resumes.append(first)
+    assert broken_commitments(course) == []
+    del course.votes[KEY.text, 2]
+    assert problem in broken_commitments(course)
+    course.resumes.clear()
+    assert problem in broken_commitments(course)
+
+
+def test_votes_on_what_a_resume_has_abandoned_are_forgotten(scene: Scene) -> None:
+    scene.exchange()
+    scene.notary.resumed(0, 0)
+    assert scene.course().votes == {}
 
 
 def test_after_a_resume_sites_commit_again(scene: Scene) -> None:

@@ -48,6 +48,8 @@ class Exchange:
     members: list[Member]
     attempt: int = 1
     votes: dict[RankKey, Vote] = field(default_factory=dict)
+    uncommitted: set[RankKey] = field(default_factory=set)
+    """Ranks that have voted in an earlier attempt with nothing to which they had committed."""
     done: set[RankKey] = field(default_factory=set)
     fetches: list[Fetch] = field(default_factory=list)
     """Payloads that ranks fetch from each other after all have voted (`payload_fetches`)."""
@@ -86,6 +88,7 @@ class Exchange:
         """Begin a new attempt in another epoch; all votes become void."""
         self.epoch, self.members = epoch, list(members)
         self.attempt += 1
+        self.uncommitted |= {voter for voter, vote in self.votes.items() if not vote.committed}
         self.votes, self.done, self.averaging = {}, set(), None
         self.fetches, self.fetched = [], set()
 

@@ -404,12 +404,20 @@ class RecordHook:
             self._check_votes(exchange)
 
     def _check_votes(self, exchange: Exchange) -> None:
-        """Drop votes of an open exchange whose signed statement is lost: ranks vote again."""
+        """Drop votes of an open exchange whose signed statement is lost: ranks vote again.
+
+        Ranks that have voted without a commitment, in any attempt, are barred again.
+        """
         key = ExchangeKey.parse(exchange.key)
-        undecided = exchange.decision is None and exchange.averaging is None
-        if self._notary is None or key.kind != "outer" or not undecided:
+        if self._notary is None or key.kind != "outer" or exchange.decision is not None:
             return
         there = self._notary.commitments(key)
+        now = {voter for voter, vote in exchange.votes.items() if not vote.committed}
+        late = {each for each in exchange.uncommitted | now if (each[0], each[2]) not in there}
+        if late:
+            self._barred[exchange.key] = late
+        if exchange.averaging is not None:
+            return
         kept = self._notary.contributions(key, exchange.attempt)
         for voter, vote in list(exchange.votes.items()):
             place = (voter[0], voter[2])

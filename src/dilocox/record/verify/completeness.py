@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Mapping, Sequence
 
 from dilocox.config.codec_kinds import find_kind
 from dilocox.config.codec_spec import WITH_MOMENTS, names_payload
@@ -99,11 +100,15 @@ def broken_commitments(course: RunHistory) -> list[str]:
     """List counted contributions without a commitment before any payload was sent, one line each.
 
     A rank votes after it has received payloads. So in the log all commitments to an exchange must
-    come before the first vote on it.
+    come before the first vote on it, in whatever attempt.
     """
     found = []
+    votes: dict[str, dict[int, int]] = {}
+    for (key, attempt), number in course.votes.items():
+        votes.setdefault(key, {})[attempt] = number
     for step in course.steps.values():
-        key, first = step.key.text, course.votes.get((step.key.text, step.attempt), -1)
+        key = step.key.text
+        first = _first_vote(course, step, votes.get(key, {}))
         bound = names_payload(step.exchange, step.codec)
         for site in step.set:
             for shard in range(course.shards):
@@ -116,6 +121,20 @@ def broken_commitments(course: RunHistory) -> list[str]:
                 elif bound and said.payload != sealed(payload, course.run, key, site, shard):
                     found.append(f"{key}: {site} has committed to another payload")
     return found
+
+
+def _first_vote(course: RunHistory, step: Step, votes: Mapping[int, int]) -> int:
+    """Return the index of the first vote on an exchange; -1 if its last attempt has none.
+
+    Votes from before the latest resume that the decision follows are not about this decision.
+    `votes`: index of the first vote by attempt.
+    """
+    decided = course.numbers.get(step.key.text, course.read)
+    resumed = bisect.bisect_left(course.resumes, decided)
+    since = course.resumes[resumed - 1] if resumed else -1
+    if votes.get(step.attempt, -1) <= since:
+        return -1
+    return min((n for each, n in votes.items() if n > since and each <= step.attempt), default=-1)
 
 
 def _unsigned(course: RunHistory, step: Step) -> list[str]:

@@ -438,6 +438,7 @@ def _resumed(course: RunHistory, keys: dict[str, str], statement: s.Statement) -
     course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
     # Contributions to an exchange that begins anew do not count for the new exchange.
     course.contributions.keep(course.steps)
+    course.votes = {key: first for key, first in course.votes.items() if key[0] in course.steps}
     course.states = [state for state in course.states if state.kind == "initial"]
     course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}
     course.rounds = {key: state for key, state in course.rounds.items() if state.tick <= tick}
