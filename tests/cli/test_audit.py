@@ -245,6 +245,37 @@ def test_other_verdicts_that_are_missing_are_named(folder: Path) -> None:
         audits(folder).verdicts()
 
 
+def test_auditing_again_keeps_what_the_log_names(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Readers look for the file until the log names a newer verdict of the auditor."""
+    key = tmp_path / "key"
+    key.write_text("0a" * 32)
+    wrong = given(folder, "MISMATCH", 0)
+    handed_in(folder, wrong)
+    line = wrong.read_text()
+    more = ("--site", "lyon", "--round", "0", "--key", str(key))
+    code, text = ended("audit", str(folder), *more, capsys=capsys)
+    assert code == 0, text
+    assert "the log names an earlier verdict of this key: --hand-in names this one, too" in text
+    assert sorted(each.verdict.verdict for each in read_all(folder, audits(folder).course.run)) == [
+        "EXACT", "MISMATCH",
+    ]  # fmt: skip
+    with pytest.raises(RecordError, match="round 0 of lyon: MISMATCH, for a test"):
+        audits(folder).verdicts()
+    # Again: there is one file for each that the log names, and one that it does not name.
+    ended("audit", str(folder), *more, capsys=capsys)
+    (kept,) = (path for path in paths_of(folder) if path.read_text() == line)
+    assert len(paths_of(folder)) == 2
+    code, text = ended("audit", str(folder), *more, "--hand-in", capsys=capsys)
+    assert code == 0, text
+    with pytest.raises(NotRunError, match="no round of paris was found good"):
+        audits(folder).verdicts()
+    kept.unlink()
+    with pytest.raises(NotRunError, match="no round of paris was found good"):
+        audits(folder).verdicts()
+
+
 def test_the_line_says_what_the_log_names(folder: Path) -> None:
     first = given(folder, "EXACT", 0)
     run = AuditedRun(folder, (), None)

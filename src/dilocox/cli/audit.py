@@ -316,10 +316,15 @@ def _audit(
     with _bar(console, title, audited.steps_of(chosen.site, chosen.round)) as progress:
         verdict = judge(audited.case(), chosen.site, chosen.round, repeat_site, progress)
     signed = Signed(verdict, chosen.selection, signer.public, audited.course.run, seen)
-    path = write(audited.folder, signed, signer, code_digest())
+    before = [each for each in audited.course.verdicts if each.auditor == signer.public]
+    named = {each.digest for each in before}.union(() if log is None else log.named)
+    path = write(audited.folder, signed, signer, code_digest(), named)
     if log is not None:
         log.file(path)
     _show(verdict, console)
+    if log is None and (chosen.round, chosen.site) in {(each.round, each.site) for each in before}:
+        console.print("            the log names an earlier verdict of this key: --hand-in names "
+                      "this one, too")  # fmt: skip
     return signed
 
 

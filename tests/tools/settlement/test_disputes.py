@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,19 @@ from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.messages import RankId
 from dilocox.errors import SettlementError
 from dilocox.record.log import statements as s
-from dilocox.record.log.audit_verdicts import Prefix, Selection, Signed, Verdict, write
+from dilocox.record.log.audit_verdicts import (
+    Prefix,
+    Selection,
+    Signed,
+    Verdict,
+    read,
+    write,
+)
 from dilocox.record.log.transparency_log import LogWriter
+from dilocox.record.log.verdict_statements import of_file
 from dilocox.record.writer.exchange_statements import commitment
 from dilocox.tools.settlement import disputes, ledger, settling
+from dilocox.tools.settlement.amounts import read_prefix
 from dilocox.tools.settlement.disputes import commitment_roots
 
 from .test_amounts import AUDITOR, OTHER, PRICE, scene_with
@@ -376,6 +386,20 @@ def test_what_lies_in_the_folder_of_audits_stops_no_dispute(
     other.with_name("000000-b.json").write_text("[")
     audited(town, AUDITOR)
     assert "1 of 2 votes" in town.run(*words, key="a")
+
+
+def test_a_verdict_that_its_auditor_has_replaced_is_no_reason(town: Town) -> None:  # noqa: F811
+    """By the log. Its file is still in the folder."""
+    begun(town)
+    path = audited(town, AUDITOR)
+    prefix = read_prefix(town.folder)
+    course = prefix.course
+    said = of_file(read(path, course.run), path.read_text(), "")
+    course.verdicts.append(said)
+    assert disputes._evidence(town.folder, prefix, "c", 0)
+    course.verdicts.append(replace(said, verdict="EXACT", digest="00" * 32, number=said.number + 1))
+    with pytest.raises(SettlementError, match="round 0 of c: no verdict MISMATCH"):
+        disputes._evidence(town.folder, prefix, "c", 0)
 
 
 def test_the_tenth_goes_to_nobody_who_has_not_voted(town: Town) -> None:  # noqa: F811

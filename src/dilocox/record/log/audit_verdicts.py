@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
+from dilocox.record.log.digests import sha256
 from dilocox.record.log.transparency_log import read_text
 
 FOLDER = "audits"
@@ -95,16 +96,20 @@ def to_statement(signed: Signed, code: str) -> s.Statement:
     )
 
 
-def write(folder: Path, signed: Signed, signer: s.Signer, code: str) -> Path:
+def write(
+    folder: Path, signed: Signed, signer: s.Signer, code: str, named: Collection[str] = ()
+) -> Path:
     """Sign a verdict and write its file below a run's folder; return the file.
 
-    The file replaces this auditor's earlier verdict on the same round and site.
+    The file replaces this auditor's earlier verdict on the same round and site. An earlier verdict
+    that the log names is kept under a name with its digest, because readers look for its file.
 
     Args:
         folder: The run's folder.
         signed: The verdict.
         signer: The auditor's key.
         code: Digest of the auditor's dilocox source code.
+        named: Digests (`digest_of`) of the verdicts that the log names.
 
     Raises:
         RecordError: The file cannot be written.
@@ -116,10 +121,18 @@ def write(folder: Path, signed: Signed, signer: s.Signer, code: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{name}.part")
         part.write_text(signer.sign(to_statement(signed, code)) + "\n", encoding="utf-8")
+        digest = digest_of(read_text(path)) if named and path.exists() else ""
+        if digest in named:
+            path.replace(path.with_name(f"{path.stem}-{digest[:16]}.json"))
         part.replace(path)
     except OSError as error:
         raise RecordError(f"{path}: cannot be written ({error.strerror})") from None
     return path
+
+
+def digest_of(line: str) -> str:
+    """Return the SHA-256, hex, of the line of a verdict's file."""
+    return sha256(line.strip().encode())
 
 
 def read(path: Path, run: str | None) -> Signed:

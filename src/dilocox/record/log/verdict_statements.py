@@ -15,8 +15,8 @@ from typing import Any, cast
 from dilocox.config.site import SITE_NAME
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
-from dilocox.record.log.audit_verdicts import BAD, GOOD, AuditVerdict, Signed
-from dilocox.record.log.digests import digest_text, sha256
+from dilocox.record.log.audit_verdicts import BAD, GOOD, AuditVerdict, Signed, digest_of
+from dilocox.record.log.digests import digest_text
 from dilocox.record.log.state_statements import whole
 
 MOST_BYTES = 2048
@@ -111,11 +111,6 @@ def of_file(signed: Signed, line: str, by: str) -> HandedIn:
     return HandedIn(
         verdict.site, verdict.round, verdict.verdict, signed.auditor, by, digest, seen, seen
     )
-
-
-def digest_of(line: str) -> str:
-    """Return the SHA-256, hex, of the line of a verdict's file."""
-    return sha256(line.strip().encode())
 
 
 def latest(handed_in: Iterable[HandedIn]) -> list[HandedIn]:

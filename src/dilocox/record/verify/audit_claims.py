@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.log.audit_verdicts import BAD, FOLDER, GOOD, Signed, paths_of, read, read_all
+from dilocox.record.log.audit_verdicts import BAD, FOLDER, GOOD, Signed, paths_of, read
 from dilocox.record.log.transparency_log import read_text
 from dilocox.record.log.verdict_statements import HandedIn, latest, of_file
 from dilocox.record.verify.audit_sampling import Point, decided, due_rounds, points_of, sites_of
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.run_history import RunHistory
-from dilocox.record.verify.verdict_validity import stands, still_standing
+from dilocox.record.verify.verdict_validity import stands, still_standing, superseded
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,14 @@ class Audits:
         return values
 
     def _read(self) -> list[Signed]:
-        found = read_all(self.folder, self.course.run)
-        return [each for each in found if self._counts(each.auditor)]
+        """Return the verdicts in the folder that count; the log says which were replaced since."""
+        old = superseded(self.course)
+        read_here = ((read(path, self.course.run), path) for path in paths_of(self.folder))
+        return [
+            each
+            for each, path in read_here
+            if self._counts(each.auditor) and of_file(each, read_text(path), "").file not in old
+        ]
 
     def _check_states(self, signed: Signed) -> None:
         verdict = signed.verdict

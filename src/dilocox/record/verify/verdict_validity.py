@@ -13,7 +13,7 @@ from dilocox.errors import RecordError
 from dilocox.record.log.audit_verdicts import Prefix, Signed
 from dilocox.record.log.merkle import roots_at
 from dilocox.record.log.transparency_log import leaves_of
-from dilocox.record.log.verdict_statements import HandedIn
+from dilocox.record.log.verdict_statements import HandedIn, latest
 from dilocox.record.verify.audit_sampling import decided, exchanges_of
 from dilocox.record.verify.run_history import RunHistory
 
@@ -45,6 +45,16 @@ def still_standing(
         for each in signed
         if not _left_behind(course, each.verdict.round, each.verdict.site, _read(course, each))
     ]
+
+
+def superseded(course: RunHistory) -> set[tuple[str, ...]]:
+    """Return the files (`HandedIn.file`) of verdicts that their auditors have replaced.
+
+    The log names both the earlier verdict and a newer one of the same auditor on the same round of
+    the same site. The earlier one may still be in a folder, and no longer counts.
+    """
+    standing = [each for each in course.verdicts if stands(course, each)]
+    return {each.file for each in standing} - {each.file for each in latest(standing)}
 
 
 def stands(course: RunHistory, handed_in: HandedIn) -> bool:

@@ -21,7 +21,8 @@ from dilocox.record.log.audit_verdicts import paths_of, read
 from dilocox.record.log.merkle import leaf_hash, root_of
 from dilocox.record.log.step_statements import Step
 from dilocox.record.log.transparency_log import read_text
-from dilocox.record.verify.verdict_validity import still_standing
+from dilocox.record.log.verdict_statements import of_file
+from dilocox.record.verify.verdict_validity import still_standing, superseded
 from dilocox.tools.settlement.amounts import LogPrefix, read_prefix, terms_of
 from dilocox.tools.settlement.binding import check_log
 from dilocox.tools.settlement.claims_tree import AuditorsTree
@@ -297,22 +298,23 @@ def mismatch(
 def _evidence(folder: Path, prefix: LogPrefix, site: str, round_: int) -> bytes:
     """Return the SHA-256 over the lines of the verdicts MISMATCH on a round, sorted.
 
-    Verdicts count of the run file's auditors, and on the present history. A difference between
-    determinism classes is no evidence. Files that are no verdict on this log are passed over:
-    anybody may have put them there.
+    Verdicts count of the run file's auditors, and on the present history. A verdict that its
+    auditor has replaced does not count. A difference between determinism classes is no evidence.
+    Files that are no verdict on this log are passed over: anybody may have put them there.
     """
-    found, faults = [], list[str]()
+    found, faults, old = set[str](), list[str](), superseded(prefix.course)
     for path in paths_of(folder):
         try:
-            signed = read(path, prefix.course.run)
+            signed, line = read(path, prefix.course.run), read_text(path).strip()
             if (
                 signed.auditor in terms_of(prefix.course)["auditors"]
                 and (signed.verdict.site, signed.verdict.round) == (site, round_)
                 and signed.verdict.verdict == "MISMATCH"
                 and signed.verdict.same_class
+                and of_file(signed, line, "").file not in old
                 and still_standing(prefix.course, prefix.entries, [signed])
             ):
-                found.append(read_text(path).strip())
+                found.add(line)
         except RecordError as error:
             faults.append(f"; passed over: {error}")
     if not found:
@@ -321,7 +323,7 @@ def _evidence(folder: Path, prefix: LogPrefix, site: str, round_: int) -> bytes:
             "by an auditor of the run file, in record/audits, so nothing is a reason to slash"
             f"{''.join(faults[:1])}"
         )
-    return hashlib.sha256("\n".join(sorted(set(found))).encode()).digest()
+    return hashlib.sha256("\n".join(sorted(found)).encode()).digest()
 
 
 def _digest(path: Path, text: Any) -> bytes:

@@ -26,7 +26,7 @@ from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.event_log import LOCK
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import ConfigError, DilocoxError, RecordError
-from dilocox.record.log.audit_verdicts import Signed, paths_of, read
+from dilocox.record.log.audit_verdicts import Signed, digest_of, paths_of, read
 from dilocox.record.log.statements import Signer
 from dilocox.record.log.transparency_log import read_text
 from dilocox.record.log.verdict_statements import of_file
@@ -58,6 +58,8 @@ class HandIn:
     """Number of verdicts that were handed in."""
     failed: list[str] = field(default_factory=list)
     """Reasons why verdicts are not in the log. Their files exist in any case."""
+    named: set[str] = field(default_factory=set)
+    """Digests (`digest_of`) of the verdicts that were handed in."""
 
     @classmethod
     def open(cls, call: Call, signer: Signer, run: str) -> HandIn:
@@ -82,6 +84,7 @@ class HandIn:
             self.failed.append(f"{path.name}: {error}")
         else:
             self.done += 1
+            self.named.add(digest_of(line))
 
     def _statement(self, signed: Signed, line: str) -> None:
         said = of_file(signed, line, self.by).statement(self.run)
