@@ -208,3 +208,15 @@ def test_packed_rows_train_alike_in_every_layout(
     split = {"stages": stages, "shards": shards, "schedule": schedule, "head_chunk": head_chunk}
     for found in pool.run(stages * shards, *CASE, **split, packed=True):
         assert found["values"] == pytest.approx(alone["values"], rel=1e-5)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("empty", [(1, 2), (4, 5, 6, 7)])
+def test_the_processes_of_a_loop_of_ones_own_weigh_by_their_labels(
+    pool: Pool, empty: tuple[int, ...], own: bool
+) -> None:
+    """Held-out rows have unequal numbers of labels, and one process may have no label at all."""
+    for found, expected in pool.run(
+        2, "tests.support.loop_cases", "held_out", empty=empty, own=own
+    ):
+        assert found == pytest.approx(expected, rel=1e-6)

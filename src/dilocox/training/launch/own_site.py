@@ -277,9 +277,12 @@ class OwnSite:
             self._mean,
         )
 
-    def _mean(self, number: float) -> float:
-        """Return the mean of `number` over the processes that divide the model."""
-        return number
+    def _mean(self, loss: float, _labels: int) -> float:
+        """Return the mean loss over the processes that divide the model.
+
+        `loss` is the mean over this process's labels.
+        """
+        return loss
 
     def _open(self, files: TokenFiles | None) -> Batches:
         self.batches = batches_of_loop(self.config, self.name, self._part, files, self.device)

@@ -263,8 +263,8 @@ class DividedSite(_RunningSite):
         )
         return Identity.from_text(text)
 
-    def _mean(self, number: float) -> float:
-        return float(self.ranks.combined(number, None)[0])
+    def _mean(self, loss: float, labels: int) -> float:
+        return float(self.ranks.combined(loss, labels)[0])
 
 
 class FollowingSite(_Processes):

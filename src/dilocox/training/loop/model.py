@@ -75,7 +75,8 @@ class LoopModel:
         turns: passes steps to the user's thread.
         evaluation: computes the held-out loss.
         due: returns the number of the step that is due, and whether it is its round's last one.
-        mean: returns the mean of a loss over the processes that divide the model.
+        mean: returns the mean of a loss over the processes that divide the model. It gets this
+            process's loss, and the number of labels of which that is the mean.
         own_text: whether `evaluation` reads held-out data of its own.
     """
 
@@ -89,7 +90,7 @@ class LoopModel:
         turns: Turns,
         evaluation: Evaluation | None,
         due: Callable[[], tuple[int, bool]],
-        mean: Callable[[float], float] = float,
+        mean: Callable[[float, int], float] = lambda loss, _: loss,
         own_text: bool = False,
     ) -> None:
         self._own_text = own_text
@@ -139,10 +140,18 @@ class LoopModel:
     def evaluate(
         self, input_ids: Tensor, labels: Tensor, counted: CountedLabels | None = None
     ) -> float:
-        """Return the mean loss over the rows, in the user's thread and without gradients."""
+        """Return the mean loss over the rows, in the user's thread and without gradients.
+
+        All processes that divide the model call this with their own rows. The loss is 0 if no
+        label of any process counts.
+        """
+        count = 1 if self._own_text else int((labels >= 0).sum())
 
         def loss() -> float:
-            found = self._mean(self._loss(input_ids, labels, counted))
+            # Every process computes its part, since FSDP2 gathers tensors from all of them. A mean
+            # over no label is NaN.
+            own = self._loss(input_ids, labels, counted)
+            found = self._mean(own if count else 0.0, count)
             drop_gathered(self._model)
             return found
 

@@ -167,7 +167,7 @@ def build_parts(
     loop: OwnLoop,
     turns: Turns,
     due: Callable[[], tuple[int, bool]],
-    mean: Callable[[float], float] = float,
+    mean: Callable[[float, int], float] = lambda loss, _: loss,
 ) -> RankParts:
     """Return the parts of a rank of a site, with theta_0 in the user's model.
 
@@ -178,7 +178,7 @@ def build_parts(
         loop: the user's model and optimizers.
         turns: passes steps to the user's thread.
         due: returns the number of the step that is due, and whether it is its round's last one.
-        mean: returns the mean of a number over the processes that divide the model.
+        mean: returns the mean of a loss over the processes that divide the model (`LoopModel`).
 
     Raises the errors of `plan_of`.
     """
