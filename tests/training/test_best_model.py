@@ -18,6 +18,7 @@ from dilocox.models import load_model_config
 from dilocox.training import best_model
 from dilocox.training.builder import ModelPlan, RankParts, RankPlace
 from dilocox.training.checkpointing import Checkpointer
+from dilocox.training.launch.site_log import note_joined
 from tests.support.architectures import reference_model
 
 pytestmark = pytest.mark.waits
@@ -58,14 +59,16 @@ class Told:
 class Site:
     """A site of one rank whose anchor holds one number everywhere."""
 
-    def __init__(self, run: RunConfig, name: str = "paris", shared: bool = False) -> None:
-        self.run, self.told = run, Told()
+    def __init__(
+        self, run: RunConfig, name: str = "paris", shared: bool = False, shard: int = 0
+    ) -> None:
+        self.run, self.told, self.met = run, Told(), 0
         model = reference_model(load_model_config(run.model, 96))
         self.anchor = {name: p.detach() for name, p in model.named_parameters()}
         rank = SimpleNamespace(
-            place=RankPlace(name, 0, 0),
+            place=RankPlace(name, 0, shard),
             blueprint=ModelPlan.of(run, 96),
-            mesh=SimpleNamespace(stages=1, shards=1, gather_names=lambda names: [names]),
+            mesh=SimpleNamespace(stages=1, shards=1, gather_names=self._gather),
             model=SimpleNamespace(saved_buffers=dict),
             states=[
                 SimpleNamespace(
@@ -78,6 +81,10 @@ class Site:
             run, cast(RankParts, rank), files, shared, cast(Any, self.told), None, lambda: None
         )
         self.rank = cast(RankParts, rank)
+
+    def _gather(self, names: list[str]) -> list[list[str]]:
+        self.met += 1
+        return [names]
 
     def evaluate(self, round_: int, loss: float, first: bool = True) -> None:
         """An evaluation of an anchor that is full of the round's number."""
@@ -142,6 +149,20 @@ def test_in_a_folder_of_all_sites_only_the_first_writes(tmp_path: Path) -> None:
     own.run.folder.mkdir(parents=True)
     own.evaluate(0, 3.0, first=False)
     assert own.kept == (0, 3.0)
+
+
+def test_ranks_meet_whatever_each_of_them_finds_on_the_disk(tmp_path: Path) -> None:
+    """A rank that asks before the first site has joined here, and one that asks after that."""
+    run = run_of(tmp_path)
+    run.folder.mkdir()
+    leading, other = Site(run, "lyon"), Site(run, "lyon", shard=1)
+    other.evaluate(0, float("nan"), first=False)
+    note_joined(run, "paris", "here:1")
+    leading.evaluate(0, 3.0, first=False)
+    assert (leading.met, other.met) == (1, 1)
+    assert leading.kept is None, "the first site writes"
+    other.evaluate(1, 3.0, first=False)
+    assert other.met == 2
 
 
 @pytest.mark.parametrize("crash", ["before the first", "between the two"])

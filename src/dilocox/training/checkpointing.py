@@ -171,11 +171,11 @@ class Checkpointer:
         """
         run = self._config.folder
         site, leads = rank.place.site, rank.place.leads
-        if not self._config.checkpoint.best or round_ < 0:
+        if not self._config.checkpoint.best or round_ < 0 or (self._shared and not first):
             return
-        if not first and (self._shared or self._here(self._config.sites, site)[0] != site):
-            return
-        better = leads and best_model.improves(run, site, loss)
+        # The leading rank decides for all, since each rank could find other files on the disk.
+        writes = leads and (first or self._here(self._config.sites, site)[0] == site)
+        better = writes and best_model.improves(run, site, loss)
         if not _first(rank.mesh.gather_names(["yes" if better else ""])):
             return
         with tracing.span("best model", after_round=round_):
