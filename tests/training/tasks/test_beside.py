@@ -14,6 +14,7 @@ import pytest
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.protocol.task_figures import Figure, as_report
 from dilocox.errors import ConfigError
+from dilocox.training.launch.rank import ends_of
 from dilocox.training.tasks import beside
 from dilocox.training.tasks.beside import TaskEvaluations, is_due, say_not_evaluated
 from dilocox.training.tasks.child import Job, environment
@@ -184,6 +185,26 @@ def test_a_stop_keeps_the_model_for_the_run_that_goes_on(scene: Callable[..., Sc
     assert own.evaluations._running is None
     own.evaluations.begin(RANK, 1)
     assert list(own.folder.iterdir()) == []
+
+
+def test_a_loop_of_the_users_own_that_ends_takes_its_evaluation_along(
+    scene: Callable[..., Scene],
+) -> None:
+    """The process of the loop goes on, so the evaluation would, too."""
+    own = scene(tasks_every=1)
+    own.evaluations.after_round(RANK, 1)
+    assert own.begun.wait(30)
+    beside_it: Any = SimpleNamespace(close=lambda *_: None)
+    trainer: Any = SimpleNamespace(
+        background=beside_it, batches=beside_it, outer=beside_it, tasks=own.evaluations
+    )
+    for end in ends_of(trainer, beside_it, None):
+        end()
+    own.wait_for_end()
+    assert own.client.said == []
+    trainer.tasks = None
+    for end in ends_of(trainer, beside_it, beside_it):
+        end()
 
 
 def test_the_end_waits_for_the_model_and_stays_alive(scene: Callable[..., Scene]) -> None:

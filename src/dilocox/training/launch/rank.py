@@ -34,6 +34,7 @@ from dilocox.inner.flight_recorder import record_collectives
 from dilocox.inner.garbage import Collector, PythonCollects
 from dilocox.outer.first_state import FirstState
 from dilocox.outer.loop import LoopPlace, OuterLoop
+from dilocox.record.writer.rank_recorder import RankRecord
 from dilocox.training.batches import NO_BATCH
 from dilocox.training.builder import (
     Batches,
@@ -305,13 +306,7 @@ def _take_part(
         collector=Collector() if loop is None else PythonCollects(),
     )
     if loop is not None:
-        ends = [
-            lambda: worker.close(0.0),
-            trainer.background.close,
-            trainer.batches.close,
-            outer.close,
-        ]
-        loop.ready(trainer, control, ends if record is None else [*ends, record.close])
+        loop.ready(trainer, control, ends_of(trainer, worker, record))
     control.wait_while_role("enrolled")
     with explained(config, place, lambda: trainer.rounds_ended == 0):
         joining_site = _enter(trainer, client, checkpointer)
@@ -323,6 +318,24 @@ def _take_part(
             site_log.note(config, place.site, "begins", round=trainer.at.round)
         trainer.run(joining_site)
     worker.close()
+
+
+def ends_of(
+    trainer: Trainer, worker: ExchangeWorker, record: RankRecord | None
+) -> list[Callable[[], None]]:
+    """Return functions that end all that runs beside a loop of the user's own.
+
+    The user's process goes on when the loop's site has ended, so nothing ends by itself.
+    """
+    ends = [
+        lambda: worker.close(0.0),
+        trainer.background.close,
+        trainer.batches.close,
+        trainer.outer.close,
+    ]
+    if trainer.tasks is not None:
+        ends.append(trainer.tasks.close)
+    return ends if record is None else [*ends, record.close]
 
 
 def _evaluator(
