@@ -16,6 +16,7 @@ from dilocox.errors import TrainingError
 from dilocox.record.log.run_end import has_summary
 from dilocox.record.writer.one_writer import held
 from dilocox.training.launch import coordinator_process, preflight
+from dilocox.training.launch.run_folder import write_run_file
 
 pytestmark = pytest.mark.waits
 
@@ -108,6 +109,23 @@ def test_one_process_writes_a_folder_s_log(tmp_path: Path, monkeypatch: pytest.M
     assert reached
     with held(tmp_path / "coordinator") as own:
         assert own, "who ends lets go"
+
+
+def test_a_run_file_that_is_there_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one takes its place as a whole: a power cut leaves no part of a run file."""
+    path = tmp_path / "run.toml"
+    config = coordinate(tmp_path, monkeypatch, Endpoint("https://a:1", {}, "operator"))
+    before, text = path.stat(), path.read_text()
+    write_run_file(config)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    path.write_text(text[:20])
+    with path.open() as reader:
+        write_run_file(config)
+        assert reader.read() == text[:20], "the earlier file is replaced, and not overwritten"
+    assert path.read_text() == text
+    assert list(tmp_path.glob(".*")) == []
 
 
 def test_a_start_takes_the_end_of_an_earlier_process_back(

@@ -25,7 +25,7 @@ from dilocox.coordinator.protocol.site_reports import (
 from dilocox.errors import DifferentAnchorsError, TrainingError
 from dilocox.utils.json_lines import object_of
 from dilocox.utils.plain_text import plain
-from dilocox.utils.storage import when_there_is_room
+from dilocox.utils.storage import replace_file, when_there_is_room
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
@@ -393,16 +393,12 @@ class RunMetrics:
         }
         if self._account is not None:
             summary["privacy"] = self._account.figures()
-        text = json.dumps(summary, indent=2) + "\n"
-        when_there_is_room(lambda: self._summarise(text), "summary.json")
+        data = (json.dumps(summary, indent=2) + "\n").encode()
+        path = self._folder / "summary.json"
+        when_there_is_room(lambda: replace_file(path, data), path.name)
         self._metrics.close()
         self._emit({"kind": "summary", **summary})
         return summary
-
-    def _summarise(self, text: str) -> None:
-        part = self._folder / ".summary.json.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(self._folder / "summary.json")
 
     def _held_out_figures(self, after: int) -> Record:
         """Return the first and last figures beside the held-out loss; empty without any.

@@ -36,8 +36,9 @@ from dilocox.record.writer.one_writer import held
 from dilocox.training.launch import preflight, standby
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_check import ENDPOINT
-from dilocox.training.launch.run_folder import claim_folder
+from dilocox.training.launch.run_folder import claim_folder, write_run_file
 from dilocox.training.portable_checkpoint import Handover
+from dilocox.utils.storage import replace_file
 
 LOG_PATIENCE = 3.0
 """Seconds that a start waits for a process that is handing a verdict to the log of the folder."""
@@ -80,7 +81,7 @@ def coordinate(
     def ready(endpoint: Endpoint) -> None:
         if go_on_ending is not None:
             go_on_ending()
-        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
+        write_run_file(config)
         tokens = folder / "coordinator" / TOKENS
         # An IPv6 address keeps its brackets, as `dilocox join` expects.
         address = endpoint.url.removeprefix("https://")
@@ -252,6 +253,6 @@ def _check_ledger(folder: Path, ledger: Ledger, recorder: RunMetrics) -> None:
     recorder.sequences(asdict(found), found.problem)
     try:
         text = json.dumps(ledger.to_json(), separators=(",", ":")) + "\n"
-        (folder / LEDGER).write_text(text, encoding="utf-8")
+        replace_file(folder / LEDGER, text.encode())
     except OSError as error:
         recorder.message(f"{folder / LEDGER} was not written ({error.strerror})")

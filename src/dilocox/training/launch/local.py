@@ -34,7 +34,7 @@ from dilocox.training.launch import preflight, site_log
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_process import serve_run
 from dilocox.training.launch.local_sites import LocalSites
-from dilocox.training.launch.run_folder import claim_folder
+from dilocox.training.launch.run_folder import claim_folder, write_run_file
 from dilocox.training.launch.site import check_site, keep_site, pay_to_join
 from dilocox.training.launch.supervisor import Ended, listening, print_error
 from dilocox.training.launch.torchrun import Preparation, join_as_rank
@@ -125,7 +125,7 @@ def _run_here(
     grace = 10.0
     try:
         endpoint = _first_word(ours, coordinator, display)
-        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
+        write_run_file(config)
         for site in endpoint.tokens:
             own = endpoint.of(site)
             sites[site] = processes.start(

@@ -12,7 +12,7 @@ from pathlib import Path
 from dilocox.config.run_config import RunConfig, load_written
 from dilocox.errors import ConfigError, TrainingError
 from dilocox.training.launch.coordinator_check import check_coordinator
-from dilocox.utils.storage import nearest_existing
+from dilocox.utils.storage import nearest_existing, replace_file, sync_folder
 
 WRITTEN = (
     "run.toml",
@@ -100,6 +100,18 @@ def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Pa
             f"{folder}: cannot be written to ({error.strerror}); choose another run.folder"
         ) from None
     return folder
+
+
+def write_run_file(config: RunConfig) -> None:
+    """Write `run.toml` into the run's folder, unless it is there with the same content.
+
+    A power cut leaves the earlier file or the new one: without a whole file nobody can resume or
+    verify the run. Raises `OSError` if the file cannot be written.
+    """
+    path, content = config.folder / "run.toml", config.to_toml().encode()
+    if not path.exists() or path.read_bytes() != content:
+        replace_file(path, content)
+        sync_folder(config.folder)
 
 
 def check_writable(folder: Path) -> None:
