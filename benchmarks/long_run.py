@@ -76,6 +76,7 @@ def opened(config: RunConfig) -> tuple[Coordinator, TransparencyLogSink, RunMetr
     folder = config.folder / "coordinator"
     recorder = RunMetrics(config, config.folder, lambda record: None)
     notary = TransparencyLogSink.open(config, folder, recorder.message)
+    notary.writer.before_sync = recorder.sync
     core = Coordinator(
         config,
         folder,

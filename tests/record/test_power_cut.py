@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dilocox.coordinator.metrics.run_metrics import RunMetrics
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.server import events as e
@@ -18,7 +19,9 @@ from dilocox.coordinator.server.event_log import EventLog
 from dilocox.record.log import statements as s
 from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES
 from dilocox.record.verify.completeness import broken_commitments, gaps
+from dilocox.record.verify.metric_reports import signed_report
 from dilocox.record.writer.notary import TransparencyLogSink
+from dilocox.record.writer.rank_recorder import SigningIdentity
 from tests.support.record_scene import KEY, OF_ALL, ONE, SIGNERS, Scene
 
 OTHER = ExchangeKey.outer(0, 0, 1)
@@ -125,6 +128,37 @@ def test_not_every_statement_is_waited_for(scene: Scene, disk: Disk) -> None:
     before = disk.count
     scene.exchange()
     assert disk.count - before == 2
+
+
+def test_a_report_is_on_the_disk_before_its_signature_is(
+    scene: Scene, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a signed report would have no line in the metrics, as if somebody had removed it."""
+    folder, order, fsync = scene.config.folder, list[str](), os.fsync
+    metrics = RunMetrics(scene.config, folder, lambda record: None)
+    scene.notary.writer.before_sync = metrics.sync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        number = os.fstat(descriptor).st_ino
+        order.extend(
+            path.name
+            for path in (folder / "metrics.jsonl", disk.path)
+            if path.stat().st_ino == number
+        )
+
+    monkeypatch.setattr(os, "fsync", noted)
+    said = {"val_loss": 5.0, "after_round": -1}
+    assert metrics.report("a", 0, "first_evaluation", said)
+    rank = m.RankId(site="a", stage=0, shard=0)
+    text = signed_report(
+        SigningIdentity(scene.notary.run, rank, SIGNERS["a"]), "first_evaluation", 0, said
+    )
+    assert text is not None
+    scene.driver.core.witness.state(m.StateRequest(rank=rank, statement=text))
+    assert order == [], "reports alone are not waited for"
+    scene.exchange()
+    assert order == ["metrics.jsonl", ENTRIES, ENTRIES], "once for the reports since the last wait"
 
 
 def test_votes_that_the_record_has_lost_are_asked_for_again(scene: Scene, disk: Disk) -> None:

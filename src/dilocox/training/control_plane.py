@@ -52,7 +52,7 @@ class ControlPlane(Protocol):
     def round_done(self, round_: int, measured: Measured | None = None) -> None:
         """Report that this rank has finished a round."""
 
-    def report(self, round_: int, metrics: Mapping[str, Any], kind: ReportKind = "round") -> None:
+    def report(self, round_: int, metrics: Mapping[str, Any], kind: ReportKind = "round") -> object:
         """Report metrics of this site."""
 
     def ready(self) -> None:

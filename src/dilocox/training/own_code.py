@@ -169,7 +169,7 @@ def check_preference(format_: str, functions: Mapping[str, Callable[..., Any] | 
 class Reporter(Protocol):
     """The part of a `CoordinatorClient` that this module needs."""
 
-    def report(self, round_: int, metrics: Mapping[str, Any], kind: Any = "round") -> None:
+    def report(self, round_: int, metrics: Mapping[str, Any], kind: Any = "round") -> object:
         """Report metrics of this site's round."""
 
 

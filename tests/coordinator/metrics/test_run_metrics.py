@@ -113,6 +113,7 @@ def test_a_site_that_took_no_steps_has_no_say_in_the_loss() -> None:
     del idle["loss"]
     assert combine({"paris": row(loss=2.0), "lyon": idle})["loss"] == 2.0
     assert "loss" not in combine({"lyon": idle})
+    assert combine({"paris": row(loss=2.0), "lyon": row(loss=math.nan)})["loss"] == 2.0
 
 
 def test_different_anchors_end_the_run_with_sites_and_digests_named() -> None:
@@ -236,6 +237,22 @@ def test_a_run_that_ended_before_its_first_round_has_a_summary(tmp_path: Path) -
         None,
         None,
     )
+
+
+def test_a_held_out_loss_that_is_not_finite_is_shown(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    # As they come off the wire.
+    run.recorder.report("paris", 0, "first_evaluation", {"val_loss": 6.0, "after_round": -1})
+    assert run.recorder.report("paris", 0, "evaluation", {"val_loss": None, "after_round": 0})
+    _, line, said = run.lines()
+    assert (line["kind"], line["val_loss"]) == ("evaluation", None)
+    assert said["text"] == "paris: the held-out loss after round 0 is not finite"
+    assert math.isnan(run.emitted[1]["val_loss"])
+    for each in (run, Run(tmp_path)):
+        assert math.isnan(each.recorder.finish("finished", "")["val_loss_last"])
+        text = (tmp_path / "summary.json").read_text(encoding="utf-8")
+        summary = json.loads(text, parse_constant=lambda text: pytest.fail(text))
+        assert (summary["val_loss_first"], summary["val_loss_last"]) == (6.0, None)
 
 
 def test_a_resumed_run_counts_on_and_forgets_the_course_it_left(tmp_path: Path) -> None:
@@ -378,6 +395,7 @@ def test_a_report_never_says_who_reports_or_of_which_round(tmp_path: Path) -> No
     [
         ("x", {"kind": "evaluation"}, "there is no report of the kind x"),
         ("evaluation", {}, "val_loss is missing"),
+        ("evaluation", {"val_loss": "low", "after_round": 0}, "val_loss is missing"),
         ("evaluation", {"val_loss": 1.0, "after_round": -1}, "after_round is missing"),
         ("warning", {"text": ["x"]}, "text is missing"),
         ("round", {"tokens": 1}, "step is missing"),

@@ -65,7 +65,7 @@ def test_damaged_log_is_recognised(tmp_path: Path) -> None:
 def test_reports_count_once_and_a_broken_writer_does_not_stop_the_run(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
 
-    def writer(site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
+    def writer(site: str, round_: int, kind: str, metrics: dict[str, Any]) -> bool:
         seen.append((site, round_))
         raise OSError("disk full")
 
@@ -73,7 +73,8 @@ def test_reports_count_once_and_a_broken_writer_does_not_stop_the_run(tmp_path: 
     driver.start()
     rank = driver.ranks("a")[0]
     for loss in (1.0, 2.0):
-        driver.core.report(m.ReportRequest(rank=rank, round=0, metrics={"loss": loss}))
+        said = m.ReportRequest(rank=rank, round=0, metrics={"loss": loss})
+        assert not driver.core.report(said).kept
     assert seen == [("a", 0)]
     assert replies.status(driver.core.state, 0).sites[0].metrics["round"]["loss"] == 1.0
     driver.core.close()
@@ -82,7 +83,12 @@ def test_reports_count_once_and_a_broken_writer_does_not_stop_the_run(tmp_path: 
 def test_warnings_of_one_round_are_about_several_things(tmp_path: Path) -> None:
     """Each is told once: that nothing can be kept, and that a GPU lacks a kernel."""
     seen: list[str] = []
-    driver = Driver(tmp_path, run_config(), on_report=lambda *given: seen.append(given[3]["text"]))
+
+    def writer(site: str, round_: int, kind: str, metrics: dict[str, Any]) -> bool:
+        seen.append(metrics["text"])
+        return True
+
+    driver = Driver(tmp_path, run_config(), on_report=writer)
     driver.start()
     rank = driver.ranks("a")[0]
     for text in ("no kernel", "no kernel", "no store"):
@@ -95,7 +101,7 @@ def test_warnings_of_one_round_are_about_several_things(tmp_path: Path) -> None:
 def test_what_a_report_shows_to_be_wrong_ends_the_run(tmp_path: Path) -> None:
     """Sites that hold different anchors do not train one model: the recorder says so."""
 
-    def recorder(site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
+    def recorder(site: str, round_: int, kind: str, metrics: dict[str, Any]) -> bool:
         raise TrainingError("round 0: the sites hold different anchors")
 
     driver = Driver(tmp_path, run_config(), on_report=recorder)

@@ -419,16 +419,13 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         endpoint.append(where)
         ready.set()
 
+    def written(*report: Any) -> bool:
+        reports.append(report)
+        return True
+
     def target(resume: bool) -> None:
-        ends.append(
-            serve(
-                config,
-                tmp_path,
-                listener=RunListener(lambda *args: reports.append(args), on_ready=announce),
-                resume=resume,
-                ready_file=tmp_path / "ready.json",
-            )
-        )
+        file, listener = tmp_path / "ready.json", RunListener(written, on_ready=announce)
+        ends.append(serve(config, tmp_path, listener=listener, resume=resume, ready_file=file))
 
     own = RecordKey.new()
     for resume in (False, True):
@@ -453,7 +450,7 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         if not resume:
             tick = client.stop("SIGINT")
             client.checkpoint(tick, 0, tick, {})
-        client.report(0, {"loss": 1.0})
+        assert client.report(0, {"loss": 1.0})
         client.finish(complete=resume)
         client.close()
         thread.join(20)

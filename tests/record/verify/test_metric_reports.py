@@ -32,8 +32,11 @@ class Reported:
         self.recorder = RunMetrics(scene.config, self.folder, lambda record: None)
 
     def report(self, site: str, round_: int, metrics: dict[str, Any], kind: str = "round") -> None:
-        self.recorder.report(site, round_, kind, json.loads(json.dumps(metrics)))
         rank = m.RankId(site=site, stage=0, shard=0)
+        request = {"rank": rank, "round": round_, "kind": kind, "metrics": metrics}
+        sent = m.ReportRequest.model_validate(request).model_dump_json()
+        come = m.ReportRequest.model_validate_json(sent)
+        assert self.recorder.report(site, round_, kind, dict(come.metrics))
         text = signed_report(
             SigningIdentity(self.scene.notary.run, rank, SIGNERS[site]), kind, round_, metrics
         )
@@ -114,6 +117,22 @@ def test_other_metrics_than_were_signed_fail(reported: Reported, name: str) -> N
     rewritten(reported, change)
     with pytest.raises(RecordError, match=said):
         reported.judged()
+
+
+def test_losses_that_are_not_finite_are_reported_and_signed(scene: Scene) -> None:
+    """The loss that shows a divergence is in the metrics, and its site is no liar."""
+    found = Reported(scene)
+    found.evaluated(-1, 5.5)
+    found.evaluated(0, math.nan)
+    found.round(0, loss=math.nan)
+    for number, site in enumerate("abc"):
+        found.report(site, 1, row(1, members=3, loss=math.inf if site == "b" else 1.0 + number))
+    found.evaluated(1, math.inf)
+    assert found.judged() == "6 reports of rounds and 3 of the held-out loss, signed by a, b, c"
+    lines = [json.loads(line) for line in (found.folder / FILE).read_text().splitlines()]
+    own = {line["round"]: line for line in lines if line["kind"] == "round" and "site" not in line}
+    assert "loss" not in own[0]
+    assert own[1]["loss"] == 2.0, "of the sites whose loss is finite"
 
 
 def test_times_are_the_coordinator_s(reported: Reported) -> None:

@@ -14,6 +14,7 @@ from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.client.transport import host_and_port
 from dilocox.errors import TrainingError
 from dilocox.record.log.run_end import has_summary
+from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.record.writer.one_writer import held
 from dilocox.training.launch import coordinator_process, preflight
 from dilocox.training.launch.run_folder import write_run_file
@@ -126,6 +127,36 @@ def test_a_run_file_that_is_there_is_left_alone(
         assert reader.read() == text[:20], "the earlier file is replaced, and not overwritten"
     assert path.read_text() == text
     assert list(tmp_path.glob(".*")) == []
+
+
+def test_reports_are_on_the_disk_before_the_record_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve_run(
+        {"run": {"folder": str(tmp_path)}, "model": {"architecture": {"model_type": "qwen3"}},
+         "sites": {"paris": {}}}
+    )  # fmt: skip
+    synced: list[Path] = []
+
+    def serve(*given: Any, notary: TransparencyLogSink, **_: object) -> None:
+        given[3].on_report("paris", 0, "evaluation", {"val_loss": 3.0, "after_round": 0})
+        fsync = os.fsync
+
+        def noted(descriptor: int) -> None:
+            fsync(descriptor)
+            synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", noted)
+            notary.sync()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(coordinator_process, "serve", serve)
+    with pytest.raises(ZeroDivisionError):
+        coordinator_process.serve_run(
+            config, tmp_path, None, resume=False, wait_for=None, emit=print, on_ready=print
+        )
+    assert synced[0] == tmp_path.resolve() / "metrics.jsonl"
 
 
 def test_a_start_takes_the_end_of_an_earlier_process_back(

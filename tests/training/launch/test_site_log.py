@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from dilocox.config.run_config import resolve_run
+from dilocox.coordinator.metrics.run_metrics import RunMetrics
+from dilocox.coordinator.protocol import messages as m
+from dilocox.record.writer.rank_recorder import SigningIdentity
 from dilocox.training.launch import site_log
+from tests.support.coordinator_driver import run_config
+from tests.support.record_scene import SIGNERS
+from tests.support.served_run import Run
 
 pytestmark = pytest.mark.waits
 
@@ -40,6 +47,38 @@ def test_every_report_is_a_line() -> None:
     )
     assert "flush" in (site_log.line_of("flush", 12, ROUND) or "")
     assert site_log.line_of("admission", 4, {}) is None
+
+
+class Signing(site_log.TellingClient):
+    """A client that keeps what it signs."""
+
+    signed: int = 0
+
+    def record_state(self, statement: str) -> None:
+        self.signed += 1
+
+
+def test_a_site_signs_what_the_coordinator_has_kept_and_shows_the_rest(tmp_path: Path) -> None:
+    """A report that is signed and not in the metrics would make the site or the run look false."""
+    recorder = RunMetrics(run_config("ab"), tmp_path, lambda record: None)
+    run = Run(tmp_path / "coordinator", on_report=recorder.report)
+    try:
+        run.start()
+        rank, told = m.RankId(site="a", stage=0, shard=0), list[str]()
+        client = Signing(run.url, run.identities["a"], run.core.timeouts, rank)
+        run.clients.append(client)
+        client.tell, client.author = told.append, SigningIdentity("run", rank, SIGNERS["a"])
+        kept = client.report(0, {"val_loss": math.nan, "after_round": -1}, "first_evaluation")
+        assert (kept, client.signed) == (True, 1)
+        run.core.state.next_round = 20
+        kept = client.report(3, {"val_loss": 2.5, "after_round": 3}, "evaluation")
+        assert (kept, client.signed) == (False, 1)
+        assert told == [
+            "held-out loss before training: nan", "held-out loss of the anchor: 2.5000",
+        ]  # fmt: skip
+    finally:
+        run.close()
+    assert (tmp_path / "metrics.jsonl").read_text().count('"kind": "evaluation"') == 1
 
 
 def test_the_last_line_names_the_model(tmp_path: Path) -> None:

@@ -349,10 +349,13 @@ class CoordinatorClient:
         """
         return self.send(m.CheckpointsQuery()).checkpoints
 
-    def report(self, round_: int, metrics: Mapping[str, Any], kind: m.ReportKind = "round") -> None:
-        """Report metrics (JSON values) of this site's round."""
+    def report(self, round_: int, metrics: Mapping[str, Any], kind: m.ReportKind = "round") -> bool:
+        """Report metrics (JSON values) of this site's round.
+
+        Returns whether the report is in the run's metrics.
+        """
         request = m.ReportRequest(rank=self.rank, round=round_, kind=kind, metrics=dict(metrics))
-        self.send(request)
+        return self.send(request).kept
 
     def status(self, since: int = 0, wait: float = 0.0) -> m.Status:
         """Return the run's status; wait up to `wait` seconds for a change after number `since`."""

@@ -13,7 +13,7 @@ from typing import Any
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.metrics.admissions import Admissions
 from dilocox.coordinator.metrics.privacy import PrivacyAccount
-from dilocox.coordinator.metrics.sinks import Metrics
+from dilocox.coordinator.metrics.sinks import Metrics, finite
 from dilocox.coordinator.protocol.held_out_figures import beside_loss
 from dilocox.coordinator.protocol.site_reports import (
     FIRST,
@@ -22,6 +22,7 @@ from dilocox.coordinator.protocol.site_reports import (
     kind_of_report,
     settled_anchor,
 )
+from dilocox.coordinator.protocol.task_figures import moment
 from dilocox.errors import DifferentAnchorsError, TrainingError
 from dilocox.utils.json_lines import object_of
 from dilocox.utils.plain_text import plain
@@ -50,10 +51,10 @@ SUMMED = (
 def combine(reports: Mapping[str, Record], members: int = 0) -> Record:
     """Combine the sites' reports of a round into one record of the run.
 
-    The loss is weighted by tokens. Tokens, tokens per second and bytes are sums over the sites, and
-    the wait share is the largest of a site. `waited_for` holds, by site, the seconds that all other
-    sites together waited for it. Raises `TrainingError` if all `members` sites have reported, their
-    anchors differ and no anchor has a majority.
+    The loss is weighted by tokens, over the sites whose loss is finite. Tokens, tokens per second
+    and bytes are sums over the sites, and the wait share is the largest of a site. `waited_for`
+    holds, by site, the seconds that all other sites together waited for it. Raises `TrainingError`
+    if all `members` sites have reported, their anchors differ and no anchor has a majority.
     """
     rows = list(reports.values())
     settled = settled_anchor(reports, members)
@@ -68,7 +69,7 @@ def combine(reports: Mapping[str, Record], members: int = 0) -> Record:
     tokens = sum(row["tokens"] for row in rows)
     payload = sum(row["payload_bytes"] for row in rows)
     dense = sum(row["allreduce_bytes"] for row in rows)
-    trained = [row for row in rows if "loss" in row]
+    trained = [row for row in rows if math.isfinite(row.get("loss", math.nan))]
     weight = sum(row["tokens"] for row in trained)
     combined: Record = {
         "round": rows[0]["round"],
@@ -219,27 +220,27 @@ class RunMetrics:
         self._open, self._flush, self._plan, self._written = {}, {}, {}, {}
         self._reason = ""
 
-    def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
-        """Take a site's report.
+    def report(self, site: str, round_: int, kind: str, metrics: Record) -> bool:
+        """Take a site's report. Returns whether it is in the file.
 
         A report that is in the file already, from before a restart of the coordinator, is ignored.
-        A report without the fields of its kind is left out, with a message. Raises
-        `DifferentAnchorsError` if a site's anchor differs from that of most sites, and
-        `TrainingError` if no anchor has a majority.
+        A report without the fields of its kind is left out, with a message. Raises, after it has
+        written the report, `DifferentAnchorsError` if a site's anchor differs from that of most
+        sites, and `TrainingError` if no anchor has a majority.
         """
         if kind == "admission":
             self._admission(site, round_, metrics)
-            return
+            return self._metrics.is_written
         if kind != "warning" and (kind, site) in self._written.get(round_, ()):
-            return
+            return self._metrics.is_written
         try:
             metrics = checked(kind, metrics)
         except ValueError as error:
             self.message(f"{site}, round {round_}: its report is left out: {error}")
-            return
+            return False
         if kind == "warning":
             self.message(f"{site}: {metrics['text']}")
-            return
+            return self._metrics.is_written
         self._written.setdefault(round_, set()).add((kind, site))
         said = {key: value for key, value in metrics.items() if key not in RESERVED}
         record = {"kind": kind, "round": round_, "site": site, **said}
@@ -253,7 +254,9 @@ class RunMetrics:
                 self._evaluations[after] = metrics["val_loss"]
                 self._beside_loss[after] = beside_loss(metrics)
             self._write(record)
-            return
+            if of_anchor == "evaluation" and not math.isfinite(metrics["val_loss"]):
+                self.message(f"{site}: the held-out loss {moment(after)} is not finite")
+            return self._metrics.is_written
         self._write(record)
         if "dropped" in metrics:
             self.message(
@@ -273,6 +276,11 @@ class RunMetrics:
                 ready.append(round_)
             for number in ready:
                 self._close_round(number)
+        return self._metrics.is_written
+
+    def sync(self) -> None:
+        """Return when the reports in the file survive a power cut (`Metrics.sync`)."""
+        self._metrics.sync()
 
     def _name_the_odd(self, round_: int, rows: Mapping[str, Record], members: int) -> None:
         """Raise `DifferentAnchorsError` if some sites' anchor differs from that of most sites."""
@@ -393,7 +401,7 @@ class RunMetrics:
         }
         if self._account is not None:
             summary["privacy"] = self._account.figures()
-        data = (json.dumps(summary, indent=2) + "\n").encode()
+        data = (json.dumps(finite(summary), indent=2) + "\n").encode()
         path = self._folder / "summary.json"
         when_there_is_room(lambda: replace_file(path, data), path.name)
         self._metrics.close()

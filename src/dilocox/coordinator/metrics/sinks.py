@@ -47,7 +47,8 @@ class Metrics:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         path = folder / "metrics.jsonl"
         torn = _is_torn(path)
-        self._file = AppendFile(path)
+        # Only the process that writes a record calls `sync`.
+        self._file = AppendFile(path, durable=config.record.enabled)
         self._kept: deque[bytes] = deque(maxlen=KEPT)
         """Lines that are not written yet, for example because the disk is full."""
         self._full = False
@@ -94,6 +95,21 @@ class Metrics:
                 del self._sinks[name]
                 self._failed(name, error)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether all lines are in the file, and none waits for room on the disk."""
+        return not self._kept
+
+    def sync(self) -> None:
+        """Return when all lines in the file survive a power cut. An error is only logged.
+
+        Raises `ValueError` in a run without a record. Any thread may call it.
+        """
+        try:
+            self._file.sync()
+        except OSError as error:
+            log.error("metrics.jsonl: may lose lines by a power cut (%s)", error.strerror)
+
     def close(self) -> None:
         """Close all sinks and the file. If the disk is full, wait for room."""
         for name, sink in self._sinks.items():
@@ -114,12 +130,7 @@ class Metrics:
         self._line({"kind": "message", "text": text})
 
     def _line(self, record: Mapping[str, Any]) -> None:
-        # JSON has no NaN and no infinity, so they are written as null.
-        plain = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
-        line = json.dumps(plain, sort_keys=True, allow_nan=False) + "\n"
+        line = json.dumps(finite(record), sort_keys=True, allow_nan=False) + "\n"
         self._kept.append(line.encode())
         try:
             self._flush()
@@ -139,6 +150,14 @@ class Metrics:
         if self._full:
             self._full = False
             log.warning("metrics.jsonl: is written again")
+
+
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with None in place of NaN and infinity, which JSON does not have."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
 
 
 def _is_torn(path: Path) -> bool:

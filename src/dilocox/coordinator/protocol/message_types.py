@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from dilocox.config.site import SiteName
 from dilocox.coordinator.protocol.exchange_key import KEY_PATTERN
@@ -33,3 +33,15 @@ class RankId(Message):
 
 class Done(Message):
     """Confirms that the request is recorded; carries no data."""
+
+
+class ReportReply(Message):
+    """Reply to a report of a site."""
+
+    kept: bool = True
+    """Whether the report is in the run's metrics. A site signs no other report."""
+
+    @model_serializer(mode="wrap")
+    def _short(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave the field out if the report is kept: an older site does not know the field."""
+        return {} if self.kept else usual(self)

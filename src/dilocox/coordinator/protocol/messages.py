@@ -36,6 +36,7 @@ from dilocox.coordinator.protocol.kv_messages import Wait as Wait
 from dilocox.coordinator.protocol.message_types import Digest as Digest
 from dilocox.coordinator.protocol.message_types import Done as Done
 from dilocox.coordinator.protocol.message_types import RankId as RankId
+from dilocox.coordinator.protocol.message_types import ReportReply as ReportReply
 from dilocox.coordinator.protocol.message_types import SignedText as SignedText
 from dilocox.coordinator.protocol.message_types import Small as Small
 from dilocox.coordinator.protocol.round_plan import Count, Line, Message
@@ -390,7 +391,7 @@ ReportKind = Literal[
 ]  # fmt: skip
 
 
-class ReportRequest(Message, Call[Done]):
+class ReportRequest(Message, Call[ReportReply]):
     """`report`: one rank submits its site's metrics; repeats of (round, kind) are ignored."""
 
     path: ClassVar[str] = "report"

@@ -41,7 +41,8 @@ def checked(kind: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a report that may be written to `metrics.jsonl`.
 
     Reserved fields and values of unsupported types are left out. Raises `ValueError` if the kind is
-    unknown, or if a field that the kind requires is missing or invalid.
+    unknown, or if a field that the kind requires is missing or invalid. A loss that is not finite
+    comes as null, because JSON has no NaN; it becomes NaN here.
     """
     if kind not in KINDS:
         raise ValueError(f"there is no report of the kind {plain(str(kind))[:32]}")
@@ -57,7 +58,8 @@ def checked(kind: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     if kind in _NUMBERS:
         found.setdefault("anchor_digest", None)
         _need(isinstance(metrics.get("anchor_digest"), str | None), "anchor_digest")
-        _need("loss" not in found or _is_number(found["loss"]), "loss")
+        if "loss" in found:
+            _take_loss(found, "loss")
         _need(isinstance(found.get("waited_for", {}), dict), "waited_for")
         _need(isinstance(found.get("dropped", ""), str), "dropped")
     elif kind == "warning":
@@ -66,7 +68,7 @@ def checked(kind: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
         if kind in ("tasks", "first_tasks"):
             found |= checked_figures(metrics)
         else:
-            _need(_is_number(found.get("val_loss")), "val_loss")
+            _take_loss(found, "val_loss")
         after = found.get("after_round")
         _need(isinstance(after, int) and (after == -1) == (kind in FIRST.values()), "after_round")
     return found
@@ -101,6 +103,13 @@ def settled_anchor(
 def _need(there: bool, key: str) -> None:
     if not there:
         raise ValueError(f"{key} is missing, or is not what a report of this kind has there")
+
+
+def _take_loss(found: dict[str, Any], key: str) -> None:
+    """Check a field that must be there, and may be any number. Null becomes NaN."""
+    if key in found and found[key] is None:
+        found[key] = math.nan
+    _need(_is_number(found.get(key)), key)
 
 
 def _is_number(value: object) -> bool:

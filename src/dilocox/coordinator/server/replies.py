@@ -106,7 +106,7 @@ def vote_reply(state: CoordinatorState, exchange: Exchange, request: m.VoteReque
 def report_verdicts(
     state: CoordinatorState,
     event: e.Decided,
-    report: Callable[[str, int, str, dict[str, Any]], None],
+    report: Callable[[str, int, str, dict[str, Any]], object],
 ) -> None:
     """Report the verdict about every site's contribution to an exchange, if the set is final.
 

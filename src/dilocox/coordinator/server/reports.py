@@ -17,8 +17,8 @@ from dilocox.coordinator.server.refusals import Refused
 from dilocox.coordinator.server.run_log import RunLog
 from dilocox.errors import DifferentAnchorsError, TrainingError
 
-Report = Callable[[str, int, str, dict[str, Any]], None]
-"""Callback with (site, round, kind, metrics)."""
+Report = Callable[[str, int, str, dict[str, Any]], bool]
+"""Callback with (site, round, kind, metrics). Returns whether the report is in the metrics."""
 MAX_REPORT = 16 << 10
 """Largest report in bytes, beside an allowance for each site of the run."""
 LATEST = 8
@@ -33,7 +33,8 @@ class RunListener:
     """Callbacks of the process that runs a coordinator; None: the process is not told."""
 
     on_report: Report | None = None
-    """Gets (site, round, kind, metrics). The server waits, so it must return soon."""
+    """Gets (site, round, kind, metrics). The server waits, so it must return soon. A report about
+    which it raises a `TrainingError` counts as kept."""
     on_message: Callable[[str], None] | None = None
     """Gets a line for people, for example when a site joins or leaves."""
     on_plan: Callable[[m.RoundPlan], None] | None = None
@@ -52,9 +53,10 @@ class Reports:
     def __init__(self, run: RunLog, budgets: Budgets, on_report: Report | None) -> None:
         self._run, self._budgets, self._on_report = run, budgets, on_report
 
-    def take(self, request: m.ReportRequest) -> m.Done:
-        """Take metrics of a round; a second report of the same round and kind is ignored.
+    def take(self, request: m.ReportRequest) -> m.ReportReply:
+        """Take metrics of a round; another report of the same round and kind is not kept.
 
+        A site repeats a report whose reply it has missed. The reply is then the same as before.
         Raises `Refused` if no site can be in the round yet, if the report is too large, or if the
         site has sent too many warnings.
         """
@@ -75,7 +77,7 @@ class Reports:
             )
         site = run.state.sites[request.rank.site]
         if request.kind not in ANY_TIME and request.round < run.state.next_round - LATEST:
-            return m.Done()  # The site was left behind, so nothing waits for its report.
+            return m.ReportReply(kept=False)  # The site was left behind: nothing waits for it.
         latest = site.metrics.get(request.kind)
         # A round may have several warnings with different texts.
         told = request.kind == "warning" and request.metrics.get("text")
@@ -86,8 +88,10 @@ class Reports:
             run.append(
                 e.Reported(run.wall(), site.name, request.round, request.kind, request.metrics)
             )
-            self.hand_on(site.name, request.round, request.kind, dict(request.metrics))
-        return m.Done()
+        elif latest != {**request.metrics, "round": request.round} or request.kind == "warning":
+            return m.ReportReply(kept=False)
+        kept = self.hand_on(site.name, request.round, request.kind, dict(request.metrics))
+        return m.ReportReply(kept=kept)
 
     def tell(self, listener: Callable[[Any], None] | None, about: Any) -> None:
         """Call `listener` with `about`, if there is one. An error of it is only logged."""
@@ -104,13 +108,16 @@ class Reports:
                 if kind != "warning":
                     self.hand_on(site.name, metrics["round"], kind, dict(metrics))
 
-    def hand_on(self, site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
-        """Call `on_report`. Its errors may end the run, but never the coordinator's process."""
+    def hand_on(self, site: str, round_: int, kind: str, metrics: dict[str, Any]) -> bool:
+        """Call `on_report`, and return whether the report is in the metrics.
+
+        Errors of `on_report` may end the run, but never the coordinator's process.
+        """
         run = self._run
         if self._on_report is None:
-            return
+            return False
         try:
-            self._on_report(site, round_, kind, metrics)
+            return self._on_report(site, round_, kind, metrics)
         except DifferentAnchorsError as error:
             for name in error.sites:
                 if name in run.state.live:
@@ -122,6 +129,8 @@ class Reports:
         except Exception:
             # A full disk of the metrics writer must not take the control plane down.
             _log.exception("metrics of %s round %d not written", site, round_)
+            return False
+        return True
 
     def _without(self, name: str, round_: int, reason: str) -> None:
         """Declare a site lost whose anchor differs from that of most sites.

@@ -494,6 +494,6 @@ class Coordinator:
 
     # --- reports ------------------------------------------------------------
 
-    def report(self, request: m.ReportRequest) -> m.Done:
+    def report(self, request: m.ReportRequest) -> m.ReportReply:
         """Take a site's metrics of a round."""
         return self.reports.take(request)

@@ -87,6 +87,8 @@ class LogWriter:
         _write_key(folder / PUBLIC, f"{self.public}\n".encode())
         self._covered, self._note = LogCheckpoint(origin, -1, EMPTY), ""
         self._lock = threading.Lock()
+        self.before_sync: Callable[[], None] = lambda: None
+        """Called, in any thread, before entries become durable: so must be what they rely on."""
         self.cover()
 
     @property
@@ -123,6 +125,7 @@ class LogWriter:
 
     def sync(self) -> None:
         """Block until all appended entries would survive a power cut. Raises `OSError`."""
+        self.before_sync()
         self._file.sync()
 
     def cover(self) -> str:

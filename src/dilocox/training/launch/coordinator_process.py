@@ -199,6 +199,9 @@ def serve_run(
         if config.record.enabled:
             notary = TransparencyLogSink.open(config, folder / "coordinator", recorder.message)
             ends.callback(notary.close)
+            # A site signs a report that is in the metrics: a power cut must not take the report
+            # and leave the signature.
+            notary.writer.before_sync = recorder.sync
             mark_start(folder)
             if notary.log.anchor is not None:
                 notary.log.hold = HeldBack(notary.log.anchor, link, _statements_of).take

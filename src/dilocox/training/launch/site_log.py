@@ -70,10 +70,15 @@ class TellingClient(CoordinatorClient):
     journal: Callable[..., None] | None = None
     """Gets kind and fields of every report. May be None: then there is no journal."""
 
-    def report(self, round_: int, metrics: Mapping[str, Any], kind: ReportKind = "round") -> None:
-        """Report metrics (JSON values) of this site's round, and show them at the site."""
-        super().report(round_, metrics, kind)
-        self._sign(round_, metrics, kind)
+    def report(self, round_: int, metrics: Mapping[str, Any], kind: ReportKind = "round") -> bool:
+        """Report metrics (JSON values) of this site's round, and show them at the site.
+
+        Returns whether the report is in the run's metrics. Only then the site signs it: a signed
+        report that the metrics lack would look as if one of both sides had lied.
+        """
+        kept = super().report(round_, metrics, kind)
+        if kept:
+            self._sign(round_, metrics, kind)
         line = line_of(kind, round_, metrics)
         if self.tell is not None and line is not None:
             self.tell(line)
@@ -81,9 +86,10 @@ class TellingClient(CoordinatorClient):
             known = next((own for own, first in FIRST.items() if kind == first), kind)
             said = {key: value for key, value in metrics.items() if key not in RESERVED}
             self.journal(known, round=round_, **said)
+        return kept
 
     def _sign(self, round_: int, metrics: Mapping[str, Any], kind: str) -> None:
-        """Sign a report that the coordinator has received. A failure does not end the run."""
+        """Sign a report that the coordinator has kept. A failure does not end the run."""
         if self.author is None:
             return
         try:

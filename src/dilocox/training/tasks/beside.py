@@ -50,7 +50,7 @@ failure, or an empty text."""
 class Reporter(Protocol):
     """The part of a `CoordinatorClient` that this module needs."""
 
-    def report(self, round_: int, metrics: dict[str, Any], kind: ReportKind = "round") -> None:
+    def report(self, round_: int, metrics: dict[str, Any], kind: ReportKind = "round") -> object:
         """Report metrics of this site's round."""
 
 
