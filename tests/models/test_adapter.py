@@ -15,14 +15,30 @@ from safetensors.torch import load_file, save_file
 from dilocox.config.adapter import AdapterSection
 from dilocox.config.run_config import ModelSection
 from dilocox.errors import CheckpointError, ConfigError, ModelError
-from dilocox.models import ModelChunk, Published, build_chunk, materialise, plan_cut
+from dilocox.models import (
+    ModelChunk,
+    Published,
+    adapter,
+    build_chunk,
+    load_model_config,
+    materialise,
+    plan_cut,
+)
 from dilocox.models.adapter import adapter_shapes, is_adapter, target_names, trained_shapes
 from dilocox.models.adapter_export import finish_adapter_folder, write_adapter_stage
 from dilocox.models.adapter_folder import AdapterFolder
 from dilocox.models.adapter_weights import AdapterWeights, fixed_values, with_fixed
 from dilocox.models.base_weights import base_digest
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
-from tests.support.architectures import StateSource, reference_model, run, small_config, token_ids
+from tests.support.architectures import (
+    ROUTED,
+    VOCABULARY,
+    StateSource,
+    reference_model,
+    run,
+    small_config,
+    token_ids,
+)
 
 TYPES = ["qwen3", "gemma3_text", "gpt_neox", "opt-projected", "qwen3_moe"]
 LORA = AdapterSection(rank=3, alpha=6.0)
@@ -207,6 +223,38 @@ def test_targets_are_checked() -> None:
         target_names(config, AdapterSection(targets=["q_prj"]))
     with pytest.raises(ConfigError, match="no linear layer 'lm_head'"):
         target_names(config, AdapterSection(targets=["lm_head"]))
+
+
+def test_names_that_peft_takes_for_experts_are_left_out(tmp_path: Path) -> None:
+    """Shared experts and dense layers have the former names of layers that are in experts now."""
+    from peft import PeftModel
+
+    config = load_model_config(ModelSection(architecture=ROUTED), VOCABULARY)
+    assert target_names(config, LORA) == ("k_proj", "o_proj", "q_proj", "v_proj")
+    reference, ids = reference_model(config), token_ids()
+    chunks = adapted(config, 2, reference, seed=1)
+    found = trained(chunks)
+    assert list(found) == list(adapter_shapes(config, LORA))
+    randomise(found, seed=2)
+    for stage, chunk in enumerate(chunks):
+        write_adapter_stage(tmp_path, stage, trained([chunk]), Published())
+    finish_adapter_folder(tmp_path, config, ModelSection(path="base"), LORA, None)
+    loaded = PeftModel.from_pretrained(reference, tmp_path).eval()
+    assert torch.allclose(loaded(ids).logits, run(chunks, ids), atol=1e-5)
+
+    for name in ("gate_proj", "down_proj"):
+        experts = AdapterSection(targets=["q_proj", name])
+        said = rf"peft takes '{name}' of .* for its experts, .* has k_proj, o_proj, q_proj, v_proj"
+        with pytest.raises(ConfigError, match=said):
+            plan_cut(config, 1, 16, experts)
+
+
+def test_adapters_that_peft_puts_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release may take further names for experts."""
+    config = load_model_config(ModelSection(architecture=ROUTED), VOCABULARY)
+    monkeypatch.setattr(adapter, "_names_of_experts", lambda *_: set())
+    with pytest.raises(ModelError, match=r"mlp\.experts.*, which is no linear layer of adapter"):
+        plan_cut(config, 1, 16, LORA)
 
 
 def test_without_peft_the_line_to_install_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,12 +73,13 @@ def inject(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
     layers that have one, sorted.
 
     Raises `ConfigError` if peft is not installed, or if the model has no such layers. Raises
-    `ModelError` if peft cannot add adapters to the model.
+    `ModelError` if peft cannot add adapters to the model, or adds them to other parts of it.
     """
     check_peft()
     names = _targets(model, adapter)
     from peft import inject_adapter_in_model
 
+    wanted = {name for name in _linear_layers(model) if name.rpartition(".")[2] in names}
     dtype = next(model.parameters()).dtype
     try:
         inject_adapter_in_model(lora_config(adapter, names), model, _NAME)
@@ -87,6 +88,7 @@ def inject(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
             f"[adapter]: peft cannot add adapters to {type(model).__name__} ({one_line(error)}); "
             "choose other adapter.targets, or remove [adapter]"
         ) from None
+    _check_injected(model, wanted)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             trained = is_trained(name, adapter)
@@ -144,17 +146,66 @@ def trained_shapes(hf_config: PretrainedConfig, adapter: AdapterSection) -> dict
     return {name: shape for name, shape in shapes.items() if is_trained(name, adapter)}
 
 
-def _targets(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
-    """Return the last parts of the names of the layers to adapt, after checking that they exist."""
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of all linear layers inside the model's layers, in model order."""
     # GPT-2 has linear layers of a class of transformers' own.
     from transformers.pytorch_utils import Conv1D
 
     inside = find_layout(model).layer_prefix
-    linear = {
-        name.rpartition(".")[2]
+    return [
+        name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and name.startswith(inside)
-    }
+    ]
+
+
+def _check_injected(model: nn.Module, wanted: set[str]) -> None:
+    """Raise `ModelError` unless exactly the layers `wanted` have an adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    for name in [*sorted(found - wanted), *sorted(wanted - found)]:
+        fault = (
+            f"adds an adapter to {name}, which is no linear layer of adapter.targets"
+            if name in found
+            else f"adds no adapter to the linear layer {name}"
+        )
+        raise ModelError(
+            f"[adapter]: peft {fault}; choose adapter.targets of attention alone, such as "
+            '["q_proj", "v_proj"], or remove [adapter]'
+        )
+
+
+def _names_of_experts(model: nn.Module, names: Iterable[str], adapter: AdapterSection) -> set[str]:
+    """Return those of `names` that PEFT takes for the experts of a mixture, and not for layers.
+
+    transformers keeps the experts of a layer in one tensor, where earlier releases had linear
+    layers. For some model types PEFT puts adapters on these tensors if it is given a former name,
+    such as `down_proj`. It then passes over linear layers of that name, such as those of shared
+    experts, and readers of the published folder do so, too.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a release without the function; `inject` checks what PEFT has done
+        return set()
+    found = set()
+    for name in names:
+        config = lora_config(adapter, [name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # only one of several layers that are in one tensor now
+            found.add(name)
+        else:
+            if config.target_parameters:
+                found.add(name)
+    return found
+
+
+def _targets(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
+    """Return the last parts of the names of the layers to adapt, after checking that they exist."""
+    every = {name.rpartition(".")[2] for name in _linear_layers(model)}
+    experts = _names_of_experts(model, every, adapter)
+    linear = every - experts
     kind = f'model type "{model.config.model_type}"'  # type: ignore[union-attr]
     if not linear:
         raise ConfigError(
@@ -164,6 +215,11 @@ def _targets(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
     if adapter.targets == "all-linear":
         return tuple(sorted(linear))
     for name in adapter.targets:
+        if name in experts:
+            raise ConfigError(
+                f"adapter.targets: peft takes {name!r} of {kind} for its experts, which get no "
+                f"adapters; leave {name!r} out: the type has {', '.join(sorted(linear))}"
+            )
         if name not in linear:
             near = difflib.get_close_matches(name, linear, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
@@ -171,16 +227,19 @@ def _targets(model: nn.Module, adapter: AdapterSection) -> tuple[str, ...]:
                 f"adapter.targets: {kind} has no linear layer {name!r} in its layers; {hint}it has "
                 f"{', '.join(sorted(linear))}"
             )
-    outside = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-        and not name.startswith(inside)
-        and name.rpartition(".")[2] in adapter.targets
-    ]
-    if outside:
-        raise ConfigError(
-            f"adapter.targets: {outside[0]} is outside the model's layers, where adapters are not "
-            "trained; choose other names"
-        )
+    _check_inside(model, adapter.targets)
     return tuple(sorted(adapter.targets))
+
+
+def _check_inside(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise `ConfigError` if a linear layer outside the model's layers has a name of `targets`."""
+    from transformers.pytorch_utils import Conv1D
+
+    inside = find_layout(model).layer_prefix
+    for name, module in model.named_modules():
+        linear = isinstance(module, nn.Linear | Conv1D) and name.rpartition(".")[2] in targets
+        if linear and not name.startswith(inside):
+            raise ConfigError(
+                f"adapter.targets: {name} is outside the model's layers, where adapters are not "
+                "trained; choose other names"
+            )
