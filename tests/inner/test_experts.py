@@ -9,11 +9,26 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from dilocox.config.run_config import ModelSection
 from dilocox.inner.pipeline import Computation
-from dilocox.models import ModelChunk, build_chunk, materialise, open_weights, plan_cut
+from dilocox.models import (
+    ModelChunk,
+    build_chunk,
+    load_model_config,
+    materialise,
+    open_weights,
+    plan_cut,
+)
 from dilocox.tools.planner import activations
 from dilocox.tools.planner.model_outline import ModelOutline
-from tests.support.architectures import ARCHITECTURES, section, small_config, token_ids
+from tests.support.architectures import (
+    ARCHITECTURES,
+    ROUTED_IN_FP32,
+    VOCABULARY,
+    section,
+    small_config,
+    token_ids,
+)
 from tests.support.planned_runs import run
 
 pytestmark = pytest.mark.waits
@@ -87,6 +102,29 @@ def test_experts_are_multiplied_as_their_bf16_copies(
         for parameter in parameters.values():
             parameter.zero_()
     assert not any(each.any() for each in gradients(chunk, computation).values() if each.dim() == 3)
+
+
+def test_routers_that_a_type_keeps_in_fp32_have_no_copies() -> None:
+    section = ModelSection(architecture=ROUTED_IN_FP32)
+    config = load_model_config(section, VOCABULARY)
+    (spec,) = plan_cut(config, 1, 12)
+    chunk = build_chunk(config, spec, attention="sdpa", activation_checkpointing=False)
+    materialise(chunk, open_weights(section, config, 0), CPU)
+    parameters = dict(chunk.train().named_parameters())
+    computation = Computation(BF16, sharded=False)
+    computation.prepare(chunk)
+    found = gradients(chunk, computation)
+    kept = {name for name, parameter in chunk.named_parameters() if parameter.dtype != BF16}
+    gates = {f"lm.model.layers.{layer}.mlp.gate.weight" for layer in (1, 2)}
+    biases = {
+        f"lm.model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias" for layer in (1, 2)
+    }
+    assert kept == gates | biases == set(chunk.kept_in_fp32)
+    for name, parameter in chunk.named_parameters():
+        assert computation.trained(chunk, parameter) is parameters[name]
+        assert (parameter is parameters[name]) == (name in kept)
+        assert (found[name] is None) == (name in biases)
+    assert all(found[name].dtype == torch.float32 and found[name].any() for name in gates)
 
 
 def test_in_fp32_and_under_fsdp_nothing_is_copied() -> None:

@@ -31,6 +31,8 @@ from dilocox.models.adapter_weights import AdapterWeights, fixed_values, with_fi
 from dilocox.models.base_weights import base_digest
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.support.architectures import (
+    BIASED,
+    BUFFERS,
     ROUTED,
     VOCABULARY,
     StateSource,
@@ -209,6 +211,27 @@ def test_frozen_weights_have_the_dtype_that_is_asked_for_and_adapters_are_fp32()
     dtypes = {(p.requires_grad, p.dtype) for p in chunk.parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     assert chunk.lm.lm_head.weight is chunk.lm.model.embed_tokens.weight  # type: ignore[union-attr]
+
+
+def test_biases_of_routers_are_not_rounded() -> None:
+    config = load_model_config(ModelSection(architecture=BIASED), VOCABULARY)
+    source = StateSource(reference_model(config))
+    for name in BUFFERS:
+        source.state[name] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    (spec,) = plan_cut(config, 1, 16, LORA)
+    chunk = build_chunk(
+        config,
+        spec,
+        attention="sdpa",
+        activation_checkpointing=False,
+        dtype=torch.bfloat16,
+        adapter=LORA,
+    )
+    materialise(chunk, AdapterWeights(config, LORA, 0, source), "cpu")
+    found = chunk.saved_buffers()
+    assert list(found) == BUFFERS
+    assert all(torch.equal(buffer, source.state[name]) for name, buffer in found.items())
+    assert {p.dtype for p in chunk.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
 def test_targets_are_checked() -> None:

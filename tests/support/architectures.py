@@ -76,6 +76,35 @@ ROUTED = {
     "first_k_dense_replace": 1,
 }
 """A model that saves buffers beside its parameters: the biases of its routers."""
+ROUTED_IN_FP32 = {
+    "model_type": "ernie4_5_moe",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "moe_num_experts": 4,
+    "moe_num_shared_experts": 1,
+    "moe_k": 2,
+    "moe_layer_start_index": 1,
+    "tie_word_embeddings": False,
+}
+"""A model whose routers are parameters in fp32: trained weights, and biases that are frozen."""
+BIASED = {
+    "model_type": "deepseek_v3",
+    **{key: size for key, size in ROUTED.items() if key not in ("model_type", "head_dim")},
+    "num_key_value_heads": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+"""A model with the buffers of `ROUTED`, which takes their dtype from its parameters."""
 BUFFERS = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
 
 

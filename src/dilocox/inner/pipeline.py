@@ -72,7 +72,8 @@ class Computation:
     """Compute dtype of forward passes: fp32, or bf16 with bf16 copies of fp32 parameters.
 
     `prepare` gives a chunk its copies after the chunk was filled. Every `step()` begins by copying
-    the masters' values. In a sharded stage FSDP makes these copies, so this class makes none. In
+    the masters' values. Parameters that the chunk names in `kept_in_fp32` have no copy. In a
+    sharded stage FSDP makes the copies, also of these parameters, so this class makes none. In
     both cases all values between layers, stages and micro-batches have the compute dtype.
     """
 
@@ -84,7 +85,8 @@ class Computation:
     def prepare(self, chunk: nn.Module) -> None:
         """Give `chunk` its copies. Call this once for each chunk, after the chunk was filled."""
         if self._copying:
-            self._copies[chunk] = WeightCopies(chunk, self.boundary_dtype)
+            kept: frozenset[str] = getattr(chunk, "kept_in_fp32", frozenset())
+            self._copies[chunk] = WeightCopies(chunk, self.boundary_dtype, kept)
 
     def trained(self, chunk: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
         """Return the fp32 master of `parameter` of `chunk`; the parameter itself without copies."""

@@ -3,6 +3,7 @@ trained."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import partial
 
 import torch
@@ -18,13 +19,21 @@ class WeightCopies:
     `.grad`, in the master's dtype. So gradients of micro-batches are never summed in bf16.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, kept: Container[str] = frozenset()
+    ) -> None:
+        """Replace the parameters of `module` by copies in `dtype`.
+
+        `kept`: names of parameters that the module computes with as they are.
+        """
         self._masters: list[nn.Parameter] = []
         self._copies: list[nn.Parameter] = []
         self._by_copy: dict[int, nn.Parameter] = {}
         made: dict[int, nn.Parameter] = {}
-        for each in module.modules():
+        for path, each in module.named_modules():
             for name, master in each._parameters.items():
+                if (f"{path}.{name}" if path else name) in kept:
+                    continue
                 if master is None or (master.dtype == dtype and not master.requires_grad):
                     continue  # frozen weights that have the dtype already need no copy
                 if id(master) not in made:  # shared parameters stay one

@@ -12,7 +12,13 @@ from torch import nn
 from dilocox.config.adapter import AdapterSection
 from dilocox.models.activation_checkpointing import Checkpointing, recompute
 from dilocox.models.adapter import inject, stored_name
-from dilocox.models.meta_model import Layout, build_skeleton, find_layout, tied_names
+from dilocox.models.meta_model import (
+    Layout,
+    build_skeleton,
+    find_layout,
+    kept_in_fp32,
+    tied_names,
+)
 from dilocox.models.nf4 import pack_layers
 from dilocox.models.packed_rows import packed_arguments, packed_rows, unpacked_rows
 from dilocox.models.partition import ChunkSpec
@@ -57,6 +63,9 @@ class ModelChunk(nn.Module):
         self._layout = layout
         self._adapted = adapted
         self._names = self._translate(tied)
+        kept = kept_in_fp32(lm, self._names.values())
+        self.kept_in_fp32 = frozenset(name for name, full in self._names.items() if full in kept)
+        """Local names of the tensors that the model type keeps in fp32, whatever it computes in."""
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -217,7 +226,8 @@ def build_chunk(
         spec: the layers of the chunk.
         attention: name of an attention implementation of transformers.
         activation_checkpointing: what the backward pass recomputes in each layer.
-        dtype: data type of the parameters; with adapters, of the frozen ones. Adapters are fp32.
+        dtype: data type of the parameters; with adapters, of the frozen ones. Adapters are fp32,
+            and so are tensors that the model type keeps in fp32 (`kept_in_fp32`).
         adapter: section `[adapter]` of the run file; None: all parameters are trained.
 
     Raises:

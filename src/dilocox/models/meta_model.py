@@ -7,6 +7,8 @@ initialisation and name translation all start from a skeleton.
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +64,7 @@ def build_skeleton(
         hf_config: configuration of the model.
         attention: attention implementation. It matters only if the model runs; every model type
             supports "eager".
-        dtype: data type of the parameters.
+        dtype: data type of the parameters. Tensors of `kept_in_fp32` are fp32 in any case.
         device: device of the model.
 
     Raises:
@@ -92,7 +94,35 @@ def build_skeleton(
             f'model type "{hf_config.model_type}" cannot be built with attention "{attention}" '
             f"({one_line(error)}); {mend}"
         ) from None
+    if dtype is not torch.float32:
+        _keep_in_fp32(model)
     return model
+
+
+def kept_in_fp32(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Returns those of `names` whose tensors the model type keeps in fp32, whatever it computes in.
+
+    Such tensors are the biases and, in some types, the weights of a mixture's routers. Loading by
+    transformers in bf16 leaves them in fp32, too. `names` are names in the model's state dict.
+    """
+    patterns = sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if not patterns:
+        return set()
+    # The patterns are read as transformers reads them.
+    found = re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns))
+    return {name for name in names if found.search(name)}
+
+
+def _keep_in_fp32(model: nn.Module) -> None:
+    """Turn the tensors of `kept_in_fp32` back to fp32, in place. The model is on "meta"."""
+    for name in kept_in_fp32(model, model.state_dict()):
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        parameter, buffer = module._parameters.get(last), module._buffers.get(last)
+        if parameter is not None:
+            parameter.data = parameter.data.float()
+        elif buffer is not None and buffer.is_floating_point():
+            module._buffers[last] = buffer.float()
 
 
 _kept: dict[str, nn.Module] = {}
