@@ -30,6 +30,7 @@ from dilocox.training.launch import (
 from dilocox.training.launch.headline import headline
 from tests.data.chats import write_records
 from tests.data.flagged import write_flagged
+from tests.support.architectures import ROUTED
 from tests.support.base_model import write_base
 from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal, write_text
 
@@ -40,6 +41,7 @@ GEMMA2 = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
 """Transformers builds it with eager attention alone."""
+BALANCED = {**ROUTED, "vocab_size": 300, "output_router_logits": True}
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +275,11 @@ def test_wait_for_out_of_range(tmp_path: Path, count: int) -> None:
             "the tokenizer has 270 tokens, the model's vocabulary 200",
         ),
         (
+            {"model": {"architecture": BALANCED}},
+            ModelError,
+            "load-balancing loss, which is not trained here; set output_router_logits = false",
+        ),
+        (
             {"data": {"sequence_length": 65}},
             ConfigError,
             "data.sequence_length 65 is above the model's max_position_embeddings 64",
@@ -302,6 +309,11 @@ def test_models_that_cannot_be_trained_so(
 
 def test_a_good_model(tmp_path: Path) -> None:
     model_check.check_model(config(tmp_path))
+
+
+def test_a_loop_of_the_users_own_may_balance_the_load_of_experts(tmp_path: Path) -> None:
+    run = config(tmp_path, model={"architecture": BALANCED})
+    model_check.check_model(run, own_loop=True)
 
 
 # --- the tokenizer ---

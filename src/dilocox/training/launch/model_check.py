@@ -16,6 +16,7 @@ from dilocox.models import (
     probe_weights,
 )
 from dilocox.models.adapter import check_peft
+from dilocox.models.architecture import check_trained_loss
 from dilocox.models.nf4 import check_bitsandbytes
 from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
@@ -25,11 +26,12 @@ from dilocox.training.launch.tokenizer_check import tokenizer_size
 from dilocox.training.payload_sizes import stage_shapes
 
 
-def check_model(config: RunConfig) -> None:
+def check_model(config: RunConfig, *, own_loop: bool = False) -> None:
     """Raise `ModelError` or `ConfigError` for a model that cannot be trained in this layout.
 
     Needs no text, whose preparation may take hours. A tokenizer that will be trained counts with
-    `data.vocabulary_size` tokens. A tokenizer that will be loaded is loaded now.
+    `data.vocabulary_size` tokens. A tokenizer that will be loaded is loaded now. `own_loop`: a loop
+    of the user's own computes the loss.
     """
     check_transformers()
     if config.adapter is not None:
@@ -39,6 +41,8 @@ def check_model(config: RunConfig) -> None:
     _check_attention(config)
     known = config.data.trained_vocabulary
     blueprint = ModelPlan.of(config, known)
+    if not own_loop:
+        check_trained_loss(config.model, blueprint.hf_config)
     check_blueprint(config, blueprint)
     if config.model.path is None or not config.model.pretrained:
         probe_weights(blueprint.hf_config)

@@ -124,7 +124,7 @@ class OwnSite:
         self._hooks.check(config, required=True)
         self.device = loop.device
         if not config.model.own:
-            check_model(config)
+            check_model(config, own_loop=True)
             fetch_weights(config)
         # A model of the user's own is checked before text is prepared, which may take long.
         own = plan_of(config, loop, None)[0] if config.model.own or config.data.own else None
