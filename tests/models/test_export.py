@@ -21,6 +21,7 @@ from dilocox.models import (
     stage_file_name,
     write_stage_file,
 )
+from dilocox.models.export import copy_tokenizer
 from tests.support.architectures import (
     StateSource,
     cut_model,
@@ -41,7 +42,7 @@ def _write(folder: Path, config: Any, chunks: list[ModelChunk]) -> None:
         write_stage_file(folder / name, _whole_tensors(chunk), config)
 
 
-def _tokenizer(folder: Path) -> Path:
+def _tokenizer(folder: Path, **settings: Any) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -49,7 +50,7 @@ def _tokenizer(folder: Path) -> Path:
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|end|>", unk_token="<|unk|>"
+        tokenizer_object=inner, eos_token="<|end|>", unk_token="<|unk|>", **settings
     ).save_pretrained(folder)
     return folder
 
@@ -116,6 +117,23 @@ def test_index_counts_what_is_stored(tmp_path: Path) -> None:
     assert set(index["weight_map"].values()) == {stage_file_name(i, 2) for i in range(2)}
     # Readable by a web server of another user.
     assert {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*.safetensors")} == {0o644}
+
+
+@pytest.mark.parametrize("names", [("default", "tool_use"), ("rag", "tool_use"), ("default",)])
+def test_all_chat_templates_are_published_in_one_folder(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A record has the digests of plain files alone, so nothing may lie in a subfolder."""
+    from transformers import AutoTokenizer
+
+    templates = {name: f"{name}: {{{{ messages[0].content }}}}\n\u00fc" for name in names}
+    given: Any = templates if len(names) > 1 else templates["default"]
+    tokenizer = _tokenizer(tmp_path / "tokenizer", chat_template=given)
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(tokenizer, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == given
+    assert all(path.is_file() for path in (tmp_path / "out").iterdir())
+    assert (tmp_path / "out" / "chat_template.jinja").exists() == (len(names) == 1)
 
 
 def test_dtype_of_the_files_is_the_dtype_that_is_loaded(tmp_path: Path) -> None:

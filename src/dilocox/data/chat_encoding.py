@@ -14,9 +14,7 @@ from dilocox.data.conversations import Conversation
 from dilocox.data.protected_tokens import Encoded, Masks, ProtectedTokenizer
 from dilocox.data.tokenizer import Encoder
 from dilocox.errors import DataError
-
-TEMPLATE_FILE = "chat_template.jinja"
-"""Name of the template's file in a tokenizer's folder, as transformers has it."""
+from dilocox.utils.template_files import TEMPLATE_FILE, TEMPLATES_FOLDER
 
 PROBE = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "x"})
 """Conversation by which a template's tokens are found."""
@@ -236,7 +234,7 @@ def chosen_template(data: DataSection) -> str | None:
 def write_template(folder: Path, template: str) -> None:
     """Make `template` the only chat template of the tokenizer in `folder`."""
     (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
-    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+    shutil.rmtree(folder / TEMPLATES_FOLDER, ignore_errors=True)
     config = folder / "tokenizer_config.json"
     content = json.loads(config.read_text(encoding="utf-8"))
     if content.pop("chat_template", None) is not None:

@@ -27,6 +27,7 @@ from dilocox.models.architecture import one_line
 from dilocox.models.hf_weights import INDEX_FILE, SINGLE_FILE, find_recipes
 from dilocox.models.meta_model import build_skeleton, tied_names
 from dilocox.utils.rounding import round_to_bf16
+from dilocox.utils.template_files import TEMPLATE_FILE, TEMPLATES_FOLDER
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,7 +41,7 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "chat_template.json",
     "vocab.json",
     "vocab.txt",
@@ -440,10 +441,28 @@ def special_tokens(tokenizer_folder: Path | None, ends_of_turn: Sequence[int]) -
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer from one folder to another. Raises `OSError`."""
+    """Copy the files of a tokenizer from one folder to another. Raises `OSError`.
+
+    Published models have no subfolders, since sites sign plain files alone. So templates that
+    transformers keeps in a subfolder go into the tokenizer's settings, where it looks, too.
+    """
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    named = {path.stem: path for path in sorted((source / TEMPLATES_FOLDER).glob("*.jinja"))}
+    if not named:
+        return
+    if (source / TEMPLATE_FILE).is_file():
+        named = {"default": source / TEMPLATE_FILE, **named}
+    settings = target / "tokenizer_config.json"
+    content = json.loads(settings.read_text(encoding="utf-8"))
+    content["chat_template"] = [
+        {"name": name, "template": path.read_text(encoding="utf-8")} for name, path in named.items()
+    ]
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    settings.write_text(text, encoding="utf-8")
+    # Beside this file, transformers would pass over the templates in the settings.
+    (target / TEMPLATE_FILE).unlink(missing_ok=True)
 
 
 def _count(model: nn.Module) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from dilocox.errors import CheckpointError
 from dilocox.models.adapter_folder import AdapterFolder
 from dilocox.models.architecture import one_line
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
+from dilocox.utils.template_files import TEMPLATES_FOLDER
 
 
 def write_merged(adapters: AdapterFolder, target: Path, dtype: Any) -> None:
@@ -45,3 +47,5 @@ def write_merged(adapters: AdapterFolder, target: Path, dtype: Any) -> None:
     for file in sorted(adapters.folder.iterdir()):
         if file.is_file() and file.name not in (ADAPTER_CONFIG, ADAPTER_FILE):
             (target / file.name).write_bytes(file.read_bytes())
+    if (adapters.folder / TEMPLATES_FOLDER).is_dir():
+        shutil.copytree(adapters.folder / TEMPLATES_FOLDER, target / TEMPLATES_FOLDER)

@@ -135,6 +135,19 @@ def test_the_file_names_tokens_template_and_where_text_begins(models: Path, tmp_
     assert len(lines) == 3
 
 
+def test_several_templates_keep_their_names(models: Path, tmp_path: Path) -> None:
+    import gguf
+
+    source = shutil.copytree(models / "llama", tmp_path / "source")
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    named = {"default": "plain", "tool_use": "with tools"}
+    settings["chat_template"] = [{"name": name, "template": named[name]} for name in named]
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    fields = gguf.GGUFReader(export_gguf(source, tmp_path / "out", "f16")).fields
+    assert fields["tokenizer.chat_template"].contents() == "plain"
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "with tools"
+
+
 def test_what_f16_cannot_hold_is_refused_and_leaves_nothing(models: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

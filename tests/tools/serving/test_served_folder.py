@@ -45,6 +45,19 @@ def test_an_answer_is_what_follows_the_prompt_up_to_its_end(source: Path, tmp_pa
     assert (source / "tokenizer_config.json").read_bytes() == before
 
 
+def test_named_templates_are_served_too(source: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = tmp_path / "model"
+    link_files(source, model)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.save_pretrained(model)
+    assert (model / "additional_chat_templates").is_dir()
+    folder = served(model, tmp_path / "served", None)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+
+
 @pytest.mark.parametrize("template", [None, CHATML])
 def test_where_transformers_knows_better_nothing_is_written(
     source: Path, tmp_path: Path, template: str | None

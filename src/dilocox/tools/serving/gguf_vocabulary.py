@@ -36,7 +36,8 @@ class Vocabulary:
     """Whether text begins with the token `bos_token_id`."""
     ends: bool = False
     """Whether text ends with the token `eos_token_id`."""
-    chat_template: str | None = None
+    chat_template: str | list[dict[str, str]] | None = None
+    """One template, or several with their names."""
 
 
 def pre_tokenizer(content: dict[str, Any]) -> str | None:
@@ -98,8 +99,15 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
         [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]],
         _special(tokenizer, folder),
         *_around(tokenizer),
-        tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        _templates(tokenizer.chat_template),
     )
+
+
+def _templates(found: str | dict[str, str] | None) -> str | list[dict[str, str]] | None:
+    """Return a tokenizer's chat templates as `Vocabulary` has them."""
+    if not isinstance(found, dict):
+        return found
+    return [{"name": name, "template": text} for name, text in sorted(found.items())]
 
 
 def _special(tokenizer: Any, folder: Path) -> dict[str, int]:

@@ -9,14 +9,16 @@ from typing import Any
 
 from dilocox.errors import CheckpointError
 from dilocox.utils.adapter_files import ADAPTER_CONFIG, is_adapter_folder
+from dilocox.utils.template_files import TEMPLATE_FILE
 
 
 def chat_template(folder: Path) -> str | None:
     """Return the chat template of the tokenizer in a Hugging Face folder. None: it has none.
 
+    Several templates in the tokenizer's settings are returned as one JSON text.
     Raises `CheckpointError` if a file cannot be read.
     """
-    file = folder / "chat_template.jinja"
+    file = folder / TEMPLATE_FILE
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8")

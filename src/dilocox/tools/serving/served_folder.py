@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dilocox.tools.serving.other_servers import chat_template, read_json
 from dilocox.tools.serving.tokens import ends_of_turn
+from dilocox.utils.template_files import TEMPLATES_FOLDER
 
 _CONFIG = "tokenizer_config.json"
 _KEY = "response_template"
@@ -19,10 +20,10 @@ _CHATML = "<|im_start|>"
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Make the folder `target` with a link to each file of `source`."""
+    """Make the folder `target` with a link to each file of `source`, and to its templates."""
     target.mkdir()
     for file in source.resolve().iterdir():
-        if file.is_file():
+        if file.is_file() or file.name == TEMPLATES_FOLDER:
             (target / file.name).symlink_to(file)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from dilocox.config.preference import REFERENCE
 from dilocox.config.run_config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles
-from dilocox.data.chat_encoding import TEMPLATE_FILE
 from dilocox.errors import ConfigError, DataError
 from dilocox.training.launch.tokenizer_check import read_vocabulary
 from dilocox.training.portable_checkpoint import Handover
+from dilocox.utils.template_files import TEMPLATE_FILE
 
 
 def check_data(
