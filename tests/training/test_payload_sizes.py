@@ -12,9 +12,11 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.controller.candidates import codecs
 from dilocox.errors import ConfigError
 from dilocox.models import chunk
+from dilocox.models.meta_model import build_skeleton
 from dilocox.training import payload_sizes as payloads
 from dilocox.training.builder import ModelPlan
 from dilocox.training.payload_sizes import message_bytes, payload_sizes, stage_shapes
+from tests.support.architectures import ROUTED_IN_FP32
 from tests.support.process_starts import ARCHITECTURE
 
 pytestmark = pytest.mark.waits
@@ -71,6 +73,18 @@ def test_dense_sizes_are_the_parameters_with_their_padding_and_frames() -> None:
     # A byte for one of 32 rows of each tensor, whatever the codec.
     for codec, with_moments in sizes().items():
         assert sum(map(sum, with_moments)) - sum(map(sum, plain[codec])) == rows
+
+
+def test_parameters_that_a_type_freezes_are_part_of_the_models_state() -> None:
+    """Ranks keep and exchange them, so that a handover has all of the model."""
+    run = config(model={"architecture": {**ROUTED_IN_FP32, "vocab_size": VOCABULARY}})
+    blueprint = ModelPlan.of(run, VOCABULARY)
+    found = payloads.model_shapes(run, blueprint)
+    whole = dict(build_skeleton(blueprint.hf_config).named_parameters())
+    assert any(not parameter.requires_grad for parameter in whole.values())
+    assert {n: s for stage in found for n, s in stage.items()} == {
+        name: tuple(parameter.shape) for name, parameter in whole.items()
+    }
 
 
 def test_shards_send_their_rows_each() -> None:

@@ -30,16 +30,18 @@ def chunks_to_read(config: RunConfig, blueprint: ModelPlan, stage: int) -> list[
 
 
 def stage_shapes(config: RunConfig, blueprint: ModelPlan, stage: int) -> dict[str, Shape]:
-    """Return whole shapes of a stage's trained parameters by full name, in model order.
+    """Return whole shapes of a stage's parameters by full name, in model order.
 
-    No weights are made.
+    These are the parameters that sites exchange: with adapters the trained ones, otherwise all.
+    Without adapters, parameters that the model type itself freezes are part of the model's state,
+    too. No weights are made.
     """
     shapes: dict[str, Shape] = {}
     for chunk in chunks_to_read(config, blueprint, stage):
         shapes |= {
             chunk.full_name(name): tuple(parameter.shape)
             for name, parameter in chunk.named_parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad or blueprint.adapter is None
         }
     return shapes
 
