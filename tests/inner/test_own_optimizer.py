@@ -95,6 +95,54 @@ def test_its_state_goes_on_bit_for_bit(make: object) -> None:
         second.load({"exp_avg/other": torch.zeros(2)})
 
 
+@pytest.mark.parametrize("option", ["fused", "capturable"])
+def test_counts_go_where_kernels_of_a_device_need_them(option: str) -> None:
+    """These kernels read the number of steps on the parameters' device."""
+    saved = {"step/a": torch.tensor(3.0), "exp_avg/a": torch.ones(2), "exp_avg_sq/a": torch.ones(2)}
+    places = {}
+    for chosen in (False, True):
+        parameters = {"a": nn.Parameter(torch.empty(2, device="meta"))}
+        optimizer = OwnOptimizer(
+            parameters, lambda given: torch.optim.AdamW(given.values(), lr=1e-3), 1e-3
+        )
+        made: Any = optimizer
+        made._optimizer.param_groups[0][option] = chosen
+        optimizer.load(saved)
+        places[chosen] = {name: each.device.type for name, each in optimizer.state().items()}
+        assert made._optimizer.param_groups[0][option] is chosen
+    moments = {"exp_avg/a": "meta", "exp_avg_sq/a": "meta"}
+    assert places == {False: {"step/a": "cpu", **moments}, True: {"step/a": "meta", **moments}}
+
+
+class Mixed(torch.optim.Optimizer):
+    """Keeps state in other data types than its parameters."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(list(parameters.values()), {"lr": 1e-3})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own = self.state[parameter]
+                own.setdefault("codes", torch.full(parameter.shape, 250, dtype=torch.uint8))
+                own.setdefault("half", torch.full(parameter.shape, 0.3, dtype=torch.bfloat16))
+                own["codes"] += 1
+
+
+def test_state_of_any_data_type_goes_on_bit_for_bit() -> None:
+    parameters = tensors()
+    first, second = OwnOptimizer(parameters, Mixed, 1e-3), OwnOptimizer(tensors(), Mixed, 1e-3)
+    stepped(first, parameters, 0)
+    second.load(first.state())
+    stepped(first, parameters, 1)  # the other one has tensors of its own
+    found = second.state()
+    assert found["codes/b.bias"].tolist() == [251] * 5
+    assert {(name.partition("/")[0], each.dtype) for name, each in found.items()} == {
+        ("codes", torch.uint8),
+        ("half", torch.bfloat16),
+    }
+
+
 def test_moments_are_what_is_as_large_as_a_tensor() -> None:
     parameters = tensors()
     optimizer = OwnOptimizer(parameters, adam, 1e-3)

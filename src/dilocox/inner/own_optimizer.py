@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,10 +98,10 @@ class OwnOptimizer:
         """Restore `state`, bit for bit. Raises `CheckpointError` if it has other tensors."""
         if self._optimizer is None:
             return
-        self._optimizer.state.clear()
+        found: dict[str, dict[str, Tensor | int | float]] = {name: {} for name in self._parameters}
         for full, tensor in state.items():
             key, _, name = full.removeprefix(_NUMBER).partition("/")
-            if name not in self._parameters:
+            if name not in found:
                 raise CheckpointError(
                     f"optimizer state: {full} is of another model, cut or optimizer; load it with "
                     "the run file and the code that wrote it"
@@ -109,10 +110,27 @@ class OwnOptimizer:
             value = tensor.item() if full.startswith(_NUMBER) else _like(parameter, tensor)
             if isinstance(value, float) and value.is_integer():
                 value = int(value)  # step counts are int; a whole-numbered float works as int, too
-            self._optimizer.state[parameter][key] = value
+            found[name][key] = value
+        document = self._optimizer.state_dict()
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        by_place = {place: found[names[id(parameter)]] for place, parameter in enumerate(held)}
+        document["state"] = {place: own for place, own in by_place.items() if own}
+        # PyTorch puts scalars on the device that the kernels need.
+        self._optimizer.load_state_dict(document)
+        for place, parameter in enumerate(held):
+            _undo_casts(self._optimizer.state.get(parameter, {}), by_place[place])
 
 
 def _like(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-    """Copy `tensor` to the parameter's device. Scalars go to the CPU, as in PyTorch's own state."""
+    """Copy `tensor` to the parameter's device, and a scalar to the CPU."""
     device = parameter.device if tensor.dim() else torch.device("cpu")
     return tensor.detach().to(device, copy=True)
+
+
+def _undo_casts(state: dict[str, Any], exact: Mapping[str, Tensor | int | float]) -> None:
+    """Put back the tensors of `exact` that PyTorch has cast to the parameter's data type."""
+    for key, value in exact.items():
+        now = state.get(key)
+        if isinstance(now, Tensor) and isinstance(value, Tensor) and now.dtype != value.dtype:
+            state[key] = value.to(now.device)
