@@ -16,6 +16,7 @@ from dilocox.data.croissant import croissant
 from dilocox.data.manifest import MANIFEST, render
 from dilocox.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from dilocox.errors import DataError
+from tests.data.chats import write_records
 from tests.data.conftest import section, story
 
 DOCUMENTS = [story(number) for number in range(30)]
@@ -205,6 +206,21 @@ def test_begin_of_text_can_be_left_out(files: TokenFiles, corpus: Path, tmp_path
     assert bare.content["splits"] == files.content["splits"]
     with pytest.raises(DataError, match="begin_of_text False instead of True"):
         prepare(section(corpus, tokenizer=str(place)), tmp_path / "bare", seed=0)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_prompts_without_a_template_begin_as_text_does(
+    files: TokenFiles, tmp_path: Path, begins: bool
+) -> None:
+    place = with_template(files.tokenizer_folder, tmp_path / "tokenizer", "<s> $A")
+    pairs = [{"prompt": f"stone {number}", "completion": f" river {number}"} for number in range(9)]
+    source = str(write_records(tmp_path / "pairs.jsonl", pairs))
+    data = section(source, tokenizer=str(place), format="instruction", begin_of_text=begins)
+    made = prepare(data, tmp_path / "data", seed=0)
+    first = made.tokens("train").gather(np.array([0]), 1)[0].tolist()
+    begin = load_tokenizer(str(place), tmp_path / "again").begin_of_text
+    assert (first == list(begin)) == begins
+    assert ("begin_of_text" in made.content) == begins
 
 
 def test_token_files_of_before_have_no_begin_of_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,7 +42,9 @@ class DocumentEncoder:
         """Tokens before every document of text; conversations get theirs from the template."""
         if data.has_conversations:
             pairs = data.format == "preference"
-            self._chat = ChatEncoder(folder, encoder, "last" if pairs else data.loss_on)
+            # Without a template, prompts get the tokens that documents of text get.
+            plain = replace(encoder, begin_of_text=self.begin_of_text)
+            self._chat = ChatEncoder(folder, plain, "last" if pairs else data.loss_on)
             if self._chat.templates:
                 self.begin_of_text = ()
             self._chat.check_template(given=data.chat_template, needed=data.format == "chat")
