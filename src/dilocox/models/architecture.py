@@ -67,25 +67,6 @@ def load_model_config(model: ModelSection, vocabulary_size: int | None) -> Pretr
     return config
 
 
-def check_trained_loss(model: ModelSection, config: PretrainedConfig) -> None:
-    """Raise `ModelError` if `config` asks for a loss that dilocox's own training does not compute.
-
-    This is the load-balancing loss of a mixture of experts. Its value depends on the routers of
-    all layers together, and layers may be in several stages.
-    """
-    if not getattr(config, "output_router_logits", False):
-        return
-    if model.architecture is not None:
-        name, where = "model.architecture", "there"
-    else:
-        name, where = f"model.path {model.path}", "in its config.json"
-    raise ModelError(
-        f"{name}: output_router_logits = true asks for a load-balancing loss, which is not trained "
-        f"here; set output_router_logits = false {where}, or train in a loop of your own "
-        "(dilocox.site)"
-    )
-
-
 def _room_for(model: ModelSection, tokens: int, rows: int) -> str:
     """Returns the remedy for a vocabulary of `rows` rows that is too small for `tokens` tokens."""
     if model.architecture is not None:

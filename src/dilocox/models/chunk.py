@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -19,18 +19,40 @@ from dilocox.models.meta_model import (
     kept_in_fp32,
     tied_names,
 )
+from dilocox.models.module_copies import Given, replaced
 from dilocox.models.nf4 import pack_layers
 from dilocox.models.packed_rows import packed_arguments, packed_rows, unpacked_rows
 from dilocox.models.partition import ChunkSpec
+from dilocox.models.router_loss import router_loss, router_loss_factor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [b, l, d] -> logits [b, l, V]."""
-HeadLoss = Callable[[Logits, torch.Tensor, torch.Tensor, list[torch.Tensor], int], torch.Tensor]
-"""(logits function, hidden states [b, l, d], labels int64 [b, l], parameters of the head, V) ->
-loss, a scalar."""
+
+
+class HeadLoss(Protocol):
+    """Loss of a micro-batch from hidden states, a mean or a sum over labels."""
+
+    def __call__(
+        self,
+        logits: Logits,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        parameters: list[torch.Tensor],
+        vocabulary: int,
+        /,
+    ) -> torch.Tensor:
+        """Return the loss, a scalar.
+
+        Hidden states are [b, l, d], labels int64 [b, l], `parameters` those of the head.
+        """
+        ...
+
+    def weight_of(self, labels: torch.Tensor) -> torch.Tensor | float:
+        """Return what the mean over these labels counts: their number for a sum, 1 for a mean."""
+        ...
 
 
 class ModelChunk(nn.Module):
@@ -43,7 +65,8 @@ class ModelChunk(nn.Module):
     padding mask: padding behind the documents of a row is a document of its own.
 
     If `head_loss` is set, a chunk with the head that is given `labels` (int64 [B, L]) returns the
-    loss, a scalar, instead of logits. Other chunks ignore labels.
+    loss, a scalar, instead of logits. Other chunks ignore labels. Where gradients are computed, the
+    loss includes the load-balancing loss of a mixture of experts if the configuration asks for it.
     """
 
     head_loss: HeadLoss | None = None
@@ -63,6 +86,7 @@ class ModelChunk(nn.Module):
         self._layout = layout
         self._adapted = adapted
         self._names = self._translate(tied)
+        self._router_factor = router_loss_factor(lm)
         kept = kept_in_fp32(lm, self._names.values())
         self.kept_in_fp32 = frozenset(name for name, full in self._names.items() if full in kept)
         """Local names of the tensors that the model type keeps in fp32, whatever it computes in."""
@@ -129,7 +153,7 @@ class ModelChunk(nn.Module):
         if positions is not None:
             given |= packed_arguments(positions, body.config._attn_implementation)
         with packed_rows() if positions is not None else unpacked_rows():
-            output = body(**given, use_cache=False)
+            output = body(**given, use_cache=False, **self._recorded(labels))
         hidden: torch.Tensor = output.last_hidden_state
         if not self.spec.head:
             return hidden
@@ -138,7 +162,23 @@ class ModelChunk(nn.Module):
             return logits(hidden)
         head = self.lm.get_submodule(self._layout.head)
         config: Any = self.lm.config
-        return self.head_loss(logits, hidden, labels, list(head.parameters()), config.vocab_size)
+        parameters = list(head.parameters())
+        loss = self.head_loss(logits, hidden, labels, parameters, config.vocab_size)
+        if not self._balances(labels):
+            return loss
+        weight = self._router_factor * self.head_loss.weight_of(labels)
+        return loss + weight * router_loss(self.lm, self._layout, output)
+
+    def _balances(self, labels: torch.Tensor | None) -> bool:
+        """Returns whether this pass trains with the load-balancing loss."""
+        training = labels is not None and self.head_loss is not None and torch.is_grad_enabled()
+        return training and self._router_factor > 0
+
+    def _recorded(self, labels: torch.Tensor | None) -> dict[str, bool]:
+        """Returns the body's argument that records the routers' logits, where it takes one."""
+        if not self._router_factor:
+            return {}
+        return {"output_router_logits": self._balances(labels)}
 
     def _logits_of(self, output: Any) -> Logits:
         """Returns a function from hidden states [b, l, d] to logits [b, l, V].
@@ -152,7 +192,7 @@ class ModelChunk(nn.Module):
         def logits(hidden: torch.Tensor) -> torch.Tensor:
             given = copy.copy(output)
             given.last_hidden_state = hidden
-            lm = _replaced(self.lm, self._layout.body, _Given(given))
+            lm = replaced(self.lm, self._layout.body, Given(given))
             found: torch.Tensor = lm(inputs_embeds=hidden, use_cache=False).logits
             return found
 
@@ -176,30 +216,6 @@ def _unpacked(name: str) -> str:
     """Returns the name of the weight that a layer in NF4 keeps as `packed`."""
     weight, dot, last = name.rpartition(".")
     return f"{weight}{dot}weight" if last == "packed" else name
-
-
-class _Given(nn.Module):
-    """Replaces a body that has already run, and returns its output."""
-
-    def __init__(self, output: Any):
-        super().__init__()
-        self._output = output
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """Returns the output of the body."""
-        return self._output
-
-
-def _replaced(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
-    """Returns a copy of `module` with `other` at `path`.
-
-    The copy shares everything else with `module`, which is not changed.
-    """
-    name, _, rest = path.partition(".")
-    twin = copy.copy(module)
-    inner = _replaced(module.get_submodule(name), rest, other) if rest else other
-    twin._modules = {**module._modules, name: inner}
-    return twin
 
 
 class NoPositions(nn.Module):
@@ -261,7 +277,7 @@ def _twin(lm: nn.Module, layout: Layout) -> nn.Module:
     for path in (layout.body, layout.head.rpartition(".")[0]):
         twin = copy.copy(lm.get_submodule(path))
         twin._modules = dict(twin._modules)
-        lm = _replaced(lm, path, twin) if path else twin
+        lm = replaced(lm, path, twin) if path else twin
     return lm
 
 

@@ -30,7 +30,7 @@ from dilocox.training.launch import (
 from dilocox.training.launch.headline import headline
 from tests.data.chats import write_records
 from tests.data.flagged import write_flagged
-from tests.support.architectures import ROUTED
+from tests.support.architectures import ARCHITECTURES, ROUTED
 from tests.support.base_model import write_base
 from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal, write_text
 
@@ -41,7 +41,9 @@ GEMMA2 = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
 """Transformers builds it with eager attention alone."""
-BALANCED = {**ROUTED, "vocab_size": 300, "output_router_logits": True}
+BALANCED = {**ARCHITECTURES["qwen3_moe"], "vocab_size": 300, "output_router_logits": True}
+UNBALANCED = {**ROUTED, "vocab_size": 300, "output_router_logits": True}
+"""The type has no load-balancing loss."""
 
 
 @pytest.fixture(scope="module")
@@ -275,9 +277,19 @@ def test_wait_for_out_of_range(tmp_path: Path, count: int) -> None:
             "the tokenizer has 270 tokens, the model's vocabulary 200",
         ),
         (
-            {"model": {"architecture": BALANCED}},
+            {"model": {"architecture": UNBALANCED}},
             ModelError,
-            "load-balancing loss, which is not trained here; set output_router_logits = false",
+            'type "glm4_moe" has no load-balancing loss in transformers; set output_router_logits',
+        ),
+        (
+            {"model": {"architecture": BALANCED}},
+            ConfigError,
+            "load-balancing loss, which depends on the routers of all layers: set site.stages = 1",
+        ),
+        (
+            {"model": {"architecture": BALANCED, "compile": True}, "site": {"stages": 1}},
+            ConfigError,
+            "compiled layers do not record what it needs: set model.compile = false",
         ),
         (
             {"data": {"sequence_length": 65}},
@@ -312,8 +324,16 @@ def test_a_good_model(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_the_users_own_may_balance_the_load_of_experts(tmp_path: Path) -> None:
-    run = config(tmp_path, model={"architecture": BALANCED})
-    model_check.check_model(run, own_loop=True)
+    for architecture in (BALANCED, UNBALANCED):
+        run = config(tmp_path, model={"architecture": architecture})
+        model_check.check_model(run, own_loop=True)
+
+
+def test_the_load_of_experts_is_balanced_beside_the_built_in_loss_alone(tmp_path: Path) -> None:
+    run = config(tmp_path, model={"architecture": BALANCED}, site={"stages": 1})
+    model_check.check_model(run)
+    with pytest.raises(ConfigError, match="added to the built-in loss of text alone"):
+        model_check.check_model(run, own_loss=True)
 
 
 # --- the tokenizer ---

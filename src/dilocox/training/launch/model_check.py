@@ -16,8 +16,8 @@ from dilocox.models import (
     probe_weights,
 )
 from dilocox.models.adapter import check_peft
-from dilocox.models.architecture import check_trained_loss
 from dilocox.models.nf4 import check_bitsandbytes
+from dilocox.models.router_loss import asks_for_router_loss, probe_router_loss
 from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
 from dilocox.training.builder import ModelPlan
@@ -26,12 +26,12 @@ from dilocox.training.launch.tokenizer_check import tokenizer_size
 from dilocox.training.payload_sizes import stage_shapes
 
 
-def check_model(config: RunConfig, *, own_loop: bool = False) -> None:
+def check_model(config: RunConfig, *, own_loop: bool = False, own_loss: bool = False) -> None:
     """Raise `ModelError` or `ConfigError` for a model that cannot be trained in this layout.
 
     Needs no text, whose preparation may take hours. A tokenizer that will be trained counts with
     `data.vocabulary_size` tokens. A tokenizer that will be loaded is loaded now. `own_loop`: a loop
-    of the user's own computes the loss.
+    of the user's own computes the loss. `own_loss`: the run has a loss of the user's own.
     """
     check_transformers()
     if config.adapter is not None:
@@ -41,14 +41,35 @@ def check_model(config: RunConfig, *, own_loop: bool = False) -> None:
     _check_attention(config)
     known = config.data.trained_vocabulary
     blueprint = ModelPlan.of(config, known)
-    if not own_loop:
-        check_trained_loss(config.model, blueprint.hf_config)
+    if asks_for_router_loss(blueprint.hf_config) and not own_loop:
+        probe_router_loss(blueprint.hf_config)
+        _check_router_loss(config, own_loss)
     check_blueprint(config, blueprint)
     if config.model.path is None or not config.model.pretrained:
         probe_weights(blueprint.hf_config)
     unknown = known is None and not (config.data_folder / MANIFEST).exists()
     if unknown and config.data.tokenizer != "train":
         load_model_config(config.model, tokenizer_size(config.data.tokenizer))
+
+
+def _check_router_loss(config: RunConfig, own_loss: bool) -> None:
+    """Raise `ConfigError` if a run cannot train with its model's load-balancing loss."""
+    asked = "output_router_logits = true asks for a load-balancing loss, "
+    if own_loss or config.data.format == "preference":
+        raise ConfigError(
+            f"{asked}which is added to the built-in loss of text alone; set it to false in the "
+            "model's configuration"
+        )
+    if config.site.stages > 1:
+        raise ConfigError(
+            f"{asked}which depends on the routers of all layers: set site.stages = 1, or set it to "
+            "false in the model's configuration"
+        )
+    compiled = config.model.compile
+    if compiled is True or (compiled == "auto" and ranks_use_gpu(config)):
+        raise ConfigError(
+            f"{asked}and compiled layers do not record what it needs: set model.compile = false"
+        )
 
 
 def check_blueprint(config: RunConfig, blueprint: ModelPlan) -> list[int]:

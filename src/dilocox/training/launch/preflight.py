@@ -125,7 +125,7 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
         plans = config.control.adapt != "off"
         payloads = payload_sizes(config, model_vocabulary(config)) if plans else None
         return replace(prepared, payloads=payloads)
-    check_model(config)
+    check_model(config, own_loss="loss" in role.hooks.functions)
     if role.site is None and fresh:
         check_tokenizer(config)
     check_handed_momentum(config)
