@@ -83,5 +83,4 @@ def test_metrics(tmp_path: Path) -> None:
     with (tmp_path / FILE).open("w") as file:
         for number in range(STATEMENTS):
             file.write(json.dumps({**line, "round": number}) + "\n")
-    with (tmp_path / FILE).open() as file:
-        assert peak(lambda: _lines(file)) < MOST
+    assert peak(lambda: _lines(tmp_path / FILE)) < MOST

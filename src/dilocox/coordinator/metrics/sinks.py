@@ -54,7 +54,7 @@ class Metrics:
         self._full = False
         if torn:
             # An earlier process was killed while it wrote: end its line, to keep later lines whole.
-            self._kept.append(b"\n")
+            self._take(b"\n")
         self._sinks: dict[str, Sink] = {}
         for name in config.metrics.sinks:
             try:
@@ -131,7 +131,10 @@ class Metrics:
 
     def _line(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(finite(record), sort_keys=True, allow_nan=False) + "\n"
-        self._kept.append(line.encode())
+        self._take(line.encode())
+
+    def _take(self, line: bytes) -> None:
+        self._kept.append(line)
         try:
             self._flush()
         except OSError as error:
