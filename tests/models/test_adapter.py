@@ -196,28 +196,7 @@ def test_the_values_of_a_frozen_a_are_the_same_bits_everywhere() -> None:
     assert torch.equal(exact, value)
 
 
-def test_frozen_weights_have_the_dtype_that_is_asked_for_and_adapters_are_fp32() -> None:
-    config = small_config("qwen3", tie_word_embeddings=True)
-    (spec,) = plan_cut(config, 1, 16, LORA)
-    chunk = build_chunk(
-        config,
-        spec,
-        attention="sdpa",
-        activation_checkpointing=False,
-        dtype=torch.bfloat16,
-        adapter=LORA,
-    )
-    materialise(chunk, AdapterWeights(config, LORA, 0, StateSource(reference_model(config))), "cpu")
-    dtypes = {(p.requires_grad, p.dtype) for p in chunk.parameters()}
-    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
-    assert chunk.lm.lm_head.weight is chunk.lm.model.embed_tokens.weight  # type: ignore[union-attr]
-
-
-def test_biases_of_routers_are_not_rounded() -> None:
-    config = load_model_config(ModelSection(architecture=BIASED), VOCABULARY)
-    source = StateSource(reference_model(config))
-    for name in BUFFERS:
-        source.state[name] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+def adapted_in_bf16(config: Any, source: StateSource) -> ModelChunk:
     (spec,) = plan_cut(config, 1, 16, LORA)
     chunk = build_chunk(
         config,
@@ -228,6 +207,23 @@ def test_biases_of_routers_are_not_rounded() -> None:
         adapter=LORA,
     )
     materialise(chunk, AdapterWeights(config, LORA, 0, source), "cpu")
+    return chunk
+
+
+def test_frozen_weights_have_the_dtype_that_is_asked_for_and_adapters_are_fp32() -> None:
+    config = small_config("qwen3", tie_word_embeddings=True)
+    chunk = adapted_in_bf16(config, StateSource(reference_model(config)))
+    dtypes = {(p.requires_grad, p.dtype) for p in chunk.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    assert chunk.lm.lm_head.weight is chunk.lm.model.embed_tokens.weight  # type: ignore[union-attr]
+
+
+def test_biases_of_routers_are_not_rounded() -> None:
+    config = load_model_config(ModelSection(architecture=BIASED), VOCABULARY)
+    source = StateSource(reference_model(config))
+    for name in BUFFERS:
+        source.state[name] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    chunk = adapted_in_bf16(config, source)
     found = chunk.saved_buffers()
     assert list(found) == BUFFERS
     assert all(torch.equal(buffer, source.state[name]) for name, buffer in found.items())

@@ -46,6 +46,14 @@ def coordinate(
     return config
 
 
+def run_in(folder: Path) -> RunConfig:
+    """A run of one site."""
+    return resolve_run(
+        {"run": {"folder": str(folder)}, "model": {"architecture": {"model_type": "qwen3"}},
+         "sites": {"paris": {}}}
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("url", "place"),
     [
@@ -85,10 +93,7 @@ def test_a_banned_site_has_no_join_line(
 def test_one_process_writes_a_folder_s_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second coordinator, or one that begins while a verdict is handed in, touches nothing."""
     monkeypatch.setattr(coordinator_process, "LOG_PATIENCE", 0.0)
-    config = resolve_run(
-        {"run": {"folder": str(tmp_path)}, "model": {"architecture": {"model_type": "qwen3"}},
-         "sites": {"paris": {}}}
-    )  # fmt: skip
+    config = run_in(tmp_path)
 
     def begin() -> None:
         coordinator_process.serve_run(
@@ -132,10 +137,7 @@ def test_a_run_file_that_is_there_is_left_alone(
 def test_reports_are_on_the_disk_before_the_record_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = resolve_run(
-        {"run": {"folder": str(tmp_path)}, "model": {"architecture": {"model_type": "qwen3"}},
-         "sites": {"paris": {}}}
-    )  # fmt: skip
+    config = run_in(tmp_path)
     synced: list[Path] = []
 
     def serve(*given: Any, notary: TransparencyLogSink, **_: object) -> None:
@@ -162,10 +164,7 @@ def test_reports_are_on_the_disk_before_the_record_is(
 def test_a_start_takes_the_end_of_an_earlier_process_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = resolve_run(
-        {"run": {"folder": str(tmp_path)}, "model": {"architecture": {"model_type": "qwen3"}},
-         "sites": {"paris": {}}}
-    )  # fmt: skip
+    config = run_in(tmp_path)
     ended: list[bool] = []
     monkeypatch.setattr(
         coordinator_process, "serve", lambda *_, **__: ended.append(has_summary(tmp_path)) or 1 / 0
