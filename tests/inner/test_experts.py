@@ -179,3 +179,17 @@ def test_the_planner_counts_what_the_experts_keep() -> None:
     more = [tokens[1].layer - tokens[0].layer, tokens[2].layer - tokens[1].layer]
     assert more[1] == pytest.approx(2 * more[0], rel=0.05)
     assert tokens[0].layer == pytest.approx(more[0], rel=0.05)
+
+
+def test_the_planner_counts_what_the_load_balancing_loss_keeps() -> None:
+    architecture = {**ARCHITECTURES["qwen3_moe"], "vocab_size": 96}
+    plain, balanced = (
+        activations.kept(each, ModelOutline.of(each))
+        for each in (
+            run(model={"architecture": {**architecture, "output_router_logits": asked}})
+            for asked in (False, True)
+        )
+    )
+    assert balanced.exact
+    assert balanced.head > plain.head
+    assert balanced.layer == plain.layer

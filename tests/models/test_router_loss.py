@@ -99,7 +99,7 @@ def test_a_micro_batch_weighs_as_many_labels_as_it_counts() -> None:
     labels = next_tokens(ids)
     labels[1, 3:] = -100
     mean = chunk(ids, labels)
-    chunk.head_loss = HeadLoss(summed=True)
+    chunk.head_loss, chunk.sums_labels = HeadLoss(summed=True), True
     torch.testing.assert_close(chunk(ids, labels), mean * int((labels >= 0).sum()))
 
 

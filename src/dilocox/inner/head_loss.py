@@ -47,10 +47,6 @@ class HeadLoss:
     def __deepcopy__(self, _memo: object) -> HeadLoss:
         return self
 
-    def weight_of(self, labels: Tensor) -> Tensor | float:
-        """Return the number of labels of 0 or above if this is a sum, an fp32 scalar; else 1."""
-        return (labels >= 0).sum().float() if self._summed else 1.0
-
     def __call__(
         self,
         logits: Logits,

@@ -201,8 +201,7 @@ class Pipeline:
         """
         more = arguments(counted)
         if self._inside:
-            summed = counted is not None
-            chunk.head_loss = self._sum_head if summed else self._mean_head  # type: ignore[assignment]
+            self._set_head_loss(chunk, summed=counted is not None)
             more["labels"] = labels
         output: Tensor = chunk(input_ids, **more)
         if self._own is not None:
@@ -224,9 +223,12 @@ class Pipeline:
             # Gradients become the mean over shards and replicas.
             self._scale = self._mesh.shards * self._mesh.replicas / counted.divisor
         if self._inside and self.is_last:
-            head: Any = self._mean_head if counted is None else self._sum_head
-            self._chunks[-1].head_loss = head
+            self._set_head_loss(self._chunks[-1], summed=counted is not None)
         return arguments(counted)
+
+    def _set_head_loss(self, chunk: Any, *, summed: bool) -> None:
+        chunk.head_loss = self._sum_head if summed else self._mean_head
+        chunk.sums_labels = summed
 
     def _part(self, output: Tensor, labels: Tensor, whole: float) -> Tensor:
         """Return a micro-batch's part of the batch's loss, fp32, from the last chunk's output.

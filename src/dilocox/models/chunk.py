@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,28 +31,9 @@ if TYPE_CHECKING:
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [b, l, d] -> logits [b, l, V]."""
 
-
-class HeadLoss(Protocol):
-    """Loss of a micro-batch from hidden states, a mean or a sum over labels."""
-
-    def __call__(
-        self,
-        logits: Logits,
-        hidden: torch.Tensor,
-        labels: torch.Tensor,
-        parameters: list[torch.Tensor],
-        vocabulary: int,
-        /,
-    ) -> torch.Tensor:
-        """Return the loss, a scalar.
-
-        Hidden states are [b, l, d], labels int64 [b, l], `parameters` those of the head.
-        """
-        ...
-
-    def weight_of(self, labels: torch.Tensor) -> torch.Tensor | float:
-        """Return what the mean over these labels counts: their number for a sum, 1 for a mean."""
-        ...
+HeadLoss = Callable[[Logits, torch.Tensor, torch.Tensor, list[torch.Tensor], int], torch.Tensor]
+"""(logits function, hidden states [b, l, d], labels int64 [b, l], parameters of the head, V) ->
+loss, a scalar."""
 
 
 class ModelChunk(nn.Module):
@@ -71,6 +52,8 @@ class ModelChunk(nn.Module):
 
     head_loss: HeadLoss | None = None
     """Computes the loss from hidden states. None: the chunk always returns logits."""
+    sums_labels = False
+    """Whether `head_loss` is a sum over labels of 0 or above, not their mean."""
 
     def __init__(
         self,
@@ -162,12 +145,11 @@ class ModelChunk(nn.Module):
             return logits(hidden)
         head = self.lm.get_submodule(self._layout.head)
         config: Any = self.lm.config
-        parameters = list(head.parameters())
-        loss = self.head_loss(logits, hidden, labels, parameters, config.vocab_size)
+        loss = self.head_loss(logits, hidden, labels, list(head.parameters()), config.vocab_size)
         if not self._balances(labels):
             return loss
-        weight = self._router_factor * self.head_loss.weight_of(labels)
-        return loss + weight * router_loss(self.lm, self._layout, output)
+        count = (labels >= 0).sum() if self.sums_labels else 1
+        return loss + self._router_factor * count * router_loss(self.lm, self._layout, output)
 
     def _balances(self, labels: torch.Tensor | None) -> bool:
         """Returns whether this pass trains with the load-balancing loss."""
