@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.mixtral import modeling_mixtral
 
 from dilocox.config.run_config import ModelSection
 from dilocox.errors import ModelError
@@ -120,3 +121,27 @@ def test_a_type_without_such_a_loss_is_refused() -> None:
     with pytest.raises(ModelError, match='type "deepseek_v3" has no load-balancing loss'):
         probe_router_loss(config)
     probe_router_loss(asked("mixtral"))
+
+
+def test_it_is_computed_once_where_it_trains_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the head gives its logits part by part."""
+    calls: list[int] = []
+    plain = modeling_mixtral.load_balancing_loss_func
+
+    def counted(*given: Any) -> Any:
+        calls.append(1)
+        return plain(*given)
+
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", counted)
+    monkeypatch.setattr("dilocox.inner.head_loss.AT_ONCE", 0)
+    monkeypatch.setattr("dilocox.inner.head_loss.CHUNK", {"cpu": 4 * 96})
+    monkeypatch.setattr("dilocox.inner.head_loss.logits_are_less", lambda tokens, hidden: False)
+    _, chunk = whole(asked("mixtral"))
+    chunk(token_ids(), next_tokens(token_ids()))
+    assert len(calls) == 1
+    with torch.no_grad():
+        chunk(token_ids(), next_tokens(token_ids()))
+        chunk(token_ids())
+    assert len(calls) == 1

@@ -135,8 +135,10 @@ class ModelChunk(nn.Module):
         body: Any = self.lm.get_submodule(self._layout.body)
         if positions is not None:
             given |= packed_arguments(positions, body.config._attn_implementation)
+        # Only a pass that trains with the built-in loss needs what the routers say.
+        balances = labels is not None and self.head_loss is not None and torch.is_grad_enabled()
         with packed_rows() if positions is not None else unpacked_rows():
-            output = body(**given, use_cache=False, **self._recorded(labels))
+            output = body(**given, use_cache=False, **self._routing(balances))
         hidden: torch.Tensor = output.last_hidden_state
         if not self.spec.head:
             return hidden
@@ -146,21 +148,14 @@ class ModelChunk(nn.Module):
         head = self.lm.get_submodule(self._layout.head)
         config: Any = self.lm.config
         loss = self.head_loss(logits, hidden, labels, list(head.parameters()), config.vocab_size)
-        if not self._balances(labels):
+        if not balances or self._router_factor == 0:
             return loss
         count = (labels >= 0).sum() if self.sums_labels else 1
         return loss + self._router_factor * count * router_loss(self.lm, self._layout, output)
 
-    def _balances(self, labels: torch.Tensor | None) -> bool:
-        """Returns whether this pass trains with the load-balancing loss."""
-        training = labels is not None and self.head_loss is not None and torch.is_grad_enabled()
-        return training and self._router_factor > 0
-
-    def _recorded(self, labels: torch.Tensor | None) -> dict[str, bool]:
-        """Returns the body's argument that records the routers' logits, where it takes one."""
-        if not self._router_factor:
-            return {}
-        return {"output_router_logits": self._balances(labels)}
+    def _routing(self, recorded: bool) -> dict[str, bool]:
+        """Returns the argument that says whether routers' logits are recorded, if there is one."""
+        return {"output_router_logits": recorded} if self._router_factor else {}
 
     def _logits_of(self, output: Any) -> Logits:
         """Returns a function from hidden states [b, l, d] to logits [b, l, V].
@@ -175,8 +170,9 @@ class ModelChunk(nn.Module):
             given = copy.copy(output)
             given.last_hidden_state = hidden
             lm = replaced(self.lm, self._layout.body, Given(given))
-            found: torch.Tensor = lm(inputs_embeds=hidden, use_cache=False).logits
-            return found
+            # The load-balancing loss is no part of the logits; it would be computed each time.
+            found = lm(inputs_embeds=hidden, use_cache=False, **self._routing(False))
+            return found.logits  # type: ignore[no-any-return]
 
         return logits
 
