@@ -34,8 +34,8 @@ def adam(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3)
 
 
-class Counting(torch.optim.Optimizer):
-    """Keeps its count as a Python number."""
+class Handmade(torch.optim.Optimizer):
+    """Steps one parameter at a time, by `move`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(list(parameters.values()), {"lr": 1e-3})
@@ -43,9 +43,18 @@ class Counting(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
-                own = self.state[parameter]
-                own["count"] = own.get("count", 0) + 1
-                parameter.data.add_(parameter.grad, alpha=-group["lr"] * own["count"])
+                self.move(parameter, self.state[parameter], group["lr"])
+
+    def move(self, parameter: nn.Parameter, own: dict[str, Any], rate: float) -> None:
+        raise AssertionError("the kinds below say how")
+
+
+class Counting(Handmade):
+    """Keeps its count as a Python number."""
+
+    def move(self, parameter: nn.Parameter, own: dict[str, Any], rate: float) -> None:
+        own["count"] = own.get("count", 0) + 1
+        parameter.data.add_(parameter.grad, alpha=-rate * own["count"])
 
 
 def stepped(optimizer: OwnOptimizer, parameters: Parameters, number: int, skip: float = 0) -> None:
@@ -114,19 +123,13 @@ def test_counts_go_where_kernels_of_a_device_need_them(option: str) -> None:
     assert places == {False: {"step/a": "cpu", **moments}, True: {"step/a": "meta", **moments}}
 
 
-class Mixed(torch.optim.Optimizer):
+class Mixed(Handmade):
     """Keeps state in other data types than its parameters."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(list(parameters.values()), {"lr": 1e-3})
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                own = self.state[parameter]
-                own.setdefault("codes", torch.full(parameter.shape, 250, dtype=torch.uint8))
-                own.setdefault("half", torch.full(parameter.shape, 0.3, dtype=torch.bfloat16))
-                own["codes"] += 1
+    def move(self, parameter: nn.Parameter, own: dict[str, Any], rate: float) -> None:
+        own.setdefault("codes", torch.full(parameter.shape, 250, dtype=torch.uint8))
+        own.setdefault("half", torch.full(parameter.shape, 0.3, dtype=torch.bfloat16))
+        own["codes"] += 1
 
 
 def test_state_of_any_data_type_goes_on_bit_for_bit() -> None:

@@ -132,6 +132,16 @@ def replace_file(path: Path, data: bytes) -> None:
         raise
 
 
+def keep_file(path: Path, data: bytes) -> None:
+    """Write a file and its folder's entry as `replace_file` does, unless it has this content.
+
+    A power cut leaves the earlier file or the new one. Raises `OSError` like `replace_file`.
+    """
+    if not path.exists() or path.read_bytes() != data:
+        replace_file(path, data)
+        sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk, so that new names survive a power failure.
 

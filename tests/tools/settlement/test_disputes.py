@@ -258,16 +258,27 @@ def stolen(town: Town, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:  
     return settle
 
 
+def robbed(town: Town, stolen: Callable[[], None]) -> tuple[Path, Path]:  # noqa: F811
+    """The owner has settled on a log that goes on behind an auditor's copy; both folders."""
+    begun(town)
+    other = copy_of(town, "auditor")
+    town.scene.notary.resumed(2, 10**6)
+    stolen()
+    return town.folder, other
+
+
+def veto_of(town: Town) -> tuple[str | Path, ...]:  # noqa: F811
+    """The words of an auditor's veto."""
+    return ("dispute", "--veto", "--votes", town.root / "votes")
+
+
 def test_an_owner_that_anchors_a_forked_log_is_vetoed(
     town: Town,  # noqa: F811
     stolen: Callable[[], None],
 ) -> None:
-    begun(town)
-    own, other = town.folder, copy_of(town, "auditor")
-    town.scene.notary.resumed(2, 10**6)
-    stolen()
+    own, other = robbed(town, stolen)
     fork(town, other, town.state["size"])
-    veto = ("dispute", "--veto", "--votes", town.root / "votes")
+    veto = veto_of(town)
     on(town, other)
     said = town.run(*veto, key="a")
     assert "is not a prefix of this log" in said
@@ -280,11 +291,8 @@ def test_an_owner_that_withholds_the_log_is_vetoed_if_an_auditor_says_so(
     town: Town,  # noqa: F811
     stolen: Callable[[], None],
 ) -> None:
-    begun(town)
-    own, other = town.folder, copy_of(town, "auditor")
-    town.scene.notary.resumed(2, 10**6)
-    stolen()
-    veto = ("dispute", "--veto", "--votes", town.root / "votes")
+    own, other = robbed(town, stolen)
+    veto = veto_of(town)
     assert "give --veto, too" in town.run("dispute", "--site", "c", "--withheld", key="a", code=1)
     on(town, other)
     assert "get the newer log from the owner" in town.run(*veto, key="a", code=1)
@@ -320,7 +328,7 @@ def test_a_copy_of_another_run_is_no_reason_to_veto(
     strange.notary.close()
     shutil.rmtree(other / "record")
     shutil.copytree(strange.config.folder / "record", other / "record")
-    veto = ("dispute", "--veto", "--votes", town.root / "votes")
+    veto = veto_of(town)
     on(town, other)
     assert "is not of the log that was registered" in town.run(*veto, key="a", code=1)
     on(town, own)

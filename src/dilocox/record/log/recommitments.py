@@ -14,7 +14,7 @@ A *course* here is the history of the run between two resumes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,12 +77,12 @@ class Base:
 
         A field that one of the statements does not have may be equal.
         """
-        names = (*_PLAN, "members")
-        pairs = [(self.plan.get(name), other.plan.get(name)) for name in names]
-        for name in _BY_SITE:
-            one, two = ((base.plan.get(name) or {}).get(site) for base in (self, other))
-            pairs.append((one, two))
-        return self.flush == other.flush and all(map(_may_be_equal, pairs))
+        one, two = (
+            {name: (base.plan.get(name) or {}).get(site) for name in _BY_SITE}
+            for base in (self, other)
+        )
+        alike = _alike(self.plan, other.plan, (*_PLAN, "members")) and _alike(one, two, _BY_SITE)
+        return self.flush == other.flush and alike
 
 
 @dataclass
@@ -187,9 +187,10 @@ class Recommitments:
         self._steps = {key: one for key, one in self._steps.items() if one.key.round >= oldest}
 
 
-def _may_be_equal(values: tuple[Any, Any]) -> bool:
-    """Return True if two values are equal, or one is not known."""
-    return None in values or values[0] == values[1]
+def _alike(one: Mapping[str, Any], two: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return True if all fields `names` are equal, or not known of one of both."""
+    pairs = [(one.get(name), two.get(name)) for name in names]
+    return all(None in pair or pair[0] == pair[1] for pair in pairs)
 
 
 def _equal(before: Step, step: Step) -> bool:
@@ -198,9 +199,7 @@ def _equal(before: Step, step: Step) -> bool:
         (each.set, sorted(each.payloads.items()), each.weights, each.shares)
         for each in (before, step)
     )
-    plans = dict(before.said.items()), dict(step.said.items())
-    pairs = [(plans[0].get(name), plans[1].get(name)) for name in _PLAN]
-    return one == two and all(map(_may_be_equal, pairs))
+    return one == two and _alike(dict(before.said.items()), dict(step.said.items()), _PLAN)
 
 
 def _landed(step: Step, base: Base) -> bool:

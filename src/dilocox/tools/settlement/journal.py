@@ -82,10 +82,8 @@ class Journal:
             if found is not None:
                 self.done(found[0].hash.hex(), found[1].contract, late=True)
                 finished.append(found[0])
-            left = [Signed(bytes.fromhex(h), bytes.fromhex(raw)) for h, raw in self.open().items()]
-            for each in left:
-                if each.number == number:
-                    self.done(each.hash.hex())
+            for each in self.groups().get(number, ()):
+                self.done(each.hash.hex())
         return finished
 
     def groups(self) -> dict[int, list[Signed]]:
@@ -105,7 +103,7 @@ class Journal:
         Raises `SettlementError` if the journal cannot be read.
         """
         found: dict[str, str] = {}
-        with self._readable():
+        with readable(self._path, "journal"):
             for said in read_lines(self._path):
                 if "done" in said:
                     found.pop(said["done"], None)
@@ -120,7 +118,7 @@ class Journal:
         one. Raises `SettlementError` if the journal cannot be read.
         """
         found: set[str] = set()
-        with self._readable():
+        with readable(self._path, "journal"):
             for said in read_lines(self._path):
                 if said.get("late"):
                     found.add(said["done"])
@@ -138,7 +136,7 @@ class Journal:
 
         Raises `SettlementError` if the journal cannot be read.
         """
-        with self._readable():
+        with readable(self._path, "journal"):
             lines = [said for said in read_lines(self._path) if "signed" in said]
             return [Signed(*map(bytes.fromhex, (said["hash"], said["signed"]))) for said in lines]
 
@@ -147,19 +145,23 @@ class Journal:
 
         Raises `SettlementError` if the journal cannot be read.
         """
-        with self._readable():
+        with readable(self._path, "journal"):
             return [said["contract"] for said in read_lines(self._path) if "contract" in said]
-
-    @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
-        """Raise `SettlementError` in place of what a damaged or unreadable file leads to."""
-        try:
-            yield
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SettlementError(f"{self._path}: not a journal ({error})") from None
 
     def _append(self, said: dict[str, Any]) -> None:
         append_lines(self._path, [said])
+
+
+@contextlib.contextmanager
+def readable(path: Path, kind: str) -> Iterator[None]:
+    """Raise `SettlementError` in place of what a damaged or unreadable file leads to.
+
+    `kind`: what the file should be, for the message.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettlementError(f"{path}: not a {kind} ({error})") from None
 
 
 @contextlib.contextmanager

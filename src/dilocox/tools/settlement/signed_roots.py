@@ -6,16 +6,16 @@ signed, and not only in the run's folder, which may be a newer copy of the recor
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from eth_account.signers.local import LocalAccount
 
 from dilocox.errors import SettlementError
-from dilocox.tools.settlement.journal import append_lines, locked, read_lines
+from dilocox.tools.settlement.journal import append_lines, locked, read_lines, readable
 from dilocox.tools.settlement.messages import Domain
 
+KIND = "file of signed roots"
 PLACES = {"Head": "size", "Commit": "round"}
 """By type of message: its field beside the root."""
 
@@ -74,7 +74,7 @@ class SignedRoots:
     def _known(self, contract: str, run: bytes, name: str) -> dict[int, str]:
         """Return the roots, hex, that were signed for a run, by size or round."""
         place = (contract.lower(), run.hex())
-        with _readable(self._path):
+        with readable(self._path, KIND):
             return {
                 int(each[name]): str(each["root"])
                 for each in read_lines(self._path)
@@ -84,7 +84,7 @@ class SignedRoots:
 
 def _public(path: Path, name: str) -> dict[int, str]:
     """Return the roots, hex, of a public file, by size or round."""
-    with _readable(path):
+    with readable(path, KIND):
         return {int(each[name]): str(each["root"]) for each in read_lines(path)}
 
 
@@ -95,12 +95,3 @@ def _append(path: Path, lines: list[dict[str, object]]) -> None:
         append_lines(path, lines)
     except OSError as error:
         raise SettlementError(f"{path}: cannot be written ({error.strerror})") from None
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Raise `SettlementError` in place of what a damaged or unreadable file leads to."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettlementError(f"{path}: not a file of signed roots ({error})") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 from dilocox.config.run_config import RunConfig, load_written
 from dilocox.errors import ConfigError, TrainingError
 from dilocox.training.launch.coordinator_check import check_coordinator
-from dilocox.utils.storage import nearest_existing, replace_file, sync_folder
+from dilocox.utils.storage import keep_file, nearest_existing
 
 WRITTEN = (
     "run.toml",
@@ -108,10 +108,7 @@ def write_run_file(config: RunConfig) -> None:
     A power cut leaves the earlier file or the new one: without a whole file nobody can resume or
     verify the run. Raises `OSError` if the file cannot be written.
     """
-    path, content = config.folder / "run.toml", config.to_toml().encode()
-    if not path.exists() or path.read_bytes() != content:
-        replace_file(path, content)
-        sync_folder(config.folder)
+    keep_file(config.folder / "run.toml", config.to_toml().encode())
 
 
 def check_writable(folder: Path) -> None:

@@ -39,7 +39,7 @@ from dilocox.errors import ConfigError, DilocoxError, TrainingError
 from dilocox.record.writer.notary import KEY_FILE
 from dilocox.record.writer.one_writer import held
 from dilocox.utils.append_file import AppendFile
-from dilocox.utils.storage import replace_file, sync_folder
+from dilocox.utils.storage import keep_file, sync_folder
 
 WAIT = 1.0
 """Seconds for which the coordinator holds a request of a standby that lacks nothing."""
@@ -90,10 +90,8 @@ class StandbyCopy:
             self._statements, self._last = self._statements + len(lines), lines[-1]
         if reply.events:
             self.log.copy(reply.events)
-        path = self._folder / RUN_FILE
-        if reply.run_file and not (path.exists() and path.read_text("utf-8") == reply.run_file):
-            replace_file(path, reply.run_file.encode())
-            sync_folder(self._folder)
+        if reply.run_file:
+            keep_file(self._folder / RUN_FILE, reply.run_file.encode())
 
     def close(self) -> None:
         """Close the files."""
