@@ -47,6 +47,10 @@ def config(path: Path | str, root: Path, **model: Any) -> RunConfig:
     )
 
 
+def passes(*_: object, **__: object) -> None:
+    """Stand for a check that has nothing to say about these weights."""
+
+
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     """A model in two files with an index."""
@@ -136,8 +140,8 @@ def test_a_run_whose_weights_cannot_be_used_takes_no_earlier_run_away(
     def later(*_: object, **__: object) -> None:
         raise AssertionError("the text is prepared only after the weights are there")
 
-    monkeypatch.setattr(preflight, "check_tokenizer", lambda _: None)
-    monkeypatch.setattr(preflight, "check_model", lambda _: None)
+    monkeypatch.setattr(preflight, "check_tokenizer", passes)
+    monkeypatch.setattr(preflight, "check_model", passes)
     monkeypatch.setattr(preflight, "prepare_data", later)
     pickled(whole)
     with pytest.raises(ModelError, match="pickled"):
@@ -153,7 +157,7 @@ def test_a_site_has_its_weights_before_it_enrols(
 
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(preflight, "check_model", lambda _: None)
+    monkeypatch.setattr(preflight, "check_model", passes)
     monkeypatch.setattr(preflight, "prepare_data", later)
     monkeypatch.setattr(local, "keep_site", later)
     pickled(whole)
