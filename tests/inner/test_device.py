@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from dilocox.inner import (
     SiteMesh,
     available_cores,
     chunks_of_stage,
+    keep_freed_memory,
     place_of_rank,
     rank_of_place,
     resolve_device,
@@ -30,7 +36,8 @@ from dilocox.inner import (
     start_site_group,
     use_expandable_segments,
 )
-from dilocox.inner.device import ran_and_kept_waiting
+from dilocox.inner.device import LARGE_BLOCK, ran_and_kept_waiting
+from dilocox.inner.head_loss import CHUNK
 from dilocox.utils import processes
 
 pytestmark = pytest.mark.waits
@@ -196,3 +203,35 @@ def test_a_thread_knows_how_long_it_was_kept_waiting() -> None:
             other.kill()
     assert 0.19 < ran < 0.3
     assert kept > 0.5 * ran
+
+
+def _kept_after_freeing(size: int) -> int:
+    """Bytes of `size` that stay with this process after they were used and freed."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    block = torch.ones(size, dtype=torch.uint8)
+    assert resident() - before >= size - 2**20
+    del block
+    return resident() - before
+
+
+def _kept(sizes: Sequence[int], answers: Connection) -> None:
+    keep_freed_memory()
+    answers.send([_kept_after_freeing(size) for size in sizes])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_tensors_of_a_micro_batch_are_kept_and_those_of_an_exchange_returned() -> None:
+    logits, chunk = 4 * CHUNK["cpu"], LARGE_BLOCK + 2**20
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(
+        target=_kept, args=([logits, chunk], theirs)
+    )
+    child.start()
+    kept_logits, kept_chunk = ours.recv()
+    child.join()
+    assert kept_logits >= logits - 2**20
+    assert kept_chunk < 2**20

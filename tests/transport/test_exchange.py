@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +17,7 @@ from dilocox.compression import (
     Compressor,
     Geometry,
     LowRank,
+    Part,
     compressor,
     frame_bytes,
     payload_digest,
@@ -371,3 +375,27 @@ def test_an_exchange_from_before_this_site_was_there(mode: str) -> None:
     outcome = exchange(ballot, "oslo", what, LinkSlot(OrderedLock(), 0))
     assert outcome.missed
     assert outcome.average is None
+
+
+def test_chunks_are_encoded_and_decoded_without_a_second_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A payload lives on in its frame alone, and decoded chunks are written where they belong."""
+    made: dict[int, list[weakref.ref[torch.UntypedStorage]]] = defaultdict(list)
+    most: dict[int, int] = defaultdict(int)
+
+    def noted(work: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*given: Any, **named: Any) -> torch.Tensor:
+            me, found = threading.get_ident(), work(*given, **named)
+            made[me].append(weakref.ref(found.untyped_storage()))
+            alive = {each.data_ptr(): each.nbytes() for ref in made[me] if (each := ref())}
+            most[me] = max(most[me], sum(alive.values()))
+            return found
+
+        return call
+
+    monkeypatch.setattr(Part, "encode", noted(Part.encode))
+    monkeypatch.setattr(Part, "decode", noted(Part.decode))
+    run("reduce", "none")
+    # The average, and the own contribution as the other sites decode it.
+    assert set(most.values()) == {2 * LENGTH * 4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -105,6 +106,20 @@ def test_after_an_exchange_that_failed_all_fail_with_its_error() -> None:
     worker.close()
     late = worker.submit(contribution(KEYS[0], "paris"))
     assert not late.done()
+
+
+def test_threads_that_wait_keep_no_tensors() -> None:
+    ballot = Alone(MemoryStore({}), "paris", members=["paris"])
+    worker = ExchangeWorker(ballot, "paris")
+    given = [contribution(key, "paris") for key in KEYS[:2]]
+    freed = [threading.Event() for _ in given]
+    for each, event in zip(given, freed, strict=True):
+        weakref.finalize(each.values, event.set)
+    futures = [worker.submit(each) for each in given]
+    assert all(future.result(LIMIT).average is not None for future in futures)
+    del given, each, futures
+    assert all(event.wait(LIMIT) for event in freed)
+    worker.close()
 
 
 def test_every_thread_prepares_itself() -> None:

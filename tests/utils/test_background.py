@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 
@@ -66,3 +67,24 @@ def test_a_closed_queue_runs_what_it_has_and_its_thread_ends() -> None:
     assert last.done()
     assert ran == [1]
     assert not thread.is_alive()
+
+
+def test_a_waiting_thread_keeps_neither_call_nor_result() -> None:
+    class Data:
+        """Large data that a call reads and returns."""
+
+    background, freed = BackgroundQueue(), threading.Event()
+    data = Data()
+    weakref.finalize(data, freed.set)
+    future = background.submit(lambda data=data: data)
+    assert future.result(10) is data
+    background.submit(lambda: None).result(10)
+    # The queue itself has the future of its newest call.
+    last = Data()
+    gone = threading.Event()
+    weakref.finalize(last, gone.set)
+    background.submit(lambda last=last: None).result(10)
+    del data, last, future
+    assert freed.wait(10)
+    assert gone.wait(10)
+    background.close()

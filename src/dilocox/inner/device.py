@@ -13,6 +13,10 @@ from dilocox.config.site import SiteSection
 from dilocox.errors import ConfigError
 from dilocox.inner import cgroup
 
+LARGE_BLOCK = 160 * 2**20
+"""Bytes above which freed memory goes back to the system (`keep_freed_memory`). A micro-batch's
+largest tensors, its chunks of logits (`head_loss.CHUNK`, in fp32), are smaller."""
+
 
 def resolve_device(site: SiteSection, local_rank: int = 0) -> torch.device:
     """Return the device of the rank with number `local_rank` on its machine.
@@ -103,14 +107,16 @@ def keep_freed_memory() -> bool:
     """Let the C library keep freed memory instead of returning it to the system.
 
     This is for training on a CPU: otherwise large tensors of every micro-batch are mapped, zeroed
-    and unmapped again, which takes a tenth of a step. The setting holds for the whole process.
-    Returns True if the C library supports it (glibc).
+    and unmapped again, which takes a tenth of a step. Blocks of `LARGE_BLOCK` bytes and above, as
+    exchanges of whole models need them, are returned: kept blocks of such sizes, freed in another
+    order than allocated, took half as much memory again as the tensors in them. The setting holds
+    for the whole process. Returns True if the C library supports it (glibc).
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    m_trim_threshold, m_mmap_threshold, large = -1, -3, 2**31 - 1
-    return bool(mallopt(m_trim_threshold, large)) and bool(mallopt(m_mmap_threshold, large))
+    m_trim_threshold, m_mmap_threshold, never = -1, -3, 2**31 - 1
+    return bool(mallopt(m_trim_threshold, never)) and bool(mallopt(m_mmap_threshold, LARGE_BLOCK))
 
 
 def use_expandable_segments() -> None:

@@ -317,7 +317,7 @@ def _weighed(
 
 def reduce(attempt: Attempt) -> Outcome:
     """Average in chunks: each owner averages its chunk and sends the mean to all sites."""
-    what, me, there = attempt.contribution, attempt.me, attempt.contribution.staging.to_device
+    what, me = attempt.contribution, attempt.me
     owners = attempt.senders
     bounds = dict(zip(owners, chunk_bounds(what.length, len(owners)), strict=True))
     chunks = {
@@ -325,8 +325,7 @@ def reduce(attempt: Attempt) -> Outcome:
         for site, (start, end) in bounds.items()
         if end > start
     }
-    mine = {} if attempt.observes else _encoded_chunks(what, bounds, chunks)
-    frames = {site: what.pack(chunks[site], payload) for site, payload in mine.items()}
+    frames = {} if attempt.observes else _framed_chunks(what, bounds, chunks)
     own = chunks.get(me)
     payloads = _swapped_chunks(attempt, own, frames)
     index = None if attempt.observes else chunk_index(frames.values())
@@ -346,23 +345,13 @@ def reduce(attempt: Attempt) -> Outcome:
         # "done", even if this site dies afterwards: so the record keeps the payloads before that.
         alone = [index, *(frame_payload(frame) for site, frame in frames.items() if site == me)]
     kept = attempt.keep(alone)
-    means: dict[str, torch.Tensor] = {}
-    second = None
+    mean = second = result = None
     if own is not None and counted:
-        means[me], second_error = _mean_of_chunk(attempt, own, payloads, counted)
+        mean, second_error = _mean_of_chunk(attempt, own, payloads, counted)
         second = (bounds[me][0], second_error)
-    means |= attempt.swap(
-        outgoing=dict.fromkeys(attempt.receivers, means[me]) if me in means else {},
-        incoming=chunks if counted else {},
-        phase=2,
-    )
-    averaged = attempt.unpack(means, chunks)
-    with tracing.span("decode", values=what.length):
-        # Decode before this rank votes "done": a mean that does not decode counts as missing.
-        decoded = _decoded(what.key, chunks, {s: there(each) for s, each in averaged.items()})
-    lost = [site for site in chunks if site not in decoded] if counted else []
-    if lost:
-        raise attempt.broken(lost)
+    if counted:
+        result = _swapped_means(attempt, bounds, chunks, mean)
+    del mean
     kept()
     decision = attempt.decide("done", payloads)
     if decision.decision != "commit":
@@ -370,26 +359,30 @@ def reduce(attempt: Attempt) -> Outcome:
             f"internal error: {what.key.text}: the coordinator decided '{decision.decision}' for a "
             "reduce exchange"
         )
-    with tracing.span("decode", values=what.length):
-        result = _joined(decoded) if counted else None
-        sent = None
-        if me in decision.set:
-            sent = _joined({site: part.decode(mine[site]) for site, part in chunks.items()})
+    sent = None
+    if me in decision.set:
+        with tracing.span("decode", values=what.length):
+            own_payloads = {site: frame_payload(frame) for site, frame in frames.items()}
+            sent, _ = _decoded(what, bounds, chunks, own_payloads)
     others = (payload for site, payload in payloads.items() if site != me)
-    own_payloads = map(frame_payload, frames.values())
-    passed = [] if index is None else [index, *own_payloads, *others]
+    passed = [] if index is None else [index, *map(frame_payload, frames.values()), *others]
     outcome = _outcome(attempt, result, decision.set, sent, second)
     return replace(outcome, payloads=tuple(passed))
 
 
-def _encoded_chunks(
+def _framed_chunks(
     what: Contribution, bounds: Mapping[str, tuple[int, int]], chunks: Mapping[str, Part]
 ) -> dict[str, torch.Tensor]:
-    """Return this site's payload for each chunk, uint8, by the chunk's owner."""
-    assert what.values is not None
+    """Return the frame of this site's payload for each chunk, in host memory, by the chunk's owner.
+
+    Chunks are encoded one after the other, so that only one payload exists beside its frame.
+    """
+    values = what.values
+    assert values is not None
     with tracing.span("encode", values=what.length):
         return {
-            site: part.encode(what.values[slice(*bounds[site])]) for site, part in chunks.items()
+            site: what.pack(part, part.encode(values[slice(*bounds[site])]))
+            for site, part in chunks.items()
         }
 
 
@@ -410,7 +403,7 @@ def _swapped_chunks(
         {**arrived, attempt.me: frames[attempt.me]},
         dict.fromkeys(owners, own),
         contributions=True,
-        check=lambda payload: _usable(own, there(payload)),
+        check=lambda payload: refuse_unusable(own.decode(there(payload)), own.name),
     )
 
 
@@ -442,33 +435,58 @@ def chunk_index(frames: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.frombuffer(bytearray(digests), dtype=torch.uint8)
 
 
-def _decoded(
-    key: ExchangeKey, chunks: Mapping[str, Part], payloads: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Decode the averaged chunks by owner, in the order of `chunks`.
+def _swapped_means(
+    attempt: Attempt,
+    bounds: Mapping[str, tuple[int, int]],
+    chunks: Mapping[str, Part],
+    mean: torch.Tensor | None,
+) -> torch.Tensor:
+    """Send the frame `mean` of this site's chunk to all sites; return the whole average, fp32.
 
-    A chunk that does not decode to usable numbers is logged and left out.
+    `mean` is None if this site owns no chunk. Raises `RepeatError` if a mean is missing, or does
+    not decode to usable numbers.
     """
-    found = {}
+    me, what = attempt.me, attempt.contribution
+    frames = {} if mean is None else {me: mean}
+    frames |= attempt.swap(
+        outgoing={} if mean is None else dict.fromkeys(attempt.receivers, mean),
+        incoming=chunks,
+        phase=2,
+    )
+    payloads = attempt.unpack(frames, chunks)
+    # Decode before this rank votes "done": a mean that does not decode counts as missing.
+    with tracing.span("decode", values=what.length):
+        average, lost = _decoded(what, bounds, chunks, payloads)
+    if lost:
+        raise attempt.broken(lost)
+    return average
+
+
+def _decoded(
+    what: Contribution,
+    bounds: Mapping[str, tuple[int, int]],
+    chunks: Mapping[str, Part],
+    payloads: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, list[str]]:
+    """Decode the chunks' `payloads`, by owner, into one tensor, flat fp32 [what.length].
+
+    Also returns the owners whose chunk is missing, or does not decode to usable numbers, which is
+    logged. The values of such a chunk are undefined.
+    """
+    whole, lost = torch.empty(0), [site for site in chunks if site not in payloads]
     for site, part in chunks.items():
-        if site in payloads:
-            try:
-                found[site] = _usable(part, payloads[site])
-            except ExchangeError as error:
-                log.warning("%s, averaged by %s: %s", key.text, site, error)
-    return found
-
-
-def _usable(part: Part, payload: torch.Tensor) -> torch.Tensor:
-    """Decode `payload`. Raises `ExchangeError` if `refuse_unusable` refuses the values."""
-    values = part.decode(payload)
-    refuse_unusable(values, part.name)
-    return values
-
-
-def _joined(decoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Concatenate all chunks; an empty tensor if the fragment has no values."""
-    return torch.cat(list(decoded.values())) if decoded else torch.empty(0)
+        if site in lost:
+            continue
+        payload = what.staging.to_device(payloads[site])
+        if not whole.numel():
+            whole = torch.empty(what.length, dtype=torch.float32, device=payload.device)
+        try:
+            values = part.decode(payload, out=whole[slice(*bounds[site])])
+            refuse_unusable(values, part.name)
+        except ExchangeError as error:
+            log.warning("%s, averaged by %s: %s", what.key.text, site, error)
+            lost.append(site)
+    return whole, lost
 
 
 def _outcome(

@@ -146,24 +146,32 @@ class ExchangeWorker:
     def _run(self) -> None:
         if self._prepare:
             self._prepare()
-        while True:
-            with self._counting:
-                item = self._queue.get()
-                number = self._count
-                self._count += 1
-            if item is None:
-                return
-            contribution, future = item
-            turn = LinkSlot(self._turns, number)
-            try:
-                if self._turns.failure is not None:
-                    raise self._turns.failure
-                future.set_result(self._carry(contribution, turn))
-            except BaseException as error:
-                self._turns.fail(error)
-                future.set_exception(error)
-            finally:
-                turn.pass_on()
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Wait for the next exchange and run it; return False if there are no more exchanges.
+
+        A thread that waits has no reference to its last exchange, whose tensors are then free.
+        """
+        with self._counting:
+            item = self._queue.get()
+            number = self._count
+            self._count += 1
+        if item is None:
+            return False
+        contribution, future = item
+        turn = LinkSlot(self._turns, number)
+        try:
+            if self._turns.failure is not None:
+                raise self._turns.failure
+            future.set_result(self._carry(contribution, turn))
+        except BaseException as error:
+            self._turns.fail(error)
+            future.set_exception(error)
+        finally:
+            turn.pass_on()
+        return True
 
     def _carry(self, given: Contribution, turn: LinkSlot) -> Outcome:
         """Run one exchange on a device stream of its own.

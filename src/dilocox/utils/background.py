@@ -24,6 +24,7 @@ class BackgroundQueue:
         )
         self._last: Future[Any] | None = None
         self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Append `call` to the queue. Returns a future for its result or error."""
@@ -50,16 +51,23 @@ class BackgroundQueue:
         self._queue.put(None)
 
     def _run(self) -> None:
-        failure: BaseException | None = None
-        while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            call, future = item
-            if failure is None:
-                try:
-                    future.set_result(call())
-                    continue
-                except BaseException as error:
-                    failure = error
-            future.set_exception(failure)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Wait for the next call and run it; return False if there are no more calls.
+
+        A thread that waits has no reference to its last call, whose data are then free.
+        """
+        item = self._queue.get()
+        if item is None:
+            return False
+        call, future = item
+        if self._failure is None:
+            try:
+                future.set_result(call())
+                return True
+            except BaseException as error:
+                self._failure = error
+        future.set_exception(self._failure)
+        return True

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -97,6 +98,23 @@ def test_payloads_of_outer_steps_are_kept(tmp_path: Path) -> None:
     assert Store(str(tmp_path)).get(sha256(b"theirs")) == b"theirs"
     assert not Store(str(tmp_path)).has(sha256(b"a gradient"))
     assert warnings == []
+
+
+def test_payloads_are_free_once_they_are_stored(tmp_path: Path) -> None:
+    record, _, _ = rank_record(Store(str(tmp_path)))
+    freed = threading.Event()
+    known = outcome(b"payload")
+    weakref.finalize(known.payloads[0], freed.set)
+
+    def submit(given: Contribution, known: Outcome = known) -> Future[Outcome]:
+        done: Future[Outcome] = Future()
+        done.set_result(known)
+        return done
+
+    record.watching(submit)(contribution(KEY))
+    del known, submit
+    assert freed.wait(20.0)
+    record.close()
 
 
 def test_a_closed_record_keeps_what_it_has_and_its_thread_ends(tmp_path: Path) -> None:

@@ -290,23 +290,31 @@ class RankRecord:
         self._give_up(RecordError(slow))
 
     def _run(self) -> None:
-        while True:
-            waiting = self._queue.get()
-            if waiting.last:
-                return
-            try:
-                if not self._broken and waiting.start is not None:
-                    self._begin_window(waiting.start)
-                if not self._broken:
-                    kept = self._keep(waiting.payloads)
-                    if self.dispersal is not None and waiting.cut is not None and kept:
-                        place = None if self._windows is None else self._windows.current
-                        self.dispersal.stored(*waiting.cut, kept, place)
-            except Exception as error:  # remote storage may raise any error
-                self._give_up(error)
-            finally:
-                self._kept += 1
-                waiting.over.set()
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Wait for the next item and store it; return False after the last item.
+
+        A thread that waits has no reference to its last payloads and state, whose memory is free.
+        """
+        waiting = self._queue.get()
+        if waiting.last:
+            return False
+        try:
+            if not self._broken and waiting.start is not None:
+                self._begin_window(waiting.start)
+            if not self._broken:
+                kept = self._keep(waiting.payloads)
+                if self.dispersal is not None and waiting.cut is not None and kept:
+                    place = None if self._windows is None else self._windows.current
+                    self.dispersal.stored(*waiting.cut, kept, place)
+        except Exception as error:  # remote storage may raise any error
+            self._give_up(error)
+        finally:
+            self._kept += 1
+            waiting.over.set()
+        return True
 
     def _keep(self, payloads: tuple[Tensor, ...]) -> list[tuple[str, int]]:
         """Store payloads; return (SHA-256, bytes) of each."""
