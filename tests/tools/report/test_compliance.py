@@ -17,8 +17,17 @@ from tests.support.report_runs import BAD, usual, write_run
 
 from dilocox.cli.main import main
 from dilocox.cli.verify import judged
-from dilocox.record.log.audit_verdicts import AuditVerdict, Selection, Signed, Verdict, write
+from dilocox.record.log.audit_verdicts import (
+    AuditVerdict,
+    Selection,
+    Signed,
+    Verdict,
+    digest_of,
+    write,
+)
 from dilocox.record.log.statements import Signer
+from dilocox.record.log.transparency_log import read_text
+from dilocox.record.log.verdict_statements import of_file
 from dilocox.record.verify.claims import CLAIMS
 from dilocox.record.verify.verdict_validity import prefixes_of
 from dilocox.tools.report.compliance import TITLES, compliance_text, standing, without_paths
@@ -173,6 +182,28 @@ def test_a_round_counts_once_and_only_if_no_resume_abandoned_it(tmp_path: Path) 
     assert found["audited rounds of sites with verdict EXACT"] == "1"
     assert found["audited rounds of sites with verdict NOT_RUN"] == "1"
     assert found["auditors' keys"] == "3"
+
+
+def test_a_verdict_that_its_auditor_has_replaced_does_not_count(tmp_path: Path) -> None:
+    """By the log, which names both. The earlier file is still in the folder."""
+    scene = Scene(tmp_path)
+    scene.enrol()
+    folder, run, signer = scene.config.folder, scene.notary.run, Signer.from_hex("22" * 32)
+    (folder / "run.toml").write_text(scene.config.to_toml())
+    named: set[str] = set()
+    for verdict in ("NOT_RUN", "EXACT"):
+        size = len(scene.entries())
+        seen = prefixes_of(scene.entries(), {size})[size]
+        judged_ = Verdict("a", 0, verdict, "reason")  # type: ignore[arg-type]
+        signed = Signed(judged_, Selection("request"), signer.public, run, seen)
+        line = read_text(write(folder, signed, signer, "00", named))
+        named.add(digest_of(line))
+        scene.notary.writer.append(signer.sign(of_file(signed, line, "").statement(run)))
+    scene.notary.close()
+    files, found = read_run(folder), values(folder)
+    assert (len(files.audits), len(files.standing)) == (2, 1)
+    assert found["audited rounds of sites with verdict EXACT"] == "1"
+    assert "audited rounds of sites with verdict NOT_RUN" not in found
 
 
 def test_adapters_are_not_called_the_model_s_parameters(tmp_path: Path) -> None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from dilocox.config.site import SITE_NAME
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
-from dilocox.record.log.audit_verdicts import BAD, GOOD, AuditVerdict, Signed, digest_of
+from dilocox.record.log.audit_verdicts import BAD, GOOD, AuditVerdict, Signed, digest_of, read
 from dilocox.record.log.digests import digest_text
 from dilocox.record.log.state_statements import whole
+from dilocox.record.log.transparency_log import read_text
 
 MOST_BYTES = 2048
 """Largest statement with its envelope, bytes. Only the names of sites vary in length."""
@@ -95,6 +97,21 @@ class HandedIn:
             f"round {self.round} of {self.site}: {self.verdict}, signed by {self.auditor[:12]}… "
             f"and handed in by {by}"
         )
+
+
+@dataclass(frozen=True)
+class VerdictFile:
+    """A verdict's file in a run's folder."""
+
+    signed: Signed
+    name: tuple[str, ...]
+    """Facts that an entry of the log which names the file must match (`HandedIn.file`)."""
+
+
+def read_file(path: Path, run: str | None) -> VerdictFile:
+    """Read a verdict's file, as `audit_verdicts.read` does. Raises `RecordError`."""
+    signed = read(path, run)
+    return VerdictFile(signed, of_file(signed, read_text(path), "").file)
 
 
 def of_file(signed: Signed, line: str, by: str) -> HandedIn:

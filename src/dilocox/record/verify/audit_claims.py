@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.log.audit_verdicts import BAD, FOLDER, GOOD, Signed, paths_of, read
-from dilocox.record.log.transparency_log import read_text
-from dilocox.record.log.verdict_statements import HandedIn, latest, of_file
+from dilocox.record.log.audit_verdicts import BAD, FOLDER, GOOD, Signed, paths_of
+from dilocox.record.log.verdict_statements import HandedIn, VerdictFile, latest, read_file
 from dilocox.record.verify.audit_sampling import Point, decided, due_rounds, points_of, sites_of
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.run_history import RunHistory
-from dilocox.record.verify.verdict_validity import stands, still_standing, superseded
+from dilocox.record.verify.verdict_validity import not_replaced, stands, still_standing
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Audits:
 
         Verdicts on rounds that a resume has abandoned do not count.
         """
-        everything = self._read()
+        everything = self._counting()
         signed = still_standing(self.course, self.entries, everything)
         for each in signed:
             self._check_states(each)
@@ -91,11 +91,12 @@ class Audits:
         return f"; {len(named)} by the log, and here" if named else ""
 
     def _not_here(self, named: Sequence[HandedIn]) -> list[HandedIn]:
-        here = set()
-        for path in paths_of(self.folder) if named else ():
-            own = of_file(read(path, self.course.run), read_text(path), "")
-            here.add(own.file)
+        here = {each.name for each in self._files}
         return [each for each in named if each.file not in here]
+
+    @cached_property
+    def _files(self) -> list[VerdictFile]:
+        return [read_file(path, self.course.run) for path in paths_of(self.folder)]
 
     def _counts(self, auditor: str) -> bool:
         return not self.auditors or auditor in self.auditors
@@ -135,7 +136,7 @@ class Audits:
         A site that the run file exempts needs no audit; the line names the site. If the reader
         gives public randomness, it must have a value for every round that is due.
         """
-        signed = still_standing(self.course, self.entries, self._read())
+        signed = still_standing(self.course, self.entries, self._counting())
         drawn = [each for each in signed if each.selection.by == "beacon"]
         due = due_rounds(self.course)
         there = {each.verdict.round for each in drawn if decided(self.course, each.verdict.round)}
@@ -192,15 +193,10 @@ class Audits:
             raise RecordError(f"two audits of round {round_} name other randomness")
         return values
 
-    def _read(self) -> list[Signed]:
+    def _counting(self) -> list[Signed]:
         """Return the verdicts in the folder that count; the log says which were replaced since."""
-        old = superseded(self.course)
-        read_here = ((read(path, self.course.run), path) for path in paths_of(self.folder))
-        return [
-            each
-            for each, path in read_here
-            if self._counts(each.auditor) and of_file(each, read_text(path), "").file not in old
-        ]
+        counting = (each.signed for each in not_replaced(self.course, self._files))
+        return [signed for signed in counting if self._counts(signed.auditor)]
 
     def _check_states(self, signed: Signed) -> None:
         verdict = signed.verdict

@@ -7,13 +7,13 @@ abandoned round no longer counts, whether it was good or bad.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from dilocox.errors import RecordError
 from dilocox.record.log.audit_verdicts import Prefix, Signed
 from dilocox.record.log.merkle import roots_at
 from dilocox.record.log.transparency_log import leaves_of
-from dilocox.record.log.verdict_statements import HandedIn, latest
+from dilocox.record.log.verdict_statements import HandedIn, VerdictFile, latest
 from dilocox.record.verify.audit_sampling import decided, exchanges_of
 from dilocox.record.verify.run_history import RunHistory
 
@@ -47,14 +47,15 @@ def still_standing(
     ]
 
 
-def superseded(course: RunHistory) -> set[tuple[str, ...]]:
-    """Return the files (`HandedIn.file`) of verdicts that their auditors have replaced.
+def not_replaced(course: RunHistory, files: Iterable[VerdictFile]) -> list[VerdictFile]:
+    """Return the verdicts among `files` that their auditors have not replaced.
 
     The log names both the earlier verdict and a newer one of the same auditor on the same round of
     the same site. The earlier one may still be in a folder, and no longer counts.
     """
     standing = [each for each in course.verdicts if stands(course, each)]
-    return {each.file for each in standing} - {each.file for each in latest(standing)}
+    old = {each.file for each in standing} - {each.file for each in latest(standing)}
+    return [each for each in files if each.name not in old]
 
 
 def stands(course: RunHistory, handed_in: HandedIn) -> bool:

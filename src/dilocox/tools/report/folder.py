@@ -16,7 +16,7 @@ from typing import Any
 from dilocox.data.folder import folder_of_run
 from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import ConfigError, DataError, ModelError, RecordError
-from dilocox.record.log.audit_verdicts import Signed, paths_of, read
+from dilocox.record.log.audit_verdicts import Signed, paths_of
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import (
     CHECKPOINT,
@@ -27,8 +27,9 @@ from dilocox.record.log.transparency_log import (
     read_covered,
     read_text,
 )
+from dilocox.record.log.verdict_statements import read_file
 from dilocox.record.verify.run_history import RunHistory, read_history
-from dilocox.record.verify.verdict_validity import still_standing
+from dilocox.record.verify.verdict_validity import not_replaced, still_standing
 from dilocox.tools.report.history import Record
 from dilocox.utils.adapter_files import ADAPTER_FILE, is_adapter_folder
 from dilocox.utils.json_lines import lines_of_text, object_of
@@ -86,8 +87,8 @@ class RunFiles:
     audits: list[Signed] = field(default_factory=list)
     """Verdicts, each signed by the auditor's key that it names."""
     standing: list[Signed] = field(default_factory=list)
-    """Verdicts of `audits` that are still about the run: no resume has abandoned their rounds.
-    Without a record, all of them."""
+    """Verdicts of `audits` that still count: no resume has abandoned their rounds, and their
+    auditors have not replaced the verdicts. Without a record, all verdicts count."""
     missing: list[str] = field(default_factory=list)
     """One line per file that could not be read, with the reason."""
 
@@ -256,18 +257,19 @@ def _read_checkpoints(files: RunFiles) -> None:
 
 
 def _read_audits(files: RunFiles) -> None:
-    run = None if files.record is None else files.record.course.run
+    record, there = files.record, []
     for path in paths_of(files.folder):
         try:
-            files.audits.append(read(path, run))
+            there.append(read_file(path, None if record is None else record.course.run))
         except RecordError as error:
             files.missing.append(f"record/audits/{path.name}: not shown ({error})")
+    files.audits = [each.signed for each in there]
     try:
-        files.standing = (
-            still_standing(files.record.course, files.record.entries, files.audits)
-            if files.record and files.audits
-            else list(files.audits)
-        )
+        if record is None:
+            files.standing = list(files.audits)
+        else:
+            counting = [each.signed for each in not_replaced(record.course, there)]
+            files.standing = still_standing(record.course, record.entries, counting)
     except RecordError as error:
         files.missing.append(f"record/audits: not counted ({error})")
 

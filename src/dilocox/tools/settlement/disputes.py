@@ -17,12 +17,12 @@ from typing import Any
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import RecordError, SettlementError
 from dilocox.record.log import statements as s
-from dilocox.record.log.audit_verdicts import paths_of, read
+from dilocox.record.log.audit_verdicts import paths_of
 from dilocox.record.log.merkle import leaf_hash, root_of
 from dilocox.record.log.step_statements import Step
 from dilocox.record.log.transparency_log import read_text
-from dilocox.record.log.verdict_statements import of_file
-from dilocox.record.verify.verdict_validity import still_standing, superseded
+from dilocox.record.log.verdict_statements import read_file
+from dilocox.record.verify.verdict_validity import not_replaced, still_standing
 from dilocox.tools.settlement.amounts import LogPrefix, read_prefix, terms_of
 from dilocox.tools.settlement.binding import check_log
 from dilocox.tools.settlement.claims_tree import AuditorsTree
@@ -302,16 +302,17 @@ def _evidence(folder: Path, prefix: LogPrefix, site: str, round_: int) -> bytes:
     auditor has replaced does not count. A difference between determinism classes is no evidence.
     Files that are no verdict on this log are passed over: anybody may have put them there.
     """
-    found, faults, old = set[str](), list[str](), superseded(prefix.course)
+    found, faults = set[str](), list[str]()
     for path in paths_of(folder):
         try:
-            signed, line = read(path, prefix.course.run), read_text(path).strip()
+            file = read_file(path, prefix.course.run)
+            signed, line = file.signed, read_text(path).strip()
             if (
                 signed.auditor in terms_of(prefix.course)["auditors"]
                 and (signed.verdict.site, signed.verdict.round) == (site, round_)
                 and signed.verdict.verdict == "MISMATCH"
                 and signed.verdict.same_class
-                and of_file(signed, line, "").file not in old
+                and not_replaced(prefix.course, [file])
                 and still_standing(prefix.course, prefix.entries, [signed])
             ):
                 found.add(line)
