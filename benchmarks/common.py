@@ -227,6 +227,7 @@ def write_json(
     content = {
         "benchmark": benchmark,
         "command": command(),
+        "commit": commit(),
         "date": today(),
         "machine": dict(on),
         "settings": dict(settings),
