@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +13,12 @@ import torch
 
 from dilocox.coordinator.protocol.entry_messages import CheckPiecesReply
 from dilocox.coordinator.protocol.messages import Entering
-from dilocox.errors import RunEndedError
+from dilocox.errors import ExchangeError, RunEndedError
 from dilocox.outer.in_flight import Counts
 from dilocox.outer.loop_status import LoopStatus
 from dilocox.outer.snapshot import Snapshot
 from dilocox.training import join_run
-from dilocox.training.join_run import EntryStopped, JoiningSite
+from dilocox.training.join_run import Donors, EntryStopped, JoiningSite
 
 pytestmark = pytest.mark.waits
 
@@ -208,3 +211,76 @@ def test_of_two_donors_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None
         joining_site._take(0, Snapshot(0, tick, {}, ""))
         joining_site.adopt()
     assert taken == [3]
+
+
+LIMIT = 60.0
+
+
+class Serving:
+    """The donors of a rank of two pieces, whose receivers are not there until `broken` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken, self.formed = threading.Event(), list[str]()
+        self.copies: list[weakref.ref[torch.Tensor]] = []
+        states = [
+            SimpleNamespace(
+                agreed={"anchor": torch.ones(4), "momentum": torch.zeros(4)}.copy, warm_codec=""
+            )
+            for _ in range(2)
+        ]
+        self.own: Any = SimpleNamespace(
+            site="old",
+            at=SimpleNamespace(round=3, tick=40),
+            rank=SimpleNamespace(
+                states=states, place=SimpleNamespace(site="old", stage=0, shard=0)
+            ),
+            outer=SimpleNamespace(landed=[2, 2], under_way=lambda piece, round_: False),
+        )
+        self.control: Any = SimpleNamespace(news=news("starting"))
+        self.donors = Donors(self.own, self.control, None, None, self._form, LIMIT)  # type: ignore[arg-type]
+        offered = join_run.Snapshot
+
+        def noted(piece: int, tick: int, tensors: Any, *more: Any) -> Snapshot:
+            self.copies.extend(map(weakref.ref, tensors.values()))
+            return offered(piece, tick, tensors, *more)
+
+        monkeypatch.setattr(join_run, "Snapshot", noted)
+
+    def _form(self, name: str, donor: str, receiver: str) -> Any:
+        self.formed.append(receiver)
+        assert self.broken.wait(LIMIT)
+        raise ExchangeError(f"{receiver} cannot be reached")
+
+    def serve(self, entering: Sequence[Entering]) -> None:
+        """Serve what the coordinator names as entering."""
+        self.control.news = news("starting", entering=entering)
+        self.donors.serve()
+
+    def breaks(self) -> None:
+        """Every transfer fails."""
+        self.broken.set()
+        for donor in self.donors._serving.values():
+            donor._thread.join(LIMIT)
+
+    @property
+    def alive(self) -> int:
+        """Number of copied tensors that are in memory."""
+        return sum(each() is not None for each in self.copies)
+
+
+def test_of_an_entry_that_failed_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = Serving(monkeypatch)
+    serving.serve([ENTRY])
+    assert serving.alive == 4
+    serving.breaks()
+    assert serving.alive == 0
+    # While the coordinator names the entry, the service is not started again.
+    serving.serve([ENTRY])
+    serving.serve([ENTRY])
+    assert serving.formed == ["new"]
+    assert caplog.text.count("could not serve new: new cannot be reached") == 1
+    serving.serve([])
+    assert not serving.donors._serving
+    assert not serving.donors.busy

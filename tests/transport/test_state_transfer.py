@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -233,6 +234,28 @@ def test_a_receiver_that_dies_harms_only_its_entry() -> None:
     with shared_store() as store:
         results = run_each({"old": old(store), "new": new(store)})
     assert results["old"].startswith("link to new broke: ")
+
+
+def test_an_ended_donor_keeps_no_piece() -> None:
+    """Neither pieces that it could not send, nor pieces that are offered after its end."""
+    broken = threading.Event()
+
+    def form() -> PeerGroup:
+        assert broken.wait(LIMIT)
+        raise ExchangeError("new cannot be reached")
+
+    donor = Donor(form, "new", 2, LIMIT)
+    pieces = [Snapshot(number, 1, state(number, 1.0)) for number in range(2)]
+    freed = [weakref.ref(piece.tensors["anchor"]) for piece in pieces]
+    donor.offer(pieces.pop(0))
+    assert freed[0]() is not None
+    broken.set()
+    assert until(lambda: donor.done)
+    donor.offer(pieces.pop(0))
+    donor.cancel()
+    assert [each() for each in freed] == [None, None]
+    assert donor.failure == "new cannot be reached"
+    assert not donor.waiting
 
 
 def test_a_second_donor_sends_what_the_first_has_not() -> None:

@@ -118,10 +118,22 @@ class Donors:
                     }
                     landed = own.outer.landed[piece]
                     donor.offer(Snapshot(piece, own.at.tick, copies, state.warm_codec, landed))
+        self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        """Log services that failed, and drop ended services whose entries are over.
+
+        The service of an entry that goes on is kept: `_new` would start the same service again.
+        """
+        entries = {_key(entry) for entry in self._control.news.entering}
         for key, donor in list(self._serving.items()):
-            if donor.done and donor.failure:
+            if not donor.done:
+                continue
+            if donor.failure:
                 log.warning("could not serve %s: %s", key[0], donor.failure)
                 donor.failure = None
+            if key not in entries:
+                del self._serving[key]
 
     def _mine(self) -> list[Entering]:
         me = self._own.site

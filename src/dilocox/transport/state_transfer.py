@@ -161,6 +161,8 @@ class Donor:
         self._pieces = pieces
         self._pause = pause
         self._offers: queue.Queue[Snapshot | None] = queue.Queue()
+        self._ending = threading.Lock()
+        self._ended = False
         self.waiting = set(range(pieces))
         """Pieces not offered yet."""
         self.failure: str | None = None
@@ -169,13 +171,21 @@ class Donor:
         self._thread.start()
 
     def offer(self, snapshot: Snapshot) -> None:
-        """Queue one piece for sending. The tensors must be copies that do not change afterwards."""
+        """Queue one piece for sending. The tensors must be copies that do not change afterwards.
+
+        The piece is dropped if the transfer has ended.
+        """
         self.waiting.discard(snapshot.piece)
-        self._offers.put(snapshot)
+        self._put(snapshot)
 
     def cancel(self) -> None:
         """Stop serving: the receiver has died, or it has another donor."""
-        self._offers.put(None)
+        self._put(None)
+
+    def _put(self, offer: Snapshot | None) -> None:
+        with self._ending:
+            if not self._ended:
+                self._offers.put(offer)
 
     @property
     def done(self) -> bool:
@@ -223,6 +233,14 @@ class Donor:
             channel.receive_header(AckHeader)
         except ExchangeError as error:
             self.failure = str(error)
+        finally:
+            self._drop_offers()
+
+    def _drop_offers(self) -> None:
+        """Free the copies that were not sent: this object may live on for long."""
+        with self._ending:
+            self._ended = True
+            self._offers = queue.Queue()
 
     def _next(self, channel: Channel) -> Snapshot | None:
         """Wait for the next offer, without a time limit. Returns None after `cancel`."""
