@@ -284,3 +284,25 @@ def test_of_an_entry_that_failed_nothing_stays(
     serving.serve([])
     assert not serving.donors._serving
     assert not serving.donors.busy
+
+
+def test_sites_that_are_served_at_one_tick_share_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the start, where the founder serves all other sites at once."""
+    serving = Serving(monkeypatch)
+    sites = [ENTRY.model_copy(update={"site": f"new{number}"}) for number in range(4)]
+    serving.serve(sites[:2])
+    serving.serve(sites[:3])
+    assert serving.alive == 4
+    offers = [list(donor._offers.queue) for donor in serving.donors._serving.values()]
+    assert len(offers) == 3
+    assert all([piece.piece for piece in each if piece] == [0, 1] for each in offers)
+    del offers
+    # What has landed since is another state.
+    serving.own.outer.landed[1] = 3
+    serving.serve(sites)
+    assert serving.alive == 6
+    serving.own.at.tick += 1
+    serving.serve([*sites, ENTRY])
+    assert serving.alive == 10
+    serving.breaks()
+    assert serving.alive == 0

@@ -8,6 +8,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from dilocox.transport.state_transfer import (
     read_body,
     read_header,
 )
+from dilocox.utils.storage import run_in_thread
 from tests.support.linked import group_of
 from tests.support.thread_sites import MemoryStore, run_each, shared_store, until
 
@@ -234,6 +236,81 @@ def test_a_receiver_that_dies_harms_only_its_entry() -> None:
     with shared_store() as store:
         results = run_each({"old": old(store), "new": new(store)})
     assert results["old"].startswith("link to new broke: ")
+
+
+def test_ends_that_wait_for_the_next_piece_keep_none() -> None:
+    def old(store: MemoryStore) -> Callable[[], object]:
+        def go() -> object:
+            donor, freed = Donor(lambda: link(store, "old"), "new", 2, 0.05), threading.Event()
+            piece = Snapshot(0, 40, state(0, 0.5))
+            weakref.finalize(piece.tensors["anchor"], freed.set)
+            donor.offer(piece)
+            del piece
+            store.kv_get(["received"], LIMIT)
+            free = freed.wait(10.0)
+            donor.offer(Snapshot(1, 41, state(1, 0.5)))
+            assert until(lambda: donor.done)
+            return donor.failure or free
+
+        return go
+
+    def new(store: MemoryStore) -> Callable[[], object]:
+        def go() -> object:
+            got, freed = list[int](), threading.Event()
+
+            def take(snapshot: Snapshot) -> None:
+                got.append(snapshot.piece)
+                if snapshot.piece == 0:
+                    weakref.finalize(snapshot.tensors["anchor"], freed.set)
+
+            known, limits = ["0" * 64] * 2, [1 << 20] * 2
+            fetching = run_in_thread(
+                lambda: fetch(lambda: link(store, "new"), "old", known, limits, take)
+            )
+            free = freed.wait(10.0)
+            store.kv_set("received", b"")
+            fetching.result(LIMIT)
+            return got, free
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": old(store), "new": new(store)})
+    assert results == {"old": True, "new": ([0, 1], True)}
+
+
+def test_two_receivers_get_the_same_snapshot() -> None:
+    """Donors only read its tensors, so all of them may send it at once."""
+
+    def old(store: MemoryStore) -> Callable[[], object]:
+        def go() -> object:
+            piece = Snapshot(0, 40, state(0, 0.5))
+            donors = [
+                Donor(partial(group_of, store, site, ["old", site], "old"), site, 1, LIMIT)
+                for site in "bc"
+            ]
+            for donor in donors:
+                donor.offer(piece)
+            assert until(lambda: all(donor.done for donor in donors))
+            same = [torch.equal(piece.tensors[n], each) for n, each in state(0, 0.5).items()]
+            return [donor.failure for donor in donors], same
+
+        return go
+
+    def new(store: MemoryStore, site: str) -> Callable[[], object]:
+        def go() -> object:
+            got: list[Snapshot] = []
+            form = partial(group_of, store, site, ["old", site], site)
+            fetch(form, "old", ["0" * 64], [1 << 20], got.append)
+            return {name: tensor.tolist() for name, tensor in got[0].tensors.items()}
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": old(store), "b": new(store, "b"), "c": new(store, "c")})
+    assert results["old"] == ([None, None], [True, True])
+    whole = {name: tensor.tolist() for name, tensor in state(0, 0.5).items()}
+    assert results["b"] == results["c"] == whole
 
 
 def test_an_ended_donor_keeps_no_piece() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,9 @@ class Donors:
         self._form_group = form_group
         self._pause = pause
         self._serving: dict[tuple[str, int, int, int], Donor] = {}
+        self._copies: weakref.WeakValueDictionary[tuple[int, int, int, str], Snapshot]
+        self._copies = weakref.WeakValueDictionary()
+        """Copies that some donor still has, by piece, tick, last landing and codec."""
         self._shown = ShownPieces(own, control, client, background)
 
     @property
@@ -112,13 +116,24 @@ class Donors:
                 continue
             for piece in sorted(donor.waiting):
                 if not own.outer.under_way(piece, entry.from_round):
-                    state = own.rank.states[piece]
-                    copies = {
-                        name: t.detach().to("cpu", copy=True) for name, t in state.agreed().items()
-                    }
-                    landed = own.outer.landed[piece]
-                    donor.offer(Snapshot(piece, own.at.tick, copies, state.warm_codec, landed))
+                    donor.offer(self._copy_of(piece))
         self._drop_ended()
+
+    def _copy_of(self, piece: int) -> Snapshot:
+        """Return a copy of a piece, which all sites that are served at this tick share.
+
+        At the start of a run the founder serves all other sites at once. With a copy for each site
+        the founder would need 8 bytes per parameter and site.
+        """
+        own = self._own
+        state, tick, landed = own.rank.states[piece], own.at.tick, own.outer.landed[piece]
+        version = (piece, tick, landed, state.warm_codec)
+        found = self._copies.get(version)
+        if found is None:
+            copies = {name: t.detach().to("cpu", copy=True) for name, t in state.agreed().items()}
+            found = Snapshot(piece, tick, copies, state.warm_codec, landed)
+            self._copies[version] = found
+        return found
 
     def _drop_ended(self) -> None:
         """Log services that failed, and drop ended services whose entries are over.

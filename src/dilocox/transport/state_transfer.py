@@ -194,47 +194,66 @@ class Donor:
 
     def _serve(self) -> None:
         try:
-            channel = Channel(self._form_group(), self._site)
-            while (held := channel.receive_header(Held, held_bytes(self._pieces))).wait:
-                pass
-            known = held.anchors
-            if len(known) != self._pieces or len(held.states) not in (0, self._pieces):
-                raise ExchangeError(
-                    f"{self._site} has {len(known)} pieces, this site has {self._pieces}"
-                )
-            for _ in known:
-                snapshot = self._next(channel)
-                if snapshot is None:
-                    raise ExchangeError(f"{self._site} no longer waits for this site")
-                if snapshot.piece in held.here:
-                    continue
-                anchor = digest_of(snapshot.tensors["anchor"])
-                fresh = not snapshot.codec and not bool(snapshot.tensors["momentum"].any())
-                same = fresh and known[snapshot.piece] == anchor
-                ready = (
-                    bool(held.states)
-                    and self._digest_of is not None
-                    and (held.states[snapshot.piece] == self._digest_of(snapshot))
-                )
-                same = same or ready
-                body = b"" if same else safetensors.torch.save(dict(snapshot.tensors))
-                header = PieceHeader(
-                    piece=snapshot.piece,
-                    tick=snapshot.tick,
-                    codec=snapshot.codec,
-                    landed=snapshot.landed,
-                    bytes=len(body),
-                    sha256=hashlib.sha256(body).hexdigest(),
-                    ready=ready,
-                )
-                channel.send_header(header)
-                if body:
-                    channel.send(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-            channel.receive_header(AckHeader)
+            self._send_all(Channel(self._form_group(), self._site))
         except ExchangeError as error:
             self.failure = str(error)
         finally:
             self._drop_offers()
+
+    def _send_all(self, channel: Channel) -> None:
+        while (held := channel.receive_header(Held, held_bytes(self._pieces))).wait:
+            pass
+        known = held.anchors
+        if len(known) != self._pieces or len(held.states) not in (0, self._pieces):
+            raise ExchangeError(
+                f"{self._site} has {len(known)} pieces, this site has {self._pieces}"
+            )
+        for _ in known:
+            self._send_next(channel, held)
+        channel.receive_header(AckHeader)
+
+    def _send_next(self, channel: Channel, held: Held) -> None:
+        """Wait for the next offer and send the piece, if the receiver lacks it.
+
+        A donor that waits has no reference to its last piece, whose memory is then free.
+        """
+        snapshot = self._next(channel)
+        if snapshot is None:
+            raise ExchangeError(f"{self._site} no longer waits for this site")
+        if snapshot.piece in held.here:
+            return
+        header, body = self._packed(snapshot, held)
+        del snapshot  # while the body travels, its source is not needed
+        channel.send_header(header)
+        if body:
+            channel.send(torch.frombuffer(body, dtype=torch.uint8))
+
+    def _packed(self, snapshot: Snapshot, held: Held) -> tuple[PieceHeader, bytearray]:
+        """Return the header and the body of a piece.
+
+        The body is empty if the receiver holds the same piece already.
+        """
+        anchor = digest_of(snapshot.tensors["anchor"])
+        fresh = not snapshot.codec and not bool(snapshot.tensors["momentum"].any())
+        same = fresh and held.anchors[snapshot.piece] == anchor
+        ready = (
+            bool(held.states)
+            and self._digest_of is not None
+            and (held.states[snapshot.piece] == self._digest_of(snapshot))
+        )
+        body = bytearray()
+        if not (same or ready):
+            body = bytearray(safetensors.torch.save(dict(snapshot.tensors)))
+        header = PieceHeader(
+            piece=snapshot.piece,
+            tick=snapshot.tick,
+            codec=snapshot.codec,
+            landed=snapshot.landed,
+            bytes=len(body),
+            sha256=hashlib.sha256(body).hexdigest(),
+            ready=ready,
+        )
+        return header, body
 
     def _drop_offers(self) -> None:
         """Free the copies that were not sent: this object may live on for long."""
@@ -300,17 +319,25 @@ def fetch(
             continue
         check_header(header, donor, missing, limits)
         missing.discard(header.piece)
-        tensors: Mapping[str, torch.Tensor] = {}
-        if header.ready:
-            if header.piece not in own or header.bytes:
-                raise ExchangeError(f"{donor} takes piece {header.piece} for one that is here")
-            tensors = own[header.piece].tensors
-            same += 1
-        elif header.bytes:
-            tensors = read_body(channel.receive(header.bytes).numpy().tobytes(), header, donor)
-        on_piece(Snapshot(header.piece, header.tick, tensors, header.codec, header.landed))
+        same += header.ready
+        # No variable holds the tensors, because the wait for the next header may be long.
+        on_piece(_received(channel, header, own, donor))
     channel.send_header(AckHeader(done=True))
     return same
+
+
+def _received(
+    channel: Channel, header: PieceHeader, own: Mapping[int, OwnPiece], donor: str
+) -> Snapshot:
+    """Receive the body of a piece, if there is one, and return the piece."""
+    tensors: Mapping[str, torch.Tensor] = {}
+    if header.ready:
+        if header.piece not in own or header.bytes:
+            raise ExchangeError(f"{donor} takes piece {header.piece} for one that is here")
+        tensors = own[header.piece].tensors
+    elif header.bytes:
+        tensors = read_body(channel.receive(header.bytes).numpy().tobytes(), header, donor)
+    return Snapshot(header.piece, header.tick, tensors, header.codec, header.landed)
 
 
 def read_header(kind: type[AnyHeader], data: bytes, site: str) -> AnyHeader:
