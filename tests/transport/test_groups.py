@@ -84,29 +84,35 @@ def test_groups_one_after_the_other_and_two_at_a_time() -> None:
     assert all(found[me] == {"same": [True] * 5, "left": True} for me in "abc")
 
 
-def forgets(store: MemoryStore, me: str) -> bool:
-    """Whether transfers are freed after their end without a garbage collection."""
+def forgets(store: MemoryStore, me: str) -> list[bool]:
+    """Whether messages are freed after their end without a garbage collection.
+
+    First a sends, then b, then both.
+    """
     other = "b" if me == "a" else "a"
     group = group_of(store, "forgets", "ab", me)
     gc.disable()
-    arrived = group.receive(torch.zeros(9, dtype=torch.uint8), other, 1)
-    sent = group.send(noise(me, other, 9), other, 1)
-    assert arrived.poll(LIMIT)
-    assert sent.poll(LIMIT)
-    left = [weakref.ref(arrived), weakref.ref(sent)]
-    del arrived, sent
-    # A message that was sent stays until the peer has acknowledged it, and the link's threads hold
-    # the latest message until the next one.
-    assert swap(group, 9, 2)
-    freed = until(lambda: not any(each() for each in left), limit=5.0)
-    together(store, "freed", "ab", me)
-    return freed
+
+    def moved(tag: int, senders: str) -> bool:
+        data = torch.zeros(9, dtype=torch.uint8), noise(me, other, 9)
+        transfers = [group.receive(data[0], other, tag)] if other in senders else []
+        transfers += [group.send(data[1], other, tag)] if me in senders else []
+        assert all(transfer.poll(LIMIT) for transfer in transfers)
+        left = [weakref.ref(each) for each in (*transfers, *(d.untyped_storage() for d in data))]
+        del data, transfers
+        # A message that was sent stays until the peer has acknowledged it. The link's threads,
+        # which wait then, hold no message.
+        free = until(lambda: not any(each() for each in left), limit=5.0)
+        together(store, f"freed {tag}", "ab", me)
+        return free
+
+    return [moved(tag, senders) for tag, senders in enumerate(("a", "b", "ab"), 1)]
 
 
 def test_payloads_are_freed_without_a_garbage_collection() -> None:
     with shared_store() as store:
         found = run_each({me: partial(forgets, store, me) for me in "ab"})
-    assert found == {"a": True, "b": True}
+    assert found == {"a": [True] * 3, "b": [True] * 3}
 
 
 class Tap:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dilocox.errors import ExchangeError
-from dilocox.transport.link.frames import HEADER_BYTES, Kind, read_frame
+from dilocox.transport.link.frames import HEADER_BYTES, Frame, Kind, read_frame
 from dilocox.transport.link.secure_stream import SecureStream
 from dilocox.transport.link.state import LinkState
 from dilocox.transport.link.transfer import Transfer
@@ -165,32 +165,40 @@ class Link:
         return thread
 
     def _write(self) -> None:
-        while True:
-            with self._changed:
-                while self._dead is None and not (self._stream and self._state.output):
-                    self._changed.wait(TICK)
-                    self._look()
-                if self._dead is not None or self._stream is None:
-                    return
-                stream, words, piece = self._stream, self._state.words(), self._state.piece()
-            try:
-                if piece is None:
-                    stream.send(words)
-                else:
-                    stream.send(words + piece.frame.pack(), piece.view)
-            except (OSError, ValueError) as error:
-                self._lose(stream, str(error))
-                continue
-            with self._changed:
-                if stream is not self._stream:
-                    continue
-                self._heard = time.monotonic()
-                self._changed.notify_all()
-                if piece is not None:
-                    self._state.sent(piece)
-                    self._sent_bytes += piece.frame.length
-            if self._sent_bytes > RENEW_BYTES:
-                self._lose(stream, "its key has reached the limit of bytes")
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Wait until there are frames to send, and send some; return False once the link has ended.
+
+        A thread that waits has no reference to its last message, whose tensor is then free.
+        """
+        with self._changed:
+            while self._dead is None and not (self._stream and self._state.output):
+                self._changed.wait(TICK)
+                self._look()
+            if self._dead is not None or self._stream is None:
+                return False
+            stream, words, piece = self._stream, self._state.words(), self._state.piece()
+        try:
+            if piece is None:
+                stream.send(words)
+            else:
+                stream.send(words + piece.frame.pack(), piece.view)
+        except (OSError, ValueError) as error:
+            self._lose(stream, str(error))
+            return True
+        with self._changed:
+            if stream is not self._stream:
+                return True
+            self._heard = time.monotonic()
+            self._changed.notify_all()
+            if piece is not None:
+                self._state.sent(piece)
+                self._sent_bytes += piece.frame.length
+        if self._sent_bytes > RENEW_BYTES:
+            self._lose(stream, "its key has reached the limit of bytes")
+        return True
 
     def _look(self) -> None:
         """Ping a silent peer; later, shut a connection on which it stays silent."""
@@ -221,37 +229,48 @@ class Link:
         header = memoryview(bytearray(HEADER_BYTES))
         unwanted = memoryview(bytearray(1 << 16))
         while _filled(stream, header):
-            frame = read_frame(header)
+            why = self._take_frame(stream, read_frame(header), unwanted)
+            if why is not None:
+                return why
+        return "the connection ended"
+
+    def _take_frame(self, stream: SecureStream, frame: Frame, unwanted: memoryview) -> str | None:
+        """Process a frame, and receive the bytes after it into the tensor of their message.
+
+        Bytes of a cancelled message go into `unwanted`. A thread that waits for the next frame has
+        no reference to the last message, whose tensor is then free.
+
+        Returns None, or the reason why the connection ended. Raises `ExchangeError` if the peer
+        closed the group or sent an invalid frame.
+        """
+        with self._changed:
+            if stream is not self._stream:
+                return "another connection has taken its place"
+            self._heard, self._pinged = time.monotonic(), False
+            if frame.kind is Kind.BYE:
+                raise ExchangeError("it has closed the group")
+            if frame.kind is not Kind.DATA:
+                self._state.heard(frame)
+                self._changed.notify_all()
+                return None
+            transfer = self._state.target(frame)
+        left = frame.length
+        while left:
+            into = unwanted if transfer is None else transfer.view[transfer.offset :]
+            count = stream.receive_into(into[:left])
+            if not count:
+                return "the connection ended"
+            left -= count
+            if transfer is None:
+                continue
             with self._changed:
                 if stream is not self._stream:
                     return "another connection has taken its place"
-                self._heard, self._pinged = time.monotonic(), False
-                if frame.kind is Kind.BYE:
-                    raise ExchangeError("it has closed the group")
-                transfer = None
-                if frame.kind is Kind.DATA:
-                    transfer = self._state.target(frame)
-                else:
-                    self._state.heard(frame)
+                self._heard = time.monotonic()
+                self._state.arrived(frame.tag, transfer, count)
+                if self._state.output:
                     self._changed.notify_all()
-            left = frame.length if frame.kind is Kind.DATA else 0
-            while left:
-                at = 0 if transfer is None else transfer.offset
-                into = unwanted if transfer is None else transfer.view[at:]
-                count = stream.receive_into(into[:left])
-                if not count:
-                    return "the connection ended"
-                left -= count
-                if transfer is None:
-                    continue
-                with self._changed:
-                    if stream is not self._stream:
-                        return "another connection has taken its place"
-                    self._heard = time.monotonic()
-                    self._state.arrived(frame.tag, transfer, count)
-                    if self._state.output:
-                        self._changed.notify_all()
-        return "the connection ended"
+        return None
 
     def _lose(self, stream: SecureStream, why: str) -> None:
         """Drop a broken connection and start to reconnect."""
