@@ -68,7 +68,7 @@ def test_rfa_counts_by_share_and_weight() -> None:
 @pytest.mark.parametrize(
     ("rule", "shares", "offsets"),
     [("clip", [[WHOLE], [WHOLE]], (0, 1)), ("rfa", [[WHOLE, WHOLE], [WHOLE]], ()),
-     ("rfa", [], ())],
+     ("rfa", [], ()), ("clip", [[WHOLE]], ()), ("clip", [[WHOLE]] * 3, ())],
 )  # fmt: skip
 def test_shares_that_do_not_fit_are_refused(
     rule: str, shares: list[list[int]], offsets: tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -13,8 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilocox.compression import BLOCK, Geometry, Part, compressor
+from dilocox.coordinator.protocol.messages import ExchangeKey
+from dilocox.coordinator.protocol.verdicts import WHOLE
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average, chunk_bounds, requantise
+from dilocox.outer.contribution import Contribution
+from dilocox.outer.contribution_set import Weighing
 from dilocox.outer.outer_step import nesterov_step
 from tests.support.patterns import patterns
 
@@ -50,6 +55,47 @@ def test_average_divides_and_does_not_multiply_by_a_reciprocal() -> None:
     found = average([values], [3.0])
     assert torch.equal(found, (values.double() / 3).float())
     assert not torch.equal(found, values * torch.tensor(1 / 3))
+
+
+class Decoding:
+    """Decodes payloads, and counts earlier contributions that are in memory beside the next."""
+
+    def __init__(self) -> None:
+        self.made, self.beside = list[weakref.ref[Tensor]](), 0
+
+    def __call__(self, payload: Tensor) -> Tensor:
+        self.beside = max(self.beside, sum(each() is not None for each in self.made))
+        values = payload.clone()
+        self.made.append(weakref.ref(values))
+        return values
+
+
+@pytest.mark.parametrize("rule", ["mean", "clip", "rfa"])
+def test_only_the_own_contribution_is_kept_while_the_next_is_decoded(rule: str) -> None:
+    geometry = Geometry(((256,),), (0,), 256)
+    weights = {"a": 1.5, "b": 0.5, "c": 1.0, "d": 2.0, "e": 1.0}
+    sent = dict(zip(weights, parts(5), strict=True))
+    sent["b"][7] = math.nan
+    sent["d"].zero_()
+    what = Contribution(
+        ExchangeKey.outer(3, 0, 1), 256, None, compressor("none", geometry), "gather", weights,
+        aggregation=rule,
+    )  # fmt: skip
+    decode = Decoding()
+    weighing = Weighing(what, "a", list(weights), decode)
+    opinions = weighing.examined(sent)
+    assert {site: each.code for site, each in opinions.items()} == {"b": "not-finite", "d": "zero"}
+    assert decode.beside == 1
+    found = weighing.settled(["a", "c", "e"], {})
+    assert found is not None
+    assert torch.equal(found, average([sent["a"], sent["c"], sent["e"]], [1.5, 1.0, 1.0]))
+    # Of another set, the contributions are decoded again.
+    shares = {site: [WHOLE] for site in weights}
+    again = weighing.settled(["c", "e", "a"], shares)
+    assert again is not None
+    assert torch.equal(again, average([sent["c"], sent["e"], sent["a"]], [1.0, 1.0, 1.5]))
+    assert len(decode.made) == 8
+    assert decode.beside == 1
 
 
 def test_senseless_averages_are_refused() -> None:

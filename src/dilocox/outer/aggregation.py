@@ -7,8 +7,10 @@ sites agree on that share as a whole number beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from dilocox.config.admission import BY_VALUE
 from dilocox.coordinator.protocol.verdicts import WHOLE
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
+
+Share = TypeVar("Share")
 
 
 def aggregate(
@@ -51,8 +55,8 @@ def aggregate(
 
 def _clipped(
     decoded: Iterable[Tensor], shares: Sequence[Sequence[int]], offsets: Sequence[int]
-) -> Iterable[Tensor]:
-    for sent, own in zip(decoded, shares, strict=True):
+) -> Iterator[Tensor]:
+    for sent, own in _paired(decoded, shares):
         starts = list(offsets) or [0]
         if len(own) != len(starts):
             raise ExchangeError(f"{len(own)} shares were agreed on for {len(starts)} tensors")
@@ -61,6 +65,7 @@ def _clipped(
             if share != WHOLE:
                 sent[start:end].mul_(share / WHOLE)  # a share has 17 bits: exact in fp32
         yield sent
+        del sent
 
 
 def _weighted(
@@ -72,8 +77,29 @@ def _weighted(
     parts = [own[0] / WHOLE for own in shares]
     if not any(parts):
         parts = [1.0] * len(parts)
-    scaled = (sent.mul_(part) for sent, part in zip(decoded, parts, strict=True))
+    scaled = _scaled(decoded, parts)
     return average(scaled, [w * part for w, part in zip(weights, parts, strict=True)])
+
+
+def _scaled(decoded: Iterable[Tensor], parts: Sequence[float]) -> Iterator[Tensor]:
+    for sent, part in _paired(decoded, parts):
+        yield sent.mul_(part)
+        del sent
+
+
+def _paired(decoded: Iterable[Tensor], shares: Sequence[Share]) -> Iterator[tuple[Tensor, Share]]:
+    """Yield each contribution with its share. Raises `ExchangeError` if their numbers differ.
+
+    Unlike `zip`, this keeps no contribution while the next contribution is decoded.
+    """
+    left = deque(shares)
+    for sent in decoded:
+        if not left:
+            raise ExchangeError(f"there are more contributions than their {len(shares)} shares")
+        yield sent, left.popleft()
+        del sent
+    if left:
+        raise ExchangeError(f"{len(left)} of {len(shares)} shares have no contribution")
 
 
 def _by_value(aggregation: str, decoded: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -21,11 +21,28 @@ def average(decoded: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     the w_i in the same order. Raises `ExchangeError` if the set is empty, if the sum of the weights
     is not positive, or if there are more or fewer contributions than weights.
     """
+    return divided(*added(decoded), weights)
+
+
+def added(decoded: Iterable[Tensor]) -> tuple[Tensor | None, int]:
+    """Return the sum of contributions, flat fp32 [n], and their number; (None, 0) without any.
+
+    See `average`. No contribution is kept while the next contribution is decoded.
+    """
     total: Tensor | None = None
     count = 0
     for sent in decoded:
         total = sent.clone() if total is None else total.add_(sent)
         count += 1
+        del sent
+    return total, count
+
+
+def divided(total: Tensor | None, count: int, weights: Sequence[float]) -> Tensor:
+    """Return `total`, which is overwritten, over the sum of the `weights`.
+
+    `count` contributions are in `total`. Raises `ExchangeError` as `average` does.
+    """
     weight = sum(weights)
     if total is None or count != len(weights) or not weight > 0:
         raise ExchangeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -13,7 +12,7 @@ from dilocox.config.codec_spec import parse_spec
 from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.errors import ExchangeError
 from dilocox.outer.aggregation import aggregate
-from dilocox.outer.averaging import average
+from dilocox.outer.averaging import added, divided
 from dilocox.outer.contribution import Contribution
 from dilocox.outer.scoring import examine
 
@@ -80,11 +79,11 @@ class Weighing:
                     self._expected.append(site)
                     weights.append(self._what.weights[site])
                     yield sent
+                del sent
 
-        contributions = good()
-        first = next(contributions, None)
-        if first is not None:
-            self._mean = average(itertools.chain([first], contributions), weights)
+        total, count = added(good())
+        if total is not None:
+            self._mean = divided(total, count, weights)
         return opinions
 
     def settled(self, counted: Sequence[str], shares: Mapping[str, Sequence[int]]) -> Tensor | None:
@@ -96,6 +95,7 @@ class Weighing:
             return None
         if self._mean is not None and list(counted) == self._expected:
             return self._mean
+        self._mean = None
         weights = [self._what.weights[site] for site in counted]
         own = [shares.get(site, ()) for site in counted]
         sent = (self._copy_of(site) for site in counted)
@@ -109,11 +109,8 @@ class Weighing:
         for site in self._senders:
             if site not in self._payloads:
                 continue
-            try:
-                sent = self._decode(self._payloads[site])
-                refuse_unusable(sent, self._what.compressor.name)
-            except ExchangeError as error:
-                log.warning("%s from %s: %s", self._what.key.text, site, error)
+            sent = self._usable(site)
+            if sent is None:
                 opinions[site] = RankOpinion(code="not-finite")
                 continue
             self.held.append(site)
@@ -123,6 +120,18 @@ class Weighing:
             if empty:
                 opinions[site] = RankOpinion(code="zero")
             yield site, sent, empty
+            del sent  # before the next payload is decoded
+
+    def _usable(self, site: str) -> Tensor | None:
+        """Return the decoded contribution of a site; None, with a warning, if it is not finite."""
+        try:
+            sent = self._decode(self._payloads[site])
+            refuse_unusable(sent, self._what.compressor.name)
+        except ExchangeError as error:
+            # The error itself has a reference to the tensor, by its traceback.
+            log.warning("%s from %s: %s", self._what.key.text, site, str(error))
+            return None
+        return sent
 
     def _copy_of(self, site: str) -> Tensor:
         """Decoded contribution of a site, which the caller may overwrite."""

@@ -16,8 +16,8 @@ class Snapshot:
     tick: int
     """Slots since the start of the run."""
     tensors: Mapping[str, torch.Tensor]
-    """Tensors of `FragmentState.agreed`, on the CPU. Empty if the receiver's tensors are equal. They
-    must not be changed: several donors may send the same snapshot at once."""
+    """Tensors of `FragmentState.agreed`, on the CPU. Empty if the receiver's tensors are equal. The
+    tensors must not change: several donors may send the same snapshot at once."""
     codec: str = ""
     """Low-rank codec that the tensor `warm` belongs to; empty without one."""
     landed: int = -1
