@@ -128,6 +128,26 @@ def test_what_was_waited_for_on_the_way_is_not_in_the_first_round() -> None:
     assert followed.outer.status.counts == Counts()
 
 
+def test_after_the_entry_no_published_state_stays() -> None:
+    """The trainer keeps the joining site for the whole run."""
+
+    class Published:
+        """State that was replayed from bundles."""
+
+    followed: Any = Followed(["running"])
+    followed.control.news = news("running")
+    form: Any = lambda *_: None  # noqa: E731
+    published: Any = Published()
+    joining_site = JoiningSite(
+        followed, followed.control, followed.client, ENTRY, form, 1.0, published=published
+    )
+    left = weakref.ref(published)
+    del published
+    assert left() is not None
+    joining_site.catch_up()
+    assert left() is None
+
+
 class Leased(SimpleNamespace):
     """News whose lease goes on by a slot with every look, as far as `most`."""
 

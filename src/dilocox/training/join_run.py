@@ -313,6 +313,9 @@ class JoiningSite:
             self._control.touch()
             self._thread.join(0.05)
             self.adopt()
+        # The caller may keep this object for the whole run. The replayed state is as large as
+        # anchor and momentum, and nothing is fetched any more.
+        self._published = None
         own.outer.reset_to_anchor()
         # Bytes and waits of catching up must not count in this site's first round, because plans
         # are made from a round's counts.
