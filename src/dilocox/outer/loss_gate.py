@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -31,14 +32,27 @@ class Gate:
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
         self._one_at_a_time = threading.Lock()
+        self._copies: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
+        """The newest copy of each anchor, by full name, while a probe has the copy."""
 
     def probe(self, anchors: Mapping[str, Tensor], layout: Layout) -> GateProbe:
         """Return a probe for an exchange of the fragment of `layout`.
 
-        `anchors` (full name to fp32, all of the model) are copied to host memory.
+        `anchors` (full name to fp32, all of the model) are copied to host memory. Probes share the
+        copies of anchors that have not changed between them, so nothing may write to a copy.
         """
-        copies = {name: each.detach().to("cpu", copy=True) for name, each in anchors.items()}
+        copies = {name: self._copy(name, each.detach()) for name, each in anchors.items()}
         return GateProbe(self, copies, layout)
+
+    def _copy(self, name: str, anchor: Tensor) -> Tensor:
+        """Return the newest copy of an anchor, if the copy has the same bits; else a new copy."""
+        newest, here = self._copies.get(name), anchor.cpu()
+        if newest is not None and _same_bits(newest, here):
+            return newest
+        # The copy of a GPU's tensor is new already.
+        copy = here.clone() if anchor.device.type == "cpu" else here
+        self._copies[name] = copy
+        return copy
 
     def again(
         self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], layout: Layout
@@ -61,6 +75,7 @@ class GateProbe:
 
     gate: Gate
     anchors: Mapping[str, Tensor]
+    """All anchors of the model: full name to fp32 on the CPU. Other probes may share tensors."""
     layout: Layout
 
     def tensors(self, anchors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,6 +183,11 @@ def _counted(
 
 def _told(opinion: RankOpinion, gain: float, loss: float) -> RankOpinion:
     return opinion.model_copy(update={"gain": _micro(gain), "loss": max(0, _micro(loss))})
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    """Return True if two fp32 tensors agree bit for bit. Zeros of different sign differ."""
+    return torch.equal(first.view(torch.int32), second.view(torch.int32))
 
 
 def _micro(value: float) -> int:
