@@ -118,6 +118,7 @@ class Outcome:
     payloads: tuple[torch.Tensor, ...] = ()
     """Payloads that a replay needs and this rank has, uint8 each, in host memory: the payloads that
     count, and the basis of a low-rank codec. In exchange `reduce`: the `chunk_index`, and the chunk
-    payloads that passed through this rank."""
+    payloads that passed through this rank. A landing may have less of them
+    (`dilocox.outer.exchanger.for_landing`)."""
     ready: Mark | None = None
     """Event after which the tensors are complete. None if they are complete already."""

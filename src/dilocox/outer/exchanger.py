@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 
 import torch
 
+from dilocox.compression.second_moments import carried
+from dilocox.config.codec_spec import parse_spec
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.fragment_group import FragmentGroup
 from dilocox.outer.in_flight import Pending
@@ -18,6 +21,35 @@ from dilocox.utils import tracing
 
 Submit = Callable[[Contribution], "Future[Outcome]"]
 """Starts an exchange beside training."""
+
+
+def for_landing(given: Contribution, future: Future[Outcome]) -> Future[Outcome]:
+    """Return a future of the outcome of `future`, without what no landing needs of its payloads.
+
+    A landing may come a whole round after its exchange, and would hold the payloads until then. It
+    reads second moments, of which a copy stays in place of each payload that carries them.
+    """
+    codec = given.compressor
+    moments = parse_spec(codec.name).moments
+    landing: Future[Outcome] = Future()
+
+    def ended(future: Future[Outcome]) -> None:
+        error = future.exception()
+        if error is not None:
+            landing.set_exception(error)
+            return
+        outcome = future.result()
+        whole = outcome.payloads if moments else ()
+        left = tuple(carried(payload, codec.geometry).clone() for payload in whole)
+        landing.set_result(replace(outcome, payloads=left))
+
+    future.add_done_callback(ended)
+    return landing
+
+
+def without_payloads(submit: Submit) -> Submit:
+    """Wrap `submit` for a run that keeps no payloads; see `for_landing`."""
+    return lambda given: for_landing(given, submit(given))
 
 
 class Exchanger:

@@ -85,8 +85,9 @@ def check_returns(wait: Callable[[], None]) -> None:
 
 def exchanged(record: RankRecord, key: ExchangeKey, *payloads: bytes) -> None:
     future: Future[Outcome] = Future()
-    assert record.watching(lambda given: future)(contribution(key)) is future
+    landing = record.watching(lambda given: future)(contribution(key))
     future.set_result(outcome(*payloads))
+    assert landing.result(0.0).contributors == ("paris",)
 
 
 def test_payloads_of_outer_steps_are_kept(tmp_path: Path) -> None:
@@ -111,9 +112,11 @@ def test_payloads_are_free_once_they_are_stored(tmp_path: Path) -> None:
         done.set_result(known)
         return done
 
-    record.watching(submit)(contribution(KEY))
+    # The exchange waits for its landing meanwhile.
+    landing = record.watching(submit)(contribution(KEY))
     del known, submit
     assert freed.wait(20.0)
+    assert landing.result(0.0).contributors == ("paris",)
     record.close()
 
 
@@ -131,8 +134,9 @@ def test_a_closed_record_keeps_what_it_has_and_its_thread_ends(tmp_path: Path) -
 def test_an_exchange_that_failed_leaves_nothing(tmp_path: Path) -> None:
     record, _, warnings = rank_record(Store(str(tmp_path)))
     future: Future[Outcome] = Future()
-    record.watching(lambda given: future)(contribution(KEY))
+    landing = record.watching(lambda given: future)(contribution(KEY))
     future.set_exception(RuntimeError("broken"))
+    assert str(landing.exception(0.0)) == "broken"
     record.wait()
     assert list(tmp_path.rglob("*")) == []
     assert warnings == []

@@ -234,7 +234,8 @@ def test_an_exchange_that_ends_while_the_anchor_is_copied_is_kept_in_the_new_win
     author = SigningIdentity("run", RANK, SIGNER)
     record = RankRecord(author, store, Notebook(), lambda _: None, 60.0, windows)
     future: Future[Outcome] = Future()
-    record.watching(lambda _: future)(contribution(ExchangeKey.outer(3, 1, 0)))
+    landing = record.watching(lambda _: future)(contribution(ExchangeKey.outer(3, 1, 0)))
+    assert landing is future, "the next window needs its payloads, too"
 
     def copy() -> AnchorCopy:
         found = AnchorCopy({"anchor/0": torch.ones(128)}, (2,), [future])

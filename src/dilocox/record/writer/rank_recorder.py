@@ -25,6 +25,7 @@ from dilocox.errors import DilocoxError, RecordError
 from dilocox.models.weight_source import fresh_facts
 from dilocox.outer.anchor_state import AnchorCopy
 from dilocox.outer.contribution import Contribution, Outcome
+from dilocox.outer.exchanger import Submit, for_landing
 from dilocox.outer.staging import sha256_of
 from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import Removals, Store
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 
 WAITING = 4
 """Exchanges whose payloads may be queued for the store. When the queue is full, exchanges wait."""
-
-Submit = Callable[[Contribution], "Future[Outcome]"]
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,20 @@ class RankRecord:
         return author.signer.sign(said)
 
     def watching(self, submit: Submit) -> Submit:
-        """Wrap `submit` so that the payloads of each outcome are stored."""
+        """Wrap `submit` so that the payloads of each outcome are stored.
+
+        The returned outcome has payloads only if a window may begin before its landing: a window
+        needs the payloads of exchanges in flight once more (`begin_round`).
+        """
 
         def submitted(given: Contribution) -> Future[Outcome]:
             future = submit(given)
-            if given.key.kind == "outer":
+            outer = given.key.kind == "outer"
+            kept = outer and self._windows is not None
+            landing = future if kept else for_landing(given, future)
+            if outer:
                 future.add_done_callback(partial(self._done, given.key))
-            return future
+            return landing
 
         return submitted
 

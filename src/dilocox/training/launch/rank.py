@@ -32,6 +32,7 @@ from dilocox.errors import (
 from dilocox.inner import SiteModel, available_cores, resolve_device
 from dilocox.inner.flight_recorder import record_collectives
 from dilocox.inner.garbage import Collector, PythonCollects
+from dilocox.outer.exchanger import without_payloads
 from dilocox.outer.first_state import FirstState
 from dilocox.outer.loop import LoopPlace, OuterLoop
 from dilocox.record.writer.rank_recorder import RankRecord
@@ -277,7 +278,7 @@ def _take_part(
         rank.states,
         rank.live,
         LoopPlace(place.site, place.stage, config.site.stages),
-        worker.submit if record is None else record.watching(worker.submit),
+        without_payloads(worker.submit) if record is None else record.watching(worker.submit),
         control.touch,
         hash_beside=rank.mesh.device.type != "cpu",
         admission=admission_of(config, rank, files),
