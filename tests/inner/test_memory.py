@@ -64,20 +64,50 @@ def test_states_in_bytes_per_parameter() -> None:
 
 def test_a_gate_needs_a_model_to_try_in_and_what_it_goes_by() -> None:
     gate = {"aggregation": "clip", "gate": True}
-    for site, admission, on_device, beside in (
-        ({}, {}, 0, 0),
-        ({}, gate, 4, 4),
-        ({"stages": 2}, gate, 0, 1),
+    for site, admission, on_device, beside, copied in (
+        ({}, {}, 0, 0, 0),
+        ({}, gate, 4, 4, 0),
+        ({"stages": 2}, gate, 0, 1, 1),
     ):
         run = config(outer={"method": "dilocox"}, **site)
         run = run.model_copy(update={"admission": run.admission.model_copy(update=dict(admission))})
         assert memory.gate_model_bytes_per_parameter(run) == on_device
         assert memory.gate_probe_bytes_per_parameter(run) == beside
+        assert memory.probe_copy_bytes_per_parameter(run) == copied
+        beside += copied
         # 16 and 16 of the two optimizers, 3 under way, 29 of which a checkpoint is written; beside
         # GPUs staging buffers of a quarter of the model.
         assert memory.host_bytes_per_parameter(run, on_gpu=False) == 35 + 29 + on_device + beside
         assert memory.gpu_bytes(run, 1000, 0) == 1000 * (16 + on_device)
         assert memory.host_bytes_per_parameter(run, on_gpu=True) == 19 + 29 + 2 + beside
+
+
+@pytest.mark.parametrize("device", ["cpu", "model"])
+def test_many_contributions_that_are_compared_may_take_more_than_a_checkpoint(device: str) -> None:
+    """Only those of the sites without which no exchange is decided are certain."""
+    raw: dict[str, Any] = {
+        "model": {"path": "x"},
+        "outer": {"method": "diloco", "fragments": 1, "min_sites": 12, "device": device},
+        "admission": {"aggregation": "clip"},
+        "sites": {f"s{number}": {} for number in range(16)},
+    }
+    compared = resolve_run(raw)
+    plain = resolve_run({**raw, "admission": {}})
+    few = resolve_run({**raw, "outer": {**raw["outer"], "min_sites": 1}})
+    assert memory.decoded_bytes_per_parameter(plain, 16) == 4
+    assert memory.decoded_bytes_per_parameter(compared, 16, 4) == 16
+
+    def needed(run: RunConfig, on_gpu: bool) -> float:
+        return memory.host_bytes_per_parameter(run, on_gpu)
+
+    # A checkpoint: 12 and 12 of which it is written, without a delay; else 12 contributions and
+    # the site's own.
+    copies = needed(plain, on_gpu=False) - 16 - 12
+    assert copies < 4 * 13
+    assert needed(compared, on_gpu=False) == 16 + 12 + 4 * 13
+    assert needed(few, on_gpu=False) == needed(plain, on_gpu=False)
+    more = needed(compared, on_gpu=True) - needed(plain, on_gpu=True)
+    assert more == (4 * 13 - copies if device == "cpu" else 0)
 
 
 def test_the_outer_state_is_as_large_as_said() -> None:

@@ -14,6 +14,11 @@ import torch
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.inner import computes_head_with_loss, head_loss_bytes, loss_bytes
+from dilocox.inner.judging_memory import (
+    decoded_bytes_per_parameter,
+    gate_probe_bytes_per_parameter,
+    probe_copy_bytes_per_parameter,
+)
 from dilocox.inner.preference import pair_loss_bytes
 from dilocox.models import ChunkSpec
 from dilocox.utils.cache_blocks import ON_DEVICE
@@ -123,23 +128,21 @@ def window_copy_bytes_per_parameter(config: RunConfig) -> int:
     return 4 + MOMENTUM_BYTES[config.outer.momentum_dtype]
 
 
+def donated_bytes_per_parameter(config: RunConfig) -> int:
+    """Return the bytes of the copy that a donor sends to sites that enter a run of several sites.
+
+    The copy has anchor and outer momentum, in the machine's memory. All sites that enter at once
+    share it.
+    """
+    return window_copy_bytes_per_parameter(config) if len(config.sites) > 1 else 0
+
+
 def gate_model_bytes_per_parameter(config: RunConfig) -> int:
     """Return the bytes of the second model, fp32, in which a gate tries contributions.
 
     Only the single rank of a site has it.
     """
     return 4 * (config.admission.gate and config.site.ranks == 1)
-
-
-def gate_probe_bytes_per_parameter(config: RunConfig) -> float:
-    """Return the bytes that a gate keeps of one boundary in the machine's memory, fp32.
-
-    At the single rank of a site these are the anchors of the whole model. With several ranks they
-    are the gradients of a fragment.
-    """
-    if not config.admission.gate:
-        return 0
-    return 4 if config.site.ranks == 1 else 4 / config.outer.fragments
 
 
 def activation_bytes(
@@ -394,17 +397,26 @@ def ranks_on(gpu: int, gpus: int, ranks_here: int) -> int:
 def host_bytes_per_parameter(config: RunConfig, on_gpu: bool, windows: bool = False) -> float:
     """Return the least bytes per parameter that a site's ranks hold in the machine's memory.
 
-    The peak is while a checkpoint, and a state for the record, are written. `on_gpu`: the ranks
-    train on GPUs. `windows`: `record.keep` limits the record.
+    The peak is while a checkpoint, and a state for the record, are written; or while an exchange
+    holds the decoded contributions of several sites. Payloads are not counted, because their size
+    is not certain; nor is the copy of a donor, which is gone by then. `on_gpu`: the ranks train on
+    GPUs. `windows`: `record.keep` limits the record.
     """
     outer, under_way = outer_bytes_per_parameter(config), under_way_bytes_per_parameter(config)
+    judged = 0.0
+    if config.admission.examines:
+        # Beside its own contribution, at least those of the sites without which no exchange is
+        # decided.
+        judged = 4 / config.outer.fragments
+        judged += decoded_bytes_per_parameter(config, config.outer.min_sites)
     if on_gpu and config.outer.device == "model":
-        outer, under_way = 0, 0.0
+        outer, under_way, judged = 0, 0.0, 0.0
     copies = snapshot_bytes_per_parameter(config) + record_copy_bytes_per_parameter(config)
+    copies += probe_copy_bytes_per_parameter(config)
     # Without a delay no exchange is in flight at the end of a round, when checkpoints begin.
     copies = under_way + copies if config.outer.delay else max(under_way, copies)
     copies += window_copy_bytes_per_parameter(config) if windows else 0
-    beside = outer + copies + gate_probe_bytes_per_parameter(config)
+    beside = outer + max(copies, judged) + gate_probe_bytes_per_parameter(config)
     if on_gpu:
         return beside + staging_bytes_per_parameter(config)
     site, whole = config.site, 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.support.planned_runs import ARCHITECTURE, EMBEDDING, LAYER, device, run
 
+from dilocox.config.codec_spec import parse_spec
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.choice import as_the_run_file_says
 from dilocox.tools.planner.activations import Kept
@@ -46,8 +47,9 @@ def test_one_rank_by_hand() -> None:
     assert found.snapshot == (4 + 8 + 16 + 4 / 4) * whole
     assert found.staging == 2 * 4 / 4 * whole
     assert found.record_copy == found.published == found.gathered == 0
-    # At the end of a run all four quarters are exchanged at once.
-    assert found.flush == 12 * 3 / 4 * whole
+    # At the end of a run all four quarters are exchanged at once, in eight bits. Two of them run.
+    last = (12 + 2 * (4 + 2 * 1.02) / 4) * whole
+    assert found.under_way + found.flush == pytest.approx(last, abs=1)
     assert found.host == (
         found.outer + found.under_way + found.flush + found.snapshot + found.staging
     )
@@ -68,12 +70,19 @@ def test_optimizers_and_where_the_outer_state_is() -> None:
     # comes when gradients and activations are gone, which are more.
     assert inside.exchanges == round((12 + 4 + 2 * 0.52) / 4 * whole)
     assert inside.device == 18 * whole + 4 * L + H + 16 * whole + inside.exchanges
-    assert inside.under_way == round(2 * 0.52 / 4 * whole)
-    # The anchor comes from the GPU to be published, where exchanges have ended.
-    assert inside.published == 4 * whole
-    assert inside.host == inside.snapshot + inside.staging + inside.published
+    # The last exchanges have the largest payloads: two of a quarter each, in eight bits.
+    assert inside.under_way == round(2 * 2 * 1.02 / 4 * whole)
+    # The values of the last exchanges are less than gradients and activations.
+    assert inside.flush == round((12 * 3 / 4 + 4 / 4) * whole)
+    # The anchor comes from the GPU to be published, where exchanges have ended. The copy of anchor
+    # and momentum for a site that enters is larger, and comes before there are any.
+    assert (inside.published, inside.donated) == (4 * whole, 8 * whole)
+    assert inside.host == inside.snapshot + inside.staging + inside.donated
     (narrow,) = of(run(outer={"device": "model", "momentum_dtype": "bf16"}))
     assert inside.device - narrow.device == 2 * whole
+    assert narrow.donated == 6 * whole
+    (alone,) = of(run(sites={"lyon": {}}))
+    assert alone.donated == 0
     (dense,) = of(run(outer={"method": "diloco"}))
     # No residual, but all of the model at once, as it is.
     assert dense.outer == (12 + 8) * whole
@@ -114,7 +123,9 @@ def test_a_bounded_record_copies_the_anchor(dtype: str, start: int) -> None:
     )
     assert plain.window_copy == 0
     assert bounded.window_copy == start * plain.parameters
-    assert bounded.host - plain.host == bounded.window_copy
+    # Payloads wait for their landing, too: of the flush, two quarters beside those that run.
+    held = 2 * 2 * 1.02 / 4 * plain.parameters
+    assert bounded.host - plain.host - bounded.window_copy == pytest.approx(held, abs=1)
     place = GpuPlacement(device(shared=True), 1, 1)
     (plain,), (bounded,) = (
         of(run(outer=outer, record=record), place) for record in ({}, {"keep": 20})
@@ -259,10 +270,85 @@ def test_the_later_it_lands_the_more_is_under_way() -> None:
     outline, place = ModelOutline.of(config), GpuPlacement(device(), 8, 1)
     rounds = as_the_run_file_says(config)
     assert (rounds.fragments, rounds.slots) == (4, 20)
-    for delay, waiting in ((1, 1), (5, 1), (6, 2), (20, 4)):
+    # Two exchanges run at most, and have two sites' payloads and one site's values each.
+    for delay, waiting, running in ((1, 1, 1), (5, 1, 1), (6, 2, 2), (20, 4, 2)):
         (found,) = footprints(config, outline, place, EACH, replace(rounds, delay=delay))
-        bytes_each = 12 * waiting / 4 + (4 + 2 * 0.52) / 4
+        bytes_each = 12 * waiting / 4 + running * (4 + 2 * 0.52) / 4
         assert found.under_way == round(bytes_each * found.parameters)
+
+
+EIGHT = {f"s{number}": {} for number in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("sections", "payloads", "last"),
+    [
+        # One site's payload of a quarter takes `width` / 4. Eight are held while an exchange runs.
+        ({}, 2 * 8 * 0.52 / 4, 2 * 8 * 1.02 / 4),
+        # A window of the record needs the payloads of all exchanges in flight.
+        ({"record": {"keep": 20}}, 4 * 8 * 0.52 / 4, 4 * 8 * 1.02 / 4),
+        # A landing of a low-rank codec needs them, too. The codec stays in the flush.
+        ({"compression": {"codec": "lowrank:8"}}, 4 * 8, 4 * 8),
+        # All chunks of a site, seven others of an eighth, and all means while an exchange runs.
+        ({"outer": {"exchange": "reduce"}}, 2 * (3 - 1 / 8) * 0.52 / 4, 2 * (3 - 1 / 8) * 1.02 / 4),
+        (
+            {"outer": {"exchange": "reduce"}, "record": {"keep": 20}},
+            (2 * (3 - 1 / 8) + 2 * (2 - 1 / 8)) * 0.52 / 4,
+            (2 * (3 - 1 / 8) + 2 * (2 - 1 / 8)) * 1.02 / 4,
+        ),
+    ],
+)
+def test_payloads_of_exchanges_that_wait_count_where_they_are_held(
+    sections: dict[str, Any], payloads: float, last: float
+) -> None:
+    config = run(sites=EIGHT, **sections)
+    if "compression" in sections:
+        width = parse_spec("lowrank:8").record.bytes_per_value / 4
+        payloads, last = payloads * width, last * width
+    whole_round = replace(as_the_run_file_says(config), delay=20)
+    place = GpuPlacement(device(shared=True), 1, 1)
+    (found,) = footprints(config, ModelOutline.of(config), place, EACH, whole_round)
+    values = 12 + 2 * 4 / 4
+    assert found.under_way == round((values + payloads) * found.parameters)
+    assert found.under_way + found.flush == pytest.approx((values + last) * found.parameters, abs=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gate_keeps_anchors_or_gradients_of_what_is_in_flight(ranks: int) -> None:
+    site = {"stages": ranks, "batch_size": 8}
+    place = GpuPlacement(device(shared=True), 1, 1)
+    gate = {"aggregation": "clip", "gate": True}
+
+    def at(delay: int, **admission: Any) -> Footprint:
+        config = run(sites=EIGHT, site=site, admission=admission)
+        rounds = replace(as_the_run_file_says(config), delay=delay)
+        return footprints(config, ModelOutline.of(config), place, EACH, rounds)[-1]
+
+    for delay, waiting in ((5, 1), (20, 4)):
+        plain, judged = at(delay), at(delay, **gate)
+        parameters = plain.parameters
+        # Of each exchange that runs, all eight sites' contributions are decoded before the vote.
+        decoded = min(2, waiting) * 7 * 4 / 4
+        # Exchanges share anchors but those that landed between their boundaries.
+        kept, copied = 4 * (1 + (waiting - 1) / 4), 4 * waiting * (waiting - 1) / 2 / 4
+        if ranks == 2:
+            kept = copied = 4 * waiting / 4
+        # Payloads of a gated run carry no second moments, but their size counts the same.
+        assert judged.under_way - plain.under_way == pytest.approx(
+            (decoded + kept) * parameters, abs=2
+        )
+        assert judged.snapshot - plain.snapshot == pytest.approx(copied * parameters, abs=2)
+        # In the flush all fragments begin at the same anchors.
+        last = (2 * 7 * 4 / 4 + 4) * parameters
+        plain_last, judged_last = (each.under_way + each.flush for each in (plain, judged))
+        assert judged_last == pytest.approx(max(plain_last + last, judged.under_way), abs=2)
+
+
+def test_the_copy_for_the_record_has_no_probes() -> None:
+    gate = {"aggregation": "clip", "gate": True}
+    config = run(site={"stages": 2, "batch_size": 8}, admission=gate, record={"states_every": 2})
+    found = of(config)[-1]
+    assert found.snapshot - found.record_copy == found.parameters
 
 
 def test_layers_of_different_sizes_leave_embedding_and_head_outside() -> None:

@@ -11,6 +11,13 @@ from dilocox.config.codec_spec import parse_spec
 from dilocox.config.run_config import RunConfig
 from dilocox.config.site import ZERO_BUBBLE
 from dilocox.coordinator.controller.choice import Choice, as_the_run_file_says
+from dilocox.coordinator.protocol.round_plan import AT_ONCE
+from dilocox.coordinator.server.plan_builder import FLUSH_CODEC
+from dilocox.inner.judging_memory import (
+    decoded_bytes_per_parameter,
+    gate_probe_bytes_per_parameter,
+    probe_copy_bytes_per_parameter,
+)
 from dilocox.inner.memory import (
     CAST,
     EVALUATION,
@@ -18,8 +25,8 @@ from dilocox.inner.memory import (
     STAGING,
     STAGINGS,
     UNDER_WAY,
+    donated_bytes_per_parameter,
     gate_model_bytes_per_parameter,
-    gate_probe_bytes_per_parameter,
     holds_whole_logits,
     inner_bytes_per_parameter,
     landing_on_gpu,
@@ -76,7 +83,7 @@ class Footprint:
     """Needs of a landing on the GPU in addition to the outer state and `exchanges`."""
     under_way: int
     """Exchanges in flight in the machine's memory. If their values stay on the GPU, only their
-    payloads."""
+    payloads and what a gate keeps of their boundaries, the flush included."""
     flush: int
     """Needs of the flush of all fragments, at the end of a run, in addition to `exchanges` or
     `under_way`."""
@@ -90,6 +97,9 @@ class Footprint:
     """Pinned buffers in the machine's memory, which all copies of a GPU pass through."""
     published: int
     """The stage's whole anchor, in the machine's memory, at the stage's first shard only."""
+    donated: int
+    """Copy of anchor and outer momentum for sites that enter at the start, in the machine's memory.
+    No exchange is in flight then."""
     shared: bool
     """Whether the device is the machine's memory."""
 
@@ -100,7 +110,7 @@ class Footprint:
         step = self.gradients + self.copies - self.lasting + self.activations
         landing = self.landing + (self.flush if self.outer_on_device else 0)
         gathered = self.gathered + (self.published if self.shared else 0)
-        return max(step, self.evaluation, landing, gathered)
+        return max(step, self.evaluation, landing, gathered, self.donated if self.shared else 0)
 
     @property
     def device(self) -> int:
@@ -130,10 +140,11 @@ class Footprint:
 
     @property
     def host_exchanges(self) -> int:
-        """Bytes of host memory of exchanges at the end of a run, where they need most."""
+        """Bytes of host memory of exchanges at the end of a run, where they need most; or of the
+        copy for sites that enter, before there are exchanges."""
         if self.shared:
             return 0
-        return self.under_way + (0 if self.outer_on_device else self.flush)
+        return max(self.under_way + (0 if self.outer_on_device else self.flush), self.donated)
 
     @property
     def host(self) -> int:
@@ -162,10 +173,11 @@ def footprints(
     site = config.site
     rounds = rounds or as_the_run_file_says(config)
     shared, fragments = place.device.shared, config.outer.fragments
-    there = _exchanged(config, rounds, shared)
+    windows = has_windows(config, outline.parameters)
+    there, waiting = _exchanged(config, rounds, shared, windows), _waiting(rounds)
     in_memory = shared or config.outer.device == "cpu"
     once = reduces_once(config, outline, place.device)
-    windows = has_windows(config, outline.parameters)
+    probes = probe_copy_bytes_per_parameter(config, waiting, rounds.fragments)
     of_frozen = outline.stage_frozen_bytes(_width(config))
     packed = outline.stage_packed_bytes
     found = []
@@ -175,7 +187,7 @@ def footprints(
         layers = sum(chunk.end_layer - chunk.first_layer for chunk in chunks)
         gradients, copies, lasting = _stepped(config, outline, stage, once)
         optimizer = -(-_moments(config, outline, stage) // site.shards)
-        copied = snapshot_bytes_per_parameter(config, there.waiting)
+        copied = snapshot_bytes_per_parameter(config, waiting / rounds.fragments)
         # With Muon, the bytes of moments per parameter differ between tensors.
         copied = (copied - inner_bytes_per_parameter(config) + 8) * own + optimizer
         whole = site.shards > 1 or not in_memory
@@ -199,11 +211,12 @@ def footprints(
                 landing=0 if in_memory else round(landing_on_gpu(config, own / fragments)),
                 under_way=round(there.in_memory * own),
                 flush=round(there.flush * own),
-                snapshot=round(copied),
+                snapshot=round(copied + probes * own),
                 record_copy=round(copied) if record_copy_bytes_per_parameter(config) else 0,
                 window_copy=window_copy_bytes_per_parameter(config) * own if windows else 0,
                 staging=0 if shared else round(STAGING * STAGINGS * own / fragments),
                 published=(4 * own if shared else 4 * parameters) if whole else 0,
+                donated=donated_bytes_per_parameter(config) * own,
                 shared=shared,
             )
         )
@@ -278,42 +291,77 @@ def _width(config: RunConfig) -> int:
     return 4 if config.site.precision == "fp32" else 2
 
 
-def _waiting(rounds: Choice) -> float:
-    """Return the largest share of fragments that are between boundary and landing at once."""
+def _waiting(rounds: Choice) -> int:
+    """Return the largest number of fragments that are between boundary and landing at once."""
     number = -(-rounds.delay * rounds.fragments // rounds.slots)
-    return min(max(1, number), rounds.fragments) / rounds.fragments
+    return min(max(1, number), rounds.fragments)
 
 
 @dataclass(frozen=True)
 class _Exchanged:
     """Bytes per parameter of a rank for the outer state and exchanges, by where they lie."""
 
-    waiting: float
-    """Share of the fragments between boundary and landing."""
     outer: float
     on_gpu: float
     in_memory: float
     flush: float
 
 
-def _exchanged(config: RunConfig, rounds: Choice, shared: bool) -> _Exchanged:
+def _exchanged(config: RunConfig, rounds: Choice, shared: bool, windows: bool) -> _Exchanged:
     """Return the bytes per parameter of outer state, exchanges and landings.
 
     `shared`: training runs on processors. Counted for exchanges: the values of fragments that wait
-    for their landing; and, for the exchange that is being decoded, all payloads and the values of
-    one site. Values lie where the outer state is; payloads pass through the machine's memory.
+    for their landing; the decoded values of exchanges that are not decided; and payloads. Values
+    lie where the outer state is; payloads pass through the machine's memory. `windows`: payloads
+    are recorded in windows.
     """
-    waiting, pieces = _waiting(rounds), config.outer.fragments
-    width = parse_spec(rounds.codec).record.bytes_per_value
-    count = len(config.sites) if config.outer.exchange == "gather" else 2
-    payloads = count * width / rounds.fragments
-    values = UNDER_WAY * waiting + 4 / rounds.fragments + payloads
-    probes = gate_probe_bytes_per_parameter(config)
+    waiting, fragments, pieces = _waiting(rounds), rounds.fragments, config.outer.fragments
+    values, payloads = _in_flight(config, rounds.codec, waiting, fragments, windows)
+    probes = gate_probe_bytes_per_parameter(config, waiting, fragments)
     outer = float(outer_bytes_per_parameter(config))
-    flush = 0.0 if config.exchanges_gradients else UNDER_WAY * (1 - waiting)
+    last_values = last_payloads = last_probes = 0.0
+    if not config.exchanges_gradients:
+        codec = rounds.codec if parse_spec(rounds.codec).record.sparse else FLUSH_CODEC
+        last_values, last_payloads = _in_flight(config, codec, pieces, pieces, windows)
+        # All fragments begin before one lands, so the anchors of all are the same.
+        last_probes = 4.0 if config.admission.gate else 0.0
     if shared or config.outer.device == "cpu":
-        return _Exchanged(waiting, outer + LANDING / pieces, 0.0, values + probes, flush)
-    return _Exchanged(waiting, outer, values, payloads + probes, flush)
+        in_memory = values + payloads + probes
+        flush = max(0.0, last_values + last_payloads + last_probes - in_memory)
+        return _Exchanged(outer + LANDING / pieces, 0.0, in_memory, flush)
+    count = len(config.sites) if config.outer.exchange == "gather" else 2
+    decoding = count * parse_spec(rounds.codec).record.bytes_per_value / fragments
+    in_memory = max(payloads + probes, last_payloads + last_probes)
+    flush = max(0.0, last_values - values)
+    return _Exchanged(outer, values + decoding, in_memory, flush)
+
+
+def _in_flight(
+    config: RunConfig, codec: str, number: int, fragments: int, windows: bool
+) -> tuple[float, float]:
+    """Return the bytes per parameter of the values and of the payloads of exchanges in flight.
+
+    Args:
+        config: The run.
+        codec: Codec of the payloads.
+        number: Number of the exchanges. At most `AT_ONCE` of them run; all others wait for their
+            landing, or for their turn.
+        fragments: Fragments into which a round divides the parameters.
+        windows: Payloads are recorded in windows.
+    """
+    running, sites, record = min(AT_ONCE, number), len(config.sites), parse_spec(codec).record
+    during = after = float(sites)
+    if config.outer.exchange == "reduce":
+        # All chunks of this site, the others' of one chunk and, during the exchange, all means.
+        after = 2 - 1 / sites
+        during = after + 1
+    # A window that begins needs the payloads of exchanges in flight, and the landing of a low-rank
+    # codec computes with them. All others are freed after the exchange.
+    held = not config.exchanges_gradients and (windows or record.agrees_first)
+    count = running * during + (number - running) * after * held
+    values = UNDER_WAY * number / fragments
+    values += running * decoded_bytes_per_parameter(config, sites, fragments)
+    return values, count * record.bytes_per_value / fragments
 
 
 def _moments(config: RunConfig, outline: ModelOutline, stage: int) -> int:

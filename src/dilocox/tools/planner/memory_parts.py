@@ -40,6 +40,7 @@ def parts(each: Footprint, reserved: int) -> list[Part]:
         Part("or: more exchanges at the end of the run", *_at(each.flush, outer_here)),
         Part("or: largest tensor, gathered", each.gathered),
         Part("or: whole stage to be published, first shard", *_at(each.published, shared)),
+        Part("or: copy for sites that enter at the start", *_at(each.donated, shared)),
         Part("copy that a checkpoint is written from", *_at(each.snapshot, shared)),
         Part("copy of a state for the record", *_at(each.record_copy, shared)),
         Part("copy of the anchor for the record", *_at(each.window_copy, shared)),
