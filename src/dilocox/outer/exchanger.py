@@ -34,14 +34,14 @@ def for_landing(given: Contribution, future: Future[Outcome]) -> Future[Outcome]
     landing: Future[Outcome] = Future()
 
     def ended(future: Future[Outcome]) -> None:
-        error = future.exception()
-        if error is not None:
+        # An error must reach the landing, which waits for `landing` alone.
+        try:
+            outcome = future.result()
+            whole = outcome.payloads if moments else ()
+            left = tuple(carried(payload, codec.geometry).clone() for payload in whole)
+            landing.set_result(replace(outcome, payloads=left))
+        except BaseException as error:
             landing.set_exception(error)
-            return
-        outcome = future.result()
-        whole = outcome.payloads if moments else ()
-        left = tuple(carried(payload, codec.geometry).clone() for payload in whole)
-        landing.set_result(replace(outcome, payloads=left))
 
     future.add_done_callback(ended)
     return landing
