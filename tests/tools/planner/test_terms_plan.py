@@ -63,6 +63,26 @@ def test_an_owner_of_the_same_gpus_has_an_equal_share_of_tokens_and_pay() -> Non
     assert plan.coins_per_hour * plan.seconds / 3600 == pytest.approx(plan.coins)
 
 
+def test_a_fast_owner_is_promised_no_tokens_that_slower_sites_never_train() -> None:
+    """The run file counts the steps of the faster site; the other site takes fewer."""
+    raw = raw_run()
+    raw["control"] = {"adapt": "off", "steps": "by-speed"}
+    # Exchanges are short beside steps, so that the speed of the GPUs decides.
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 512}
+    raw["model"]["architecture"] |= large
+    raw["data"]["sequence_length"] = 512
+    terms = write_terms(resolve_run(raw), "rtx3090:2", "999gbit", FABRIC, 1, 60)
+    place, fast = TABLE.place("h100-80g:2"), TABLE.link("999gbit", rtt=0.0)
+    plan = plan_site(TermsFile(terms, "0" * 64), place, fast, FABRIC, TABLE)
+    course = plan.core.prediction.course
+    assert course.steps_of(plan.own) > 1.2 * course.steps_of(0)
+    trained = 400 * 8 * 512  # steps, sequences and tokens of the faster site
+    assert plan.coins == pytest.approx(trained / 1e6 * 2000e-9, rel=0.01)
+    every = plan.core.prediction.tokens_per_second * plan.seconds
+    assert every == pytest.approx(trained / plan.share, rel=0.01)
+    assert every < 0.95 * terms.offer.tokens
+
+
 def test_faster_gpus_and_a_slower_link_change_the_owners_site_alone() -> None:
     usual, fast = planned(), planned("h100-80g:2x1", "50mbit")
     assert fast.slow_link

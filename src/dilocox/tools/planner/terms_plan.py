@@ -50,8 +50,14 @@ class SitePlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole run."""
-        return self.terms.terms.offer.tokens / self.core.prediction.tokens_per_second
+        """Seconds of the whole run.
+
+        The terms offer tokens for equal sites. If sites take steps by their speed, slower sites
+        take fewer, and the run ends with fewer tokens.
+        """
+        prediction = self.core.prediction
+        tokens = self.core.config.total_steps * prediction.course.tokens_per_step
+        return tokens / prediction.tokens_per_second
 
     @property
     def coins_per_hour(self) -> float:
