@@ -154,7 +154,7 @@ def test_the_machine_that_holds_what_gpus_do_not() -> None:
     assert first.gathered == 4 * EMBEDDING
     assert first.published == 4 * first.parameters
     assert last.parameters > first.parameters
-    found = host_memory(stages, [GpuPlacement(device(), 4, 1)], config)
+    found = host_memory([(GpuPlacement(device(), 4, 1), stages)], config)
     assert found is not None
     assert (found.ranks, found.available) == (4, None)
     exchanges = last.under_way + last.flush
@@ -163,7 +163,7 @@ def test_the_machine_that_holds_what_gpus_do_not() -> None:
     assert machine_bytes(stages, 3, 2) == 3 * last.host_lasting + max(
         3 * exchanges, 2 * last.published
     )
-    assert host_memory(stages, [GpuPlacement(device(shared=True), 1, 1)], config) is None
+    assert host_memory([(GpuPlacement(device(shared=True), 1, 1), stages)], config) is None
 
 
 def test_shards_in_a_pipeline_gather_parameters_and_sum_whole_gradients() -> None:

@@ -291,6 +291,22 @@ def test_memory_is_that_of_the_fullest_site_of_all() -> None:
         assert found.available == enough + 1
 
 
+def test_host_memory_is_that_of_gpus_although_processors_are_fuller() -> None:
+    """Processors have nothing in host memory, and are the fullest device of the run."""
+    gpus = GpuPlacement(device(memory=10**12), 2, 1)
+    processors = GpuPlacement(device(memory=10**7, shared=True), 1, 1)
+    config = run(outer={"steps": 10**6})
+    alone, *mixed = (
+        plan_run(config, places, [link(1e12)] * 2, 1e10, methods=())
+        for places in ([gpus, gpus], [gpus, processors], [processors, gpus])
+    )
+    assert alone.host is not None
+    assert alone.host.needed > 0
+    for found in mixed:
+        assert found.fullest == processors
+        assert found.host == alone.host
+
+
 def test_precision_auto_is_what_each_site_multiplies_natively() -> None:
     """Older GPUs compute in fp32: slower, without casts, with wider activations."""
     older = GpuPlacement(device(multiplies_bf16=False), 4, 1)

@@ -146,10 +146,10 @@ def test_further_replicas_exchange_nothing() -> None:
     assert needed(ranks, place, config) == first + 3 * others
     assert others < first
     # Beside GPUs the first replica's ranks alone have state: those of a node, not of all.
-    host = host_memory(of(config), [GpuPlacement(device(), 8, 1)], config)
+    host = host_memory([(GpuPlacement(device(), 8, 1), of(config))], config)
     assert host is not None
     assert host.ranks == 2
-    host = host_memory(of(config), [GpuPlacement(device(), 1, 8)], config)
+    host = host_memory([(GpuPlacement(device(), 1, 8), of(config))], config)
     assert host is not None
     assert host.ranks == 1
 

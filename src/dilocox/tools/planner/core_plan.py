@@ -63,6 +63,22 @@ class CorePlan:
         return other.fits_devices and (other.fits_hosts or not self.fits_hosts)
 
 
+@dataclass(frozen=True)
+class FilledDevice:
+    """Memory need of a run at one placement."""
+
+    place: GpuPlacement
+    footprints: list[Footprint]
+    """By stage."""
+    needed: int
+    """Bytes that the placement's fullest device needs."""
+
+    @property
+    def share(self) -> float:
+        """Share of the device's memory in use; above 1 if the run does not fit."""
+        return self.needed / max(1, self.place.device.memory)
+
+
 Planned = Callable[[Mapping[str, Any], ModelOutline | None], CorePlan]
 """Plans the run with changed keys. The second argument is an outline with the model's new cut, or
 None. Raises `DilocoxError` if the run file does not allow the change."""
@@ -108,17 +124,18 @@ class Cluster:
         if config.total_steps != guessed:
             prediction = self.predict(config, outline)
         progress("memory")
-        fullest, stages, bytes_ = fullest_of(largest, outline, self.places, prediction.choice)
+        filled = filled_devices(largest, outline, self.places, prediction.choice)
+        fullest = max(filled, key=lambda each: each.share)
         slowest = prediction.course.slowest
         site = at_site(config, list(config.sites)[slowest])
         return CorePlan(
             config=config,
             outline=outline,
             prediction=prediction,
-            fullest=fullest,
-            footprints=stages,
-            needed=bytes_,
-            host=host_memory(stages, self.places, largest),
+            fullest=fullest.place,
+            footprints=fullest.footprints,
+            needed=fullest.needed,
+            host=host_memory([(each.place, each.footprints) for each in filled], largest),
             step=step_time(site, outline, self.places[slowest], self.fabric),
         )
 
@@ -147,17 +164,15 @@ def as_long_as(config: RunConfig, tokens: float, per_step: float) -> RunConfig:
     return changed(config, {"outer.rounds": None, "outer.steps": steps})
 
 
-def fullest_of(
+def filled_devices(
     config: RunConfig, outline: ModelOutline, places: Sequence[GpuPlacement], rounds: Choice
-) -> tuple[GpuPlacement, list[Footprint], int]:
-    """Return the placement with the highest share of device memory in use.
-
-    The other two values are its footprints by stage and the bytes that its fullest device needs.
-    """
-    found: list[tuple[GpuPlacement, list[Footprint], int]] = []
+) -> list[FilledDevice]:
+    """Return the memory need of the run at each of `places`; equal placements come once."""
+    found: list[FilledDevice] = []
     for place in places:
-        if all(place != known for known, *_ in found):
-            there = on_device(config, place.device)
-            stages = footprints(there, outline, place, counted(there, outline), rounds)
-            found.append((place, stages, needed(stages, place, there)))
-    return max(found, key=lambda item: item[2] / max(1, item[0].device.memory))
+        if any(place == known.place for known in found):
+            continue
+        there = on_device(config, place.device)
+        stages = footprints(there, outline, place, counted(there, outline), rounds)
+        found.append(FilledDevice(place, stages, needed(stages, place, there)))
+    return found

@@ -30,16 +30,21 @@ class HostMemory:
 
 
 def host_memory(
-    stages: Sequence[Footprint], places: Sequence[GpuPlacement], config: RunConfig
+    machines: Sequence[tuple[GpuPlacement, Sequence[Footprint]]], config: RunConfig
 ) -> HostMemory | None:
     """Return the machine whose memory is filled most by its ranks.
 
     All ranks of a machine are taken as large as the largest rank. Among machines of unknown size
     it is the machine with the largest need. None if no site has GPUs: the device is then the
     machine's memory itself.
+
+    Args:
+        machines: Placements, each with its own footprints by stage. Footprints of a site without
+            GPUs have nothing in host memory.
+        config: The run.
     """
     found = []
-    for place in places:
+    for place, stages in machines:
         if not place.device.shared:
             ranks = min(place.per_node, config.site.exchanging_ranks)
             needed = machine_bytes(stages, ranks, config.site.shards)

@@ -9,7 +9,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.config.terms import Deposit, Need, Terms, TermsFile, agreed_keys, offer_of
 from dilocox.errors import ConfigError
 from dilocox.inner.memory import GIB
-from dilocox.tools.planner.core_plan import Cluster, CorePlan, fullest_of
+from dilocox.tools.planner.core_plan import Cluster, CorePlan, filled_devices
 from dilocox.tools.planner.hardware_table import GpuPlacement, HardwareTable, Link
 from dilocox.tools.planner.host_memory import HostMemory, host_memory
 from dilocox.tools.planner.model_outline import ModelOutline
@@ -184,9 +184,9 @@ def plan_site(
     cluster = Cluster([*[usual] * others, place], [*[least] * others, link], fabric)
     slow = min(link.up, link.down) < min(least.up, least.down)
     core = cluster.plan(config)
-    _, stages, needed = fullest_of(config, core.outline, [place], core.prediction.choice)
-    host = host_memory(stages, [place], config)
-    return SitePlan(file, place, link, core, others, needed, host, slow)
+    (own,) = filled_devices(config, core.outline, [place], core.prediction.choice)
+    host = host_memory([(place, own.footprints)], config)
+    return SitePlan(file, place, link, core, others, own.needed, host, slow)
 
 
 def as_json(plan: SitePlan) -> dict[str, Any]:
