@@ -77,11 +77,24 @@ def test_a_pipeline_fills_once_by_hand() -> None:
     assert found.compute == pytest.approx(8 * last)
     # The others pass the first micro-batch on, and take the last one back.
     assert found.bubble == pytest.approx(3 * middle)
-    # fp32 hidden states of 16 tokens, from stage to stage, both ways, on every one's way.
-    hop = 16 * 32 * 4 / 1e10
+    # bf16 hidden states of 16 tokens, from stage to stage, both ways, on every one's way.
+    hop = 16 * 32 * 2 / 1e10
     assert found.traffic == pytest.approx(2 * hop * (4 + 7))
     across = timing.step_time(config, outline, GpuPlacement(device(), 2, 2), 1e6)
     assert across.traffic == pytest.approx(found.traffic * 1e10 / 1e6)
+
+
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 2), ("fp32", 4)])
+@pytest.mark.parametrize("parts", [{}, {"shards": 2}, {"replicas": 2}])
+def test_hidden_states_have_the_compute_dtype(
+    precision: str, width: int, parts: dict[str, int]
+) -> None:
+    config = run(
+        site={"stages": 2, "batch_size": 8, "micro_batch_size": 1, "precision": precision, **parts}
+    )
+    place = GpuPlacement(device(), 4, 1)
+    found = timing.hop_seconds(config, ModelOutline.of(config), place, 1e10, 16)
+    assert found == pytest.approx(16 * 32 * width / 1e10)
 
 
 def test_fsdp_traffic_by_hand() -> None:

@@ -148,8 +148,9 @@ def hop_seconds(
     site = config.site
     if site.stages == 1:
         return 0.0
-    bf16 = site.precision != "fp32" and site.parts > 1
-    size = tokens * int(outline.hf_config.hidden_size) * (2 if bf16 else 4)
+    # Values between stages have the compute dtype, with and without shards.
+    width = 4 if site.precision == "fp32" else 2
+    size = tokens * int(outline.hf_config.hidden_size) * width
     if stays_on_nodes(config, place, site.exchanging_ranks):
         return size / place.device.peer_rate
     return size * min(site.shards, place.per_node) / fabric
