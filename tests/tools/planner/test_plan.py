@@ -269,6 +269,80 @@ def test_the_link_that_is_recommended_does(rate: float) -> None:
     assert shares(better).network == pytest.approx(0.05, abs=0.01)
 
 
+WINDOW = {
+    "control": {"adapt": "off"},
+    "outer": {"inner_steps": 20, "slots": 20, "fragments": 1, "delay": 2, "steps": 10**5},
+}
+"""A payload has a tenth of a round on the link, from its boundary to its landing."""
+
+
+def test_a_payload_has_no_more_of_the_link_than_its_window() -> None:
+    quick = GpuPlacement(device(memory_rate=1e18), 1, 1)
+    found = planned(quick, methods=(), sections=WINDOW, rate=5e7)
+    assert shares(found).network > 0.1
+    told = re.search(r"about ([0-9.]+) ([kMG])bit/s", sentence(found))
+    assert told is not None
+    wire = float(told[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[told[2]] / 8
+    assert wire >= 1.25 * found.links[0].up
+    assert as_json(found)["faster_link"] == {
+        "bytes_per_second": pytest.approx(wire), "enough": True
+    }  # fmt: skip
+    better = planned(quick, methods=(), sections=WINDOW, rate=0.95 * wire)
+    assert shares(better).network <= 0.051
+    assert better.prediction.tokens_per_second > found.prediction.tokens_per_second
+
+
+def test_no_link_is_named_as_enough_if_round_trips_fill_the_window() -> None:
+    quick = GpuPlacement(device(memory_rate=1e18), 1, 1)
+    wires = [replace(link(5e7), rtt=1e-4)] * 2
+    found = plan_run(run(**WINDOW), [quick] * 2, wires, 1e10, methods=())
+    assert "The link between the sites" in sentence(found)
+    assert "not even a link of" in sentence(found)
+    assert "would be enough, because round trips and other fixed costs" in sentence(found)
+    assert found.faster_link is not None
+    fast = [replace(link(0.95 * found.faster_link.rate), rtt=1e-4)] * 2
+    assert shares(plan_run(run(**WINDOW), [quick] * 2, fast, 1e10, methods=())).network > 0.05
+
+
+def traffic(place: GpuPlacement, fabric: float = 1e10, **site: Any) -> tuple[str, float]:
+    """The last sentence of a plan, and the share of the traffic inside a site."""
+    config = run(site={"batch_size": 64, "micro_batch_size": 1, **site}, outer={"steps": 10**6})
+    found = plan_run(config, [place] * 2, [link(1e12)] * 2, fabric, methods=())
+    text = sentence(found)
+    assert text.startswith("Traffic inside the site: ")
+    assert text.endswith(" would lower it.")
+    return text, shares(found).traffic
+
+
+def test_traffic_between_stages_is_lowered_by_fewer_stages_alone() -> None:
+    slow = device(memory_rate=1e18, peer_rate=1e9)
+    text, share = traffic(GpuPlacement(slow, 4, 1), stages=4)
+    assert "activations between stages; fewer stages would" in text
+    assert traffic(GpuPlacement(slow, 4, 1), stages=2)[1] < share
+    nodes = GpuPlacement(device(memory_rate=1e18), 1, 4)
+    text, share = traffic(nodes, 1e9, stages=4)
+    assert "activations between stages; fewer stages or a faster --fabric would" in text
+    assert traffic(nodes, 5e8, stages=4)[1] > share
+
+
+def test_traffic_of_shards_is_lowered_where_it_arises() -> None:
+    slow = device(memory_rate=1e18, peer_rate=1e8)
+    for sync, key in (("micro-batch", "micro_batch_size"), ("step", "batch_size")):
+        text, share = traffic(GpuPlacement(slow, 4, 1), shards=4, gradient_sync=sync)
+        assert f"FSDP; fewer shards or a larger site.{key} would" in text
+        larger = {"micro_batch_size": 2} if sync == "micro-batch" else {"batch_size": 128}
+        assert traffic(GpuPlacement(slow, 4, 1), shards=4, gradient_sync=sync, **larger)[1] < share
+        assert traffic(GpuPlacement(slow, 4, 1), shards=2, gradient_sync=sync)[1] < share
+
+
+def test_traffic_of_replicas_is_named() -> None:
+    slow = GpuPlacement(device(memory_rate=1e18, peer_rate=1e8), 4, 1)
+    text, share = traffic(slow, replicas=4)
+    assert "gradients between replicas; fewer replicas or a larger site.batch_size would" in text
+    assert traffic(slow, replicas=4, batch_size=128)[1] < share
+    assert traffic(slow, replicas=2)[1] < share
+
+
 def test_a_run_that_keeps_its_states_is_compared_with_all_methods() -> None:
     """Gradients cannot be kept like that; the comparison is about speed."""
     kept = {"record": {"states_every": 1}, "outer": {"steps": 10**6}}

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from dilocox.config.outer import rate_text
 from dilocox.inner.memory import GIB
-from dilocox.tools.planner.hardware_table import WIRE_SHARE
+from dilocox.tools.planner.faster_link import SMALL
 from dilocox.tools.planner.plan import RunPlan
-
-SMALL = 0.05
-"""Shares of the time below this are not worth a sentence."""
+from dilocox.tools.planner.step_time import reduces_once, stays_on_nodes
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ def sentence(plan: RunPlan) -> str:
         "network": (found.network, _network(plan, found.network)),
         "traffic": (
             found.traffic,
-            f"Traffic inside the site: {found.traffic:.0%} of the time goes to activations and "
-            f"FSDP; {_less_traffic(plan)}",
+            f"Traffic inside the site: {found.traffic:.0%} of the time goes to "
+            f"{_less_traffic(plan)}",
         ),
         "optimizer": (
             found.optimizer,
@@ -95,39 +93,54 @@ def sentence(plan: RunPlan) -> str:
 
 
 def _less_traffic(plan: RunPlan) -> str:
-    better = plan.hybrid
-    if better is None:
-        return "fewer shards, a faster --fabric or a larger site.micro_batch_size help."
-    return (
-        "shards gather parameters between nodes. With shards inside one node and more replicas "
-        f"(--set site.replicas={better.replicas} --set site.shards={better.shards}), a step takes "
-        f"{better.step.seconds:.3g} s instead of {plan.step.seconds:.3g} s."
-    )
+    """Return the main cause of traffic inside the slowest site, and what lowers this traffic."""
+    better, step = plan.hybrid, plan.step
+    if better is not None:
+        return (
+            "activations and FSDP; shards gather parameters between nodes. With shards inside one "
+            f"node and more replicas (--set site.replicas={better.replicas} --set "
+            f"site.shards={better.shards}), a step takes {better.step.seconds:.3g} s instead of "
+            f"{step.seconds:.3g} s."
+        )
+    config, place = plan.config, plan.places[plan.slowest]
+    site, gathers = config.site, step.traffic - step.hops - step.replicas
+    if step.hops >= max(gathers, step.replicas):
+        cause, mends = "activations between stages", ["fewer stages"]
+        inside = stays_on_nodes(config, place, site.exchanging_ranks)
+    elif step.replicas > gathers:
+        cause, mends = "gradients between replicas", ["fewer replicas", "a larger site.batch_size"]
+        inside = site.ranks <= place.per_node
+    else:
+        once = reduces_once(config, plan.outline, place.device)
+        size = "site.batch_size" if once else "site.micro_batch_size"
+        cause, mends = "FSDP", ["fewer shards", f"a larger {size}"]
+        inside = stays_on_nodes(config, place, site.shards)
+    if not inside:
+        mends.append("a faster --fabric")
+    if len(mends) == 1:
+        return f"{cause}; {mends[0]} would lower it."
+    return f"{cause}; {', '.join(mends[:-1])} or {mends[-1]} would lower it."
 
 
 def _network(plan: RunPlan, share: float) -> str:
-    prediction = plan.prediction
-    slowest = min(plan.links, key=lambda link: link.rate)
-    if prediction.exchange_seconds < share * prediction.round_seconds / 2:
+    prediction, better = plan.prediction, plan.faster_link
+    still = f"training stands still for it {share:.0%} of the time"
+    link, whole = f"{prediction.exchange_seconds:.3g} s", f"{prediction.round_seconds:.3g} s"
+    if better is None:
         return (
-            f"The exchange between the sites: training stands still for it {share:.0%} of the "
-            f"time, but payloads use the link for only {prediction.exchange_seconds:.3g} s of a "
-            f"round of {prediction.round_seconds:.3g} s. Round trips and other fixed costs of an "
-            "exchange hold training up. A faster link does not help; longer rounds or more "
-            "computation per step do."
+            f"The exchange between the sites: {still}, but payloads use the link for only {link} "
+            f"of a round of {whole}. Round trips and other fixed costs of an exchange hold "
+            "training up. A faster link does not help; longer rounds or more computation per step "
+            "do."
         )
-    busy = prediction.exchange_seconds / max(1e-9, prediction.round_seconds)
-    # Overlapped exchanges are hidden if they take no longer than computation; blocking ones must
-    # be short.
-    blocking = plan.config.exchanges_gradients or prediction.choice.delay == 0
-    most = SMALL / (1 - SMALL) if blocking else 1.0
-    enough = 8 * slowest.rate / WIRE_SHARE * busy / (most * max(1e-9, 1 - share))
-    return (
-        f"The link between the sites: training stands still for it {share:.0%} of the time "
-        f"(payloads use it for {prediction.exchange_seconds:.3g} s of a round of "
-        f"{prediction.round_seconds:.3g} s); a link of about {rate_text(enough)}, or a codec with "
-        "smaller payloads, would be enough."
-    )
+    told = f"The link between the sites: {still} (payloads use it for {link} of a round of {whole})"
+    rate = rate_text(8 * better.rate)
+    if not better.enough:
+        return (
+            f"{told}; not even a link of {rate} would be enough, because round trips and other "
+            "fixed costs of an exchange remain. Longer rounds or more computation per step help."
+        )
+    return f"{told}; a link of about {rate}, or a codec with smaller payloads, would be enough."
 
 
 def _uneven(plan: RunPlan) -> float:

@@ -15,6 +15,7 @@ from dilocox.coordinator.server.plan_builder import FLUSH_CODEC
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.tools.planner.advice import Change, advice
 from dilocox.tools.planner.core_plan import Cluster, CorePlan, Planned, Progress
+from dilocox.tools.planner.faster_link import FasterLink, faster_link
 from dilocox.tools.planner.hardware_table import GpuPlacement, Link
 from dilocox.tools.planner.host_memory import HostMemory
 from dilocox.tools.planner.hybrid import Hybrid, hybrid
@@ -93,6 +94,9 @@ class RunPlan:
     """Tokens per second of all GPUs if no GPU ever waited."""
     hybrid: Hybrid | None
     """A faster layout of the slowest site. May be None: no faster layout was found."""
+    faster_link: FasterLink | None
+    """A link with which the network no longer holds the run up. May be None: a faster link does
+    not help."""
     options: list[Option] = field(default_factory=list)
     """Changes of the run file that fit in memory and raise the speed or lower the loss."""
 
@@ -171,6 +175,7 @@ def plan_run(
         budget=budget(config, outline, prediction, places, links, total),
         limit=compute_limit(config, outline, places),
         hybrid=hybrid(own, cluster, planned),
+        faster_link=faster_link(own, cluster),
         options=options(own, places, planned),
     )
 

@@ -35,6 +35,10 @@ class StepTime:
     traffic: float
     """Traffic of activations, FSDP and replicas inside the site that computation does not hide."""
     optimizer: float
+    hops: float = 0.0
+    """The part of `traffic` of values between pipeline stages."""
+    replicas: float = 0.0
+    """The part of `traffic` of gradients between replicas. The rest is traffic of FSDP."""
 
     @property
     def seconds(self) -> float:
@@ -69,10 +73,11 @@ def step_time(
     if site.stages == 1:
         # FSDP gathers and reduces layer by layer during the computation. Replicas average their
         # gradients during the last backward pass only.
-        inside = max(0.0, inside - busiest) + max(0.0, between - sum(backward))
-    else:
-        inside += between
-    return StepTime(busiest, alone - busiest, with_hops - alone + inside, optimizer)
+        inside = max(0.0, inside - busiest)
+        between = max(0.0, between - sum(backward))
+    hops = with_hops - alone
+    traffic = hops + inside + between
+    return StepTime(busiest, alone - busiest, traffic, optimizer, hops, between)
 
 
 RECOMPUTED: dict[bool | str, float] = {False: 0.0, True: 2.0, "selective": 1.0}
