@@ -35,11 +35,7 @@ def record_bytes(config: RunConfig, blueprint: ModelPlan, parameters: int) -> in
         return 4 * parameters
     rounds = 1 + -(-config.total_steps // _most_inner_steps(config))
     payloads = rounds * min(payload_bytes(config, blueprint, _codecs(config)))
-    every = config.record.states_every
-    kept = -(-(rounds - 1) // every) if every else 0
-    if config.record.states_keep:
-        kept = min(kept, config.record.states_keep + 1)
-    states = kept * STATE_BYTES * parameters
+    states = states_bytes(config, rounds - 1, parameters)
     bound = bound_of(config, blueprint.trained)
     pieces = 0
     if config.availability is not None:
@@ -49,6 +45,19 @@ def record_bytes(config: RunConfig, blueprint: ModelPlan, parameters: int) -> in
         payloads = min(payloads, _bounded(config, bound, parameters, payloads // rounds))
     payloads += pieces
     return 4 * parameters + len(config.sites) * (payloads + states)
+
+
+def states_bytes(config: RunConfig, rounds: int, parameters: int) -> int:
+    """Return the most bytes of states that one site keeps at a time in a run of `rounds` rounds.
+
+    `parameters`: number of parameters whose states the site keeps.
+    """
+    every = config.record.states_every
+    kept = -(-rounds // every) if every else 0
+    if config.record.states_keep:
+        # The newest states, and the one that is being written before an older one goes.
+        kept = min(kept, config.record.states_keep + 1)
+    return kept * STATE_BYTES * parameters
 
 
 def payload_bytes(config: RunConfig, blueprint: ModelPlan, names: Sequence[str]) -> list[int]:

@@ -20,6 +20,7 @@ from dilocox.tools.planner.hardware_table import GpuPlacement, Link
 from dilocox.tools.planner.plan import RunPlan, flushed_bytes, plan_run
 from dilocox.tools.planner.render import SCHEMA, as_json, as_text, grouped
 from dilocox.training.portable_checkpoint import Handover
+from dilocox.utils.formatting import size
 
 ROOT = Path(__file__).parents[3]
 KEYS: dict[str, Any] = {
@@ -341,6 +342,27 @@ def test_traffic_of_replicas_is_named() -> None:
     assert "gradients between replicas; fewer replicas or a larger site.batch_size would" in text
     assert traffic(slow, replicas=4, batch_size=128)[1] < share
     assert traffic(slow, replicas=2)[1] < share
+
+
+@pytest.mark.parametrize(("keep", "states"), [(0, 100), (3, 4)])
+def test_the_record_has_states_and_the_start(keep: int, states: int) -> None:
+    """States of every second of 200 rounds: all of them, or three and one that is written."""
+    fixed = {"control": {"adapt": "off"}, "outer": {"inner_steps": 20, "steps": 4000}}
+    record = {"states_every": 2, "states_keep": keep}
+    plain = planned(methods=(), sections=fixed)
+    found = planned(methods=(), sections={**fixed, "record": record})
+    parameters = found.outline.parameters
+    sizes = [as_json(each)["record"] for each in (plain, found)]
+    payloads = sizes[0]["kept_bytes"] - 4 * parameters
+    # The own payloads and those of the other site.
+    assert payloads == pytest.approx(2 * 200 * plain.prediction.payload_bytes, rel=0.02)
+    assert sizes[1]["kept_bytes"] - sizes[0]["kept_bytes"] == pytest.approx(
+        32 * states * parameters
+    )
+    assert f"  record: {size(sizes[1]['kept_bytes'])} at each site" in as_text(found)
+    more = sizes[1]["bytes_per_day"] - sizes[0]["bytes_per_day"]
+    by_day = 86_400 / (2 * found.prediction.round_seconds) * 32 * parameters
+    assert more == pytest.approx(0 if keep else by_day)
 
 
 def test_a_run_that_keeps_its_states_is_compared_with_all_methods() -> None:

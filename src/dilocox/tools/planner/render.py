@@ -8,7 +8,6 @@ from typing import Any
 from dilocox.config.methods import exchanges_gradients
 from dilocox.config.site import SiteSection
 from dilocox.inner.memory import GIB, inner_bytes_per_parameter, outer_bytes_per_parameter
-from dilocox.record.writer.windows import bound_of
 from dilocox.tools.planner.bottleneck import sentence, shares
 from dilocox.tools.planner.comparison import Comparison
 from dilocox.tools.planner.host_memory import HostMemory
@@ -17,6 +16,7 @@ from dilocox.tools.planner.memory_parts import parts_json, parts_text
 from dilocox.tools.planner.options import Option, loss_rise
 from dilocox.tools.planner.plan import MethodRow, RunPlan
 from dilocox.tools.planner.predict import Prediction
+from dilocox.tools.planner.record_size import record_size, record_text
 from dilocox.utils.formatting import number, size
 
 SCHEMA = 1
@@ -125,8 +125,9 @@ def _exchange(plan: RunPlan) -> str:
         f"{_seconds(prediction.exchange_seconds / parts)} of link time in "
         f"{_seconds(prediction.round_seconds / parts)}",
     ]
-    if plan.config.record.enabled and not plan.config.exchanges_gradients:
-        lines.append(f"  record: {_record(plan)}")
+    record = record_size(plan)
+    if record is not None:
+        lines.append(f"  record: {record_text(plan, record)}")
     if choice.reason:
         lines.append(f"  controller: {choice.reason}")
     lines.append(
@@ -154,29 +155,6 @@ def _option(option: Option, plan: RunPlan) -> str:
         f"{size(found.payload_bytes)} per round"
         f"{loss}; {option.needed / GIB:.1f} of {option.available / GIB:.1f} GiB"
     )
-
-
-def _record(plan: RunPlan) -> str:
-    """Return the disk space that the record takes at each site, and the keys that lower it."""
-    by_day = _record_by_day(plan)
-    whole = by_day * plan.budget.seconds / 86_400
-    stays, more = size(whole), "; record.keep sets a limit"
-    bound = bound_of(plan.config, plan.outline.parameters)
-    if bound is not None and bound.bytes is not None and bound.bytes < whole:
-        stays, more = f"{size(bound.bytes)} of {size(whole)}", ", limited by record.keep"
-    elif bound is not None:
-        more = ", at most what record.keep allows"
-    return (
-        f"{stays} at each site for the whole run, {size(by_day)} a day{more} (--set "
-        "record.enabled=false keeps no record, and then nobody can verify the run)"
-    )
-
-
-def _record_by_day(plan: RunPlan) -> float:
-    """Return the payload bytes that a site keeps per day: its own payloads and all received."""
-    found, sites = plan.prediction, len(plan.config.sites)
-    share = sites / (sites - 1) if sites > 1 else 0.0
-    return found.payload_bytes * share * 86_400 / found.round_seconds
 
 
 def _methods(plan: RunPlan) -> str:
