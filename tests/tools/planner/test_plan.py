@@ -365,6 +365,28 @@ def test_the_record_has_states_and_the_start(keep: int, states: int) -> None:
     assert more == pytest.approx(0 if keep else by_day)
 
 
+def test_advice_names_the_device_that_is_fullest_with_the_change() -> None:
+    """A smaller micro-batch empties the GPU more than the processors, which keep more beside it."""
+    site = {"site": {"micro_batch_size": 8}, "outer": {"steps": 10**6}}
+
+    def needs(place: GpuPlacement) -> int:
+        return planned(place, methods=(), sections=site, rate=1e12).needed
+
+    gpu, cores = device(memory=10**12), device(memory=10**12, name="cores", shared=True)
+    places = [
+        GpuPlacement(replace(each, memory=int(needs(GpuPlacement(each, 1, 1)) / share)), 1, 1)
+        for each, share in ((gpu, 1.1), (cores, 1.05))
+    ]
+    found = plan_run(run(**site), places, [link(1e12)] * 2, 1e10, methods=())
+    assert found.fullest == places[0]
+    change = found.advice[0]
+    assert (change.device, change.available) == ("cores", places[1].device.memory)
+    told = f"{change.needed / 2**30:.1f} of {change.available / 2**30:.1f} GiB of cores, fits"
+    assert told in as_text(found)
+    data = as_json(found)["memory"]["advice"][0]
+    assert (data["device"], data["available_bytes"]) == ("cores", change.available)
+
+
 def test_a_run_that_keeps_its_states_is_compared_with_all_methods() -> None:
     """Gradients cannot be kept like that; the comparison is about speed."""
     kept = {"record": {"states_every": 1}, "outer": {"steps": 10**6}}

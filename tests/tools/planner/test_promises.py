@@ -117,7 +117,11 @@ def test_advice_that_is_followed_plans_to_what_it_promised(name: str, tmp_path: 
         assert followed.needed == change.needed, change.text
         assert followed.fits_devices is change.fits, change.text
         verdict = "fits" if change.fits else "still does not fit"
-        assert f"  {change.text}: {change.needed / 2**30:.1f} GiB, {verdict}\n" in as_text(own)
+        assert (followed.available, followed.fullest.device.name) == (
+            change.available, change.device
+        )  # fmt: skip
+        need = f"{change.needed / 2**30:.1f} of {change.available / 2**30:.1f} GiB of plain"
+        assert f"  {change.text}: {need}, {verdict}\n" in as_text(own)
         assert own.host is not None
         assert followed.host is not None
         assert followed.host.fits or not own.host.fits, change.text

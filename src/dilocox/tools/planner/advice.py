@@ -25,7 +25,16 @@ class Change:
     """New value by key, such as `site.stages`."""
     needed: int
     """Bytes that the fullest device needs with the change."""
-    fits: bool
+    available: int
+    """Bytes that training may use of this device."""
+    device: str
+    """Name of the device that is fullest with the change. Another device may be fullest without
+    the change."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits its device with the change."""
+        return self.needed <= self.available
 
     @property
     def text(self) -> str:
@@ -41,10 +50,10 @@ MOST_TOGETHER = 4
 """Keys to change together at most."""
 
 
-Check = Callable[[Mapping[str, Any], ModelOutline], tuple[int, bool] | None]
+Check = Callable[[Mapping[str, Any], ModelOutline], tuple[int, GpuPlacement] | None]
 """Plans the run with changed keys, and the outline of the changed run. Returns the bytes that the
-fullest device needs, and whether every rank fits its device. Returns None if the change would fill
-a machine's host memory. Raises `DilocoxError` if the run file does not allow the change."""
+fullest device needs, and the placement of this device. Returns None if the change would fill a
+machine's host memory. Raises `DilocoxError` if the run file does not allow the change."""
 
 
 def advice(
@@ -127,19 +136,23 @@ class _Search:
         if self.check is None:
             return change
         found = self.check(change.values, self._shape(change.values) if shape is None else shape)
-        return None if found is None else Change(change.values, *found)
+        return None if found is None else _change(change.values, *found)
 
     def _estimated(self, values: Mapping[str, Any], shape: ModelOutline) -> Change:
         run, place = changed(self.config, values), self.place
         stages = footprints(run, shape, place, counted(run, shape), self.rounds)
-        bytes_ = needed(stages, place, run)
-        return Change(values, bytes_, bytes_ <= place.device.memory)
+        return _change(values, needed(stages, place, run), place)
 
     def _shape(self, values: Mapping[str, Any]) -> ModelOutline:
         """Return the outline of the run with changed keys."""
         if not any(name in RESHAPES for name in values):
             return self.outline
         return ModelOutline.of(changed(self.config, values))
+
+
+def _change(values: Mapping[str, Any], bytes_: int, place: GpuPlacement) -> Change:
+    """Return a change with which the devices of `place` are fullest, and need `bytes_` bytes."""
+    return Change(values, bytes_, place.device.memory, place.device.name)
 
 
 RESHAPES = ("site.stages", "site.schedule", "data.sequence_length")

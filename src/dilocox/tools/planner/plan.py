@@ -188,10 +188,10 @@ def _changes(
     `there`: the run with batch size and precision of the fullest device's site.
     """
 
-    def check(values: Mapping[str, Any], outline: ModelOutline) -> tuple[int, bool] | None:
+    def check(values: Mapping[str, Any], outline: ModelOutline) -> tuple[int, GpuPlacement] | None:
         found = planned(values, outline)
         fills_host = own.fits_hosts and not found.fits_hosts
-        return None if fills_host else (found.needed, found.fits_devices)
+        return None if fills_host else (found.needed, found.fullest)
 
     fewest = min((p.gpus for p in places if not p.device.shared), default=own.fullest.gpus)
     return advice(there, own.outline, own.fullest, fewest, own.prediction.choice, check)

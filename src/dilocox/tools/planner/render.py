@@ -89,7 +89,10 @@ def _memory(plan: RunPlan) -> str:
     )
     for change in plan.advice:
         verdict = "fits" if change.fits else "still does not fit"
-        lines.append(f"  {change.text}: {change.needed / GIB:.1f} GiB, {verdict}")
+        lines.append(
+            f"  {change.text}: {change.needed / GIB:.1f} of {change.available / GIB:.1f} GiB of "
+            f"{change.device}, {verdict}"
+        )
     if not plan.fits_devices and not plan.advice:
         lines.append("  no change of the run file makes it fit; use more GPUs or larger ones")
     if plan.host is not None:
@@ -318,7 +321,13 @@ def _memory_json(plan: RunPlan) -> dict[str, Any]:
         "outer_bytes_per_parameter": outer_bytes_per_parameter(plan.config),
         "stages": [_footprint(each, plan.fullest.device.reserved) for each in plan.footprints],
         "advice": [
-            {"set": dict(change.values), "needed_bytes": change.needed, "fits": change.fits}
+            {
+                "set": dict(change.values),
+                "needed_bytes": change.needed,
+                "available_bytes": change.available,
+                "device": change.device,
+                "fits": change.fits,
+            }
             for change in plan.advice
         ],
     }
