@@ -25,7 +25,7 @@ def at_sites(
     `gpus` and `links`: in the form of `--gpu` and `--link`, one or `count` of each. Raises
     `ConfigError` for a value that cannot be used, or another number of them.
     """
-    from dilocox.tools.planner.hardware_table import GIB
+    from dilocox.tools.planner.hardware_table import GIB, LONGEST_MS
 
     for name, given in (("--gpu", gpus), ("--link", links), ("--rent", options.rent)):
         if len(given) not in (0, 1, count):
@@ -41,9 +41,14 @@ def at_sites(
     for name, value in (("--rtt", options.rtt), *egress, *rents):
         if value is not None and not (value >= 0 and math.isfinite(value)):
             raise ConfigError(f"{name} {value:g}: give a number of at least 0")
+    if options.rtt is not None and options.rtt > LONGEST_MS:
+        raise ConfigError(
+            f"--rtt {options.rtt:g}: a round trip is at most a day; give milliseconds"
+        )
     memory = options.host_memory
-    if memory is not None and not (memory > 0 and math.isfinite(memory)):
-        raise ConfigError(f"--host-memory {memory:g}: give a number of GiB above 0")
+    # The product is checked: a finite number of GiB may be an infinite number of bytes.
+    if memory is not None and not (memory > 0 and math.isfinite(memory * GIB)):
+        raise ConfigError(f"--host-memory {memory:g}: give a number of GiB above 0, such as 256")
     rtt = None if options.rtt is None else options.rtt / 1000
     size = None if memory is None else int(memory * GIB)
     places = [table.place(text, share, size) for text in gpus]

@@ -144,6 +144,19 @@ def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
         ("[host.default]\nencode_gb_s = 3", r"encode_gb_s: is not a table"),
         ("[host.default]\nouter_ns = -1", r"outer_ns: -1 is not a number from 0"),
         ('[defaults]\nrtt_ms = "x"', r"defaults\.rtt_ms: 'x' is not a number"),
+        # Finite in the unit of the table, and infinite in bytes.
+        ("[gpu.l40s]\nmemory_gib = 1e300", r"memory_gib: 1e\+300 is not a number above 0 that is"),
+        ("[gpu.l40s]\nreserved_gib = 1e308", r"reserved_gib: 1e\+308 is not a number from 0 that"),
+        ("[gpu.l40s]\nbf16_tflops = 1e300", r"bf16_tflops: 1e\+300 is not a number"),
+        (f"[gpu.l40s]\nmemory_gib = 1{'0' * 400}", r"memory_gib: 10+ is not a number"),
+        ("[host.default]\nmemory_gib = 1e300", r"memory_gib: 1e\+300 is not a number"),
+        ("[host.default]\nexchange_ms = 1e308", r"exchange_ms: 1e\+308 .*at most 8\.64e\+07"),
+        (
+            '[link.x]\nup = "1gbit"\ndown = "1gbit"\nrtt_ms = 1e308\nusd_per_gb = 0',
+            r"link\.x\.rtt_ms: 1e\+308 is not a number from 0, at most 8\.64e\+07",
+        ),
+        ("[defaults]\nrtt_ms = 1e308", r"defaults\.rtt_ms: 1e\+308 is not a number"),
+        ('[link.x]\nup = "0kbit"\ndown = "1gbit"', r'link\.x: the rate "0kbit" carries nothing'),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -31,6 +31,8 @@ WIRE_SHARE = 0.95
 """Payload bytes per byte on the wire. TCP, IP and Ethernet headers take the rest: 1,448 of 1,514
 bytes are payload, and Gloo reached 0.95 Gbit/s on a `tc tbf` link of 1 Gbit/s."""
 _RATE = re.compile(RATE)
+LONGEST_MS = 86_400_000.0
+"""Longest round trip, and largest fixed time of an exchange, in milliseconds: a day."""
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,10 @@ class HardwareTable:
         shared = entry.get("shared", False)
         if not isinstance(shared, bool):
             raise ConfigError(f"{self._where}: {where}.shared: {shared!r} is not true or false")
-        total = GIB * self._number(where, every, "memory_gib")
+        total = self._number(where, every, "memory_gib", scale=GIB)
         reserved = 0.0
         if not shared:
-            reserved = GIB * self._number(where, every, "reserved_gib", zero=True)
+            reserved = self._number(where, every, "reserved_gib", zero=True, scale=GIB)
             lost = self._number(where, every, "fragmented", zero=True, most=1)
             total = (total - reserved) * (1 - lost)
         price = None
@@ -250,13 +252,13 @@ class HardwareTable:
             price = self._number(where, entry, "usd_per_hour", zero=True)
         return Device(
             name=name,
-            bf16=1e12 * self._number(where, every, "bf16_tflops"),
-            fp32=1e12 * self._number(where, every, "fp32_tflops"),
+            bf16=self._number(where, every, "bf16_tflops", scale=1e12),
+            fp32=self._number(where, every, "fp32_tflops", scale=1e12),
             utilisation=self._number(where, every, "utilisation", most=1),
             memory=max(0, int(total)),
-            memory_rate=1e9 * self._number(where, every, "memory_gb_s"),
-            peer_rate=1e9 * self._number(where, every, "peer_gb_s"),
-            pcie_rate=1e9 * self._number(where, every, "pcie_gb_s"),
+            memory_rate=self._number(where, every, "memory_gb_s", scale=1e9),
+            peer_rate=self._number(where, every, "peer_gb_s", scale=1e9),
+            pcie_rate=self._number(where, every, "pcie_gb_s", scale=1e9),
             host=self._host(str(entry.get("host", "default"))),
             usd_per_hour=price,
             source=self._told(str(entry.get("source", ""))),
@@ -281,7 +283,7 @@ class HardwareTable:
             found = Link(
                 up=float(self._rate(where, entry.get("up"))),
                 down=float(self._rate(where, entry.get("down"))),
-                rtt=self._number(where, entry, "rtt_ms", zero=True) / 1000,
+                rtt=self._number(where, entry, "rtt_ms", zero=True, most=LONGEST_MS) / 1000,
                 usd_per_gb=self._number(where, entry, "usd_per_gb", zero=True),
                 name=text,
                 source=self._told(str(entry.get("source", ""))),
@@ -297,9 +299,10 @@ class HardwareTable:
                     f"100mbit/1gbit, or a name: {', '.join(sorted(entries))}{hint}"
                 )
             found = Link(
-                up=float(rate_of(up)),
-                down=float(rate_of(down or up)),
-                rtt=self._number("defaults", self.defaults, "rtt_ms", zero=True) / 1000,
+                up=float(self._rate(f'--link "{text}"', up)),
+                down=float(self._rate(f'--link "{text}"', down or up)),
+                rtt=self._number("defaults", self.defaults, "rtt_ms", zero=True, most=LONGEST_MS)
+                / 1000,
                 # A plain rate stands for an office's line, which costs nothing per byte.
                 usd_per_gb=0.0,
                 name=text,
@@ -347,14 +350,16 @@ class HardwareTable:
         return Host(
             encode=self._rates(where, every, "encode_gb_s"),
             decode=self._rates(where, every, "decode_gb_s"),
-            lowrank=1e9 * self._number(where, every, "lowrank_gmacs"),
-            average=1e9 * self._number(where, every, "average_gb_s"),
-            digest=1e9 * self._number(where, every, "sha256_gb_s"),
-            outer=1e-9 * self._number(where, every, "outer_ns", zero=True),
-            exchange=1e-3 * self._number(where, every, "exchange_ms", zero=True),
-            exchange_cpu=1e-3 * self._number(where, every, "exchange_cpu_ms", zero=True),
-            exchange_thread=1e-3 * self._number(where, every, "exchange_thread_ms", zero=True),
-            memory=(int(GIB * self._number(where, every, MEMORY)) if MEMORY in every else None),
+            lowrank=self._number(where, every, "lowrank_gmacs", scale=1e9),
+            average=self._number(where, every, "average_gb_s", scale=1e9),
+            digest=self._number(where, every, "sha256_gb_s", scale=1e9),
+            outer=self._number(where, every, "outer_ns", zero=True, most=1e9, scale=1e-9),
+            exchange=self._milliseconds(where, every, "exchange_ms"),
+            exchange_cpu=self._milliseconds(where, every, "exchange_cpu_ms"),
+            exchange_thread=self._milliseconds(where, every, "exchange_thread_ms"),
+            memory=(
+                int(self._number(where, every, MEMORY, scale=GIB)) if MEMORY in every else None
+            ),
             source=self._told(str(every.get("source", ""))),
         )
 
@@ -368,15 +373,16 @@ class HardwareTable:
 
     def _rates(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
         """Return the bytes per second by kind of codec; the table has GB/s."""
-        found = self._of_kinds(where, entry, key)
-        return {kind: 1e9 * rate for kind, rate in found.items()}
+        return self._of_kinds(where, entry, key, scale=1e9)
 
-    def _of_kinds(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
-        """Return a positive number by kind of codec."""
+    def _of_kinds(
+        self, where: str, entry: Mapping[str, Any], key: str, scale: float = 1.0
+    ) -> dict[str, float]:
+        """Return a positive number by kind of codec, times `scale`."""
         own = entry.get(key)
         if not isinstance(own, dict):
             raise ConfigError(f"{self._where}: {where}.{key}: is not a table")
-        return {kind: self._number(f"{where}.{key}", own, kind) for kind in own}
+        return {kind: self._number(f"{where}.{key}", own, kind, scale=scale) for kind in own}
 
     def _told(self, source: str) -> str:
         """Return `source` with names in square brackets replaced by their addresses."""
@@ -387,7 +393,15 @@ class HardwareTable:
         if not isinstance(text, str) or not _RATE.fullmatch(text):
             what = "a rate is missing" if text is None else f'"{text}" is not a rate'
             raise ConfigError(f"{where}: {what} such as 1gbit or 2.5mbit")
+        if float(text[:-4]) == 0:
+            raise ConfigError(
+                f'{where}: the rate "{text}" carries nothing; give a rate above 0, such as 2.5mbit'
+            )
         return rate_of(text)
+
+    def _milliseconds(self, where: str, entry: Mapping[str, Any], key: str) -> float:
+        """Return seconds; the table has milliseconds."""
+        return self._number(where, entry, key, zero=True, most=LONGEST_MS, scale=1e-3)
 
     def _number(
         self,
@@ -397,16 +411,36 @@ class HardwareTable:
         *,
         zero: bool = False,
         most: float = math.inf,
+        scale: float = 1.0,
     ) -> float:
+        """Return the number `key` of `entry`, times `scale`.
+
+        Args:
+            where: Name of the entry, for the error.
+            entry: The entry.
+            key: Key of the number.
+            zero: Whether the number may be 0.
+            most: Largest number.
+            scale: Factor from the unit of the table to the unit of the result.
+
+        Raises:
+            ConfigError: The number is missing, out of range, or too large for its unit.
+        """
         value = entry.get(key)
         plain = isinstance(value, int | float) and not isinstance(value, bool)
-        found = float(value) if plain else math.nan  # type: ignore[arg-type]
-        if not (math.isfinite(found) and (found > 0 or (zero and found == 0)) and found <= most):
+        try:
+            found = float(value) if plain else math.nan  # type: ignore[arg-type]
+        except OverflowError:  # a whole number of more than 308 digits
+            found = math.inf
+        right = (found > 0 or (zero and found == 0)) and found <= most
+        # The product is checked: a finite number of GiB may be an infinite number of bytes.
+        if not (right and math.isfinite(found * scale)):
             limits = "from 0" if zero else "above 0"
             limits += "" if most == math.inf else f", at most {most:g}"
+            limits += " that is not too large" if right else ""
             what = "missing" if value is None else f"{value!r} is not a number {limits}"
             raise ConfigError(f"{self._where}: {where}.{key}: {what}")
-        return found
+        return found * scale
 
 
 def _read(path: Path) -> dict[str, Any]:
