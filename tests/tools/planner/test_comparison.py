@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.tools.planner.test_plan import device, planned
+from tests.support.planned_runs import device, link, run
+from tests.tools.planner.test_plan import planned
 
 from dilocox.tools.planner.comparison import at_price, compare
 from dilocox.tools.planner.hardware_table import GpuPlacement
+from dilocox.tools.planner.plan import plan_run
 from dilocox.tools.planner.render import compared
 
 
@@ -32,6 +34,20 @@ def test_at_the_equal_price_nothing_is_saved() -> None:
     assert "this run costs 0.0% less" in compared(again) or "0.0% more" in compared(again)
     assert "costs 50.0% less" in compared(compare(plan, 2 * equal))
     assert "costs 100.0% more" in compared(compare(plan, equal / 2))
+
+
+def test_a_cluster_that_costs_nothing_has_no_percentage() -> None:
+    plan = planned(methods=())
+    found = compare(plan, 0.0)
+    assert (found.usd, found.saved) == (0.0, None)
+    text = compared(found)
+    assert "unknown" not in text
+    assert "%" not in text
+    equal = found.equal_usd_per_hour
+    assert text.endswith(f"; this run costs the same if a GPU there cost ${equal:.2f} an hour")
+    places = [GpuPlacement(device(usd_per_hour=None), 4, 1)] * 2
+    unknown = plan_run(run(), places, [link(1e6)] * 2, 1e10, methods=())
+    assert "the rent of this run is unknown (--rent USD)" in compared(compare(unknown, 0.0))
 
 
 def test_prices_of_one_s_own_replace_those_of_the_table() -> None:

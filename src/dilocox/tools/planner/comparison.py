@@ -25,9 +25,10 @@ class Comparison:
     """Price of the run there, in US dollars."""
     saved: float | None
     """Share of that price which the run over several sites saves. Negative: it costs more. None:
-    the run's own price is unknown."""
+    the run's own price is unknown, or the price there is 0."""
     equal_usd_per_hour: float | None
-    """Price of one GPU there, in US dollars per hour, at which both runs cost the same."""
+    """Price of one GPU there, in US dollars per hour, at which both runs cost the same. None: the
+    run's own price is unknown."""
 
 
 def compare(plan: RunPlan, usd_per_hour: float) -> Comparison:

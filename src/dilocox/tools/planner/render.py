@@ -228,13 +228,16 @@ def compared(found: Comparison) -> str:
         f"one cluster: {found.gpus} such GPUs at ${found.usd_per_hour:g} an hour, where exchanges "
         f"take no time: {_duration(found.seconds)}, ${found.usd:,.0f}"
     )
-    if found.saved is None or found.equal_usd_per_hour is None:
+    if found.equal_usd_per_hour is None:
         return f"{where}; the rent of this run is unknown (--rent USD)"
+    if found.saved is None:
+        return f"{where}; this run costs the same if a GPU there cost {_per_hour(found)}"
     less = f"{abs(found.saved):.1%} {'less' if found.saved >= 0 else 'more'}"
-    return (
-        f"{where}; this run costs {less}, and the same if a GPU there cost "
-        f"${found.equal_usd_per_hour:.2f} an hour"
-    )
+    return f"{where}; this run costs {less}, and the same if a GPU there cost {_per_hour(found)}"
+
+
+def _per_hour(found: Comparison) -> str:
+    return f"${found.equal_usd_per_hour:.2f} an hour"
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
