@@ -31,8 +31,9 @@ KEYS: dict[str, Any] = {
     "sites": None,
     "memory": {
         "fits", "needed_bytes", "available_bytes", "exact", "inner_bytes_per_parameter",
-        "outer_bytes_per_parameter", "stages", "advice",
+        "outer_bytes_per_parameter", "stages", "advice", "device", "host_ranks", "host_place",
     },
+    "record": {"kept_bytes", "whole_bytes", "bytes_per_day", "limit_bytes"},
     "step": {"seconds", "compute", "bubble", "traffic", "optimizer"},
     "prediction": {
         "tokens_per_second", "share_of_no_network", "waited_share", "inner_steps", "slots",
@@ -42,7 +43,9 @@ KEYS: dict[str, Any] = {
     "methods": None,
     "limit_tokens_per_second": None,
     "shares": {"compute", "bubble", "traffic", "optimizer", "network", "exchange"},
-    "budget": {"tokens", "seconds", "compute_usd", "egress_usd", "egress_bytes"},
+    "hybrid": None,
+    "faster_link": None,
+    "budget": {"tokens", "seconds", "usd", "compute_usd", "egress_usd", "egress_bytes"},
     "bottleneck": None,
     "sources": None,
 }  # fmt: skip
@@ -69,7 +72,13 @@ def test_the_json_form_is_stable(plan: RunPlan) -> None:
         if inner is not None:
             assert inner <= set(content[key])
     assert [row["method"] for row in content["methods"]] == list(METHODS)
-    assert {"name", "device", "gpus", "up_bytes_per_second"} <= set(content["sites"][0])
+    site = content["sites"][0]
+    assert {"name", "device", "up_bytes_per_second", "link"} <= set(site)
+    assert (site["gpus"], site["gpus_used"], site["nodes"]) == (4, 1, 1)
+    assert content["budget"]["usd"] == plan.budget.usd
+    assert content["memory"]["device"] == "plain"
+    assert (content["memory"]["host_ranks"], content["memory"]["host_place"]) == (1, "plain:4x1")
+    assert (content["hybrid"], content["faster_link"]) == (None, None)
     assert {"stage", "parameters", "device", "host"} <= set(content["memory"]["stages"][0])
     assert sum(content["shares"].values()) == pytest.approx(1.0)
     own = next(row for row in content["methods"] if row["method"] == "dilocox")

@@ -265,6 +265,9 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
                 "name": name,
                 "device": place.device.name,
                 "gpus": place.gpus,
+                "gpus_used": None if place.device.shared else plan.config.site.ranks,
+                "nodes": place.nodes,
+                "link": link.name,
                 "up_bytes_per_second": link.up,
                 "down_bytes_per_second": link.down,
                 "rtt_seconds": link.rtt,
@@ -272,6 +275,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             for name, place, link in zip(plan.config.sites, plan.places, plan.links, strict=True)
         ],
         "memory": _memory_json(plan),
+        "record": _record(plan),
         "step": {
             "seconds": plan.step.seconds,
             "compute": plan.step.compute,
@@ -279,6 +283,8 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "traffic": plan.step.traffic,
             "optimizer": plan.step.optimizer,
         },
+        "hybrid": _hybrid(plan),
+        "faster_link": _faster_link(plan),
         "prediction": _prediction(prediction),
         "methods": [
             {"method": row.method, "problem": row.problem, **_prediction(row.prediction)}
@@ -289,6 +295,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
                 "set": {option.key: option.value},
                 "predicted_loss": option.loss,
                 "needed_bytes": option.needed,
+                "available_bytes": option.available,
                 **_prediction(option.prediction),
             }
             for option in plan.options
@@ -298,6 +305,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         "budget": {
             "tokens": budget.tokens,
             "seconds": budget.seconds,
+            "usd": budget.usd,
             "compute_usd": budget.compute_usd,
             "egress_usd": budget.egress_usd,
             "egress_bytes": budget.egress_bytes,
@@ -319,6 +327,9 @@ def _memory_json(plan: RunPlan) -> dict[str, Any]:
         "available_bytes": plan.available,
         "host_needed_bytes": None if plan.host is None else plan.host.needed,
         "host_available_bytes": None if plan.host is None else plan.host.available,
+        "host_ranks": None if plan.host is None else plan.host.ranks,
+        "host_place": None if plan.host is None else plan.host.place.text,
+        "device": plan.fullest.device.name,
         "exact": plan.exact,
         "inner_bytes_per_parameter": inner_bytes_per_parameter(plan.config),
         "outer_bytes_per_parameter": outer_bytes_per_parameter(plan.config),
@@ -334,6 +345,34 @@ def _memory_json(plan: RunPlan) -> dict[str, Any]:
             for change in plan.advice
         ],
     }
+
+
+def _record(plan: RunPlan) -> dict[str, Any] | None:
+    """Return the disk space of the record at each site. None if the run keeps no record."""
+    found = record_size(plan)
+    if found is None:
+        return None
+    return {
+        "kept_bytes": found.kept,
+        "whole_bytes": found.whole,
+        "bytes_per_day": found.by_day,
+        "limit_bytes": found.limit,
+    }
+
+
+def _hybrid(plan: RunPlan) -> dict[str, Any] | None:
+    """Return the faster layout of the slowest site. None if no faster layout was found."""
+    found = plan.hybrid
+    if found is None:
+        return None
+    layout = {"site.replicas": found.replicas, "site.shards": found.shards}
+    return {"set": layout, "step_seconds": found.step.seconds}
+
+
+def _faster_link(plan: RunPlan) -> dict[str, Any] | None:
+    """Return the link that the last sentence names. None if a faster link does not help."""
+    found = plan.faster_link
+    return None if found is None else {"bytes_per_second": found.rate, "enough": found.enough}
 
 
 def _footprint(each: Footprint, reserved: int) -> dict[str, Any]:
