@@ -74,8 +74,11 @@ def test_the_outer_state_is_smaller_with_momentum_in_bf16(plan: Command, file: P
     stage = memory["stages"][0]
     # Anchor, momentum, reference, residual; and a quarter of the model lands.
     assert stage["outer"] == (14 + 8 / 4) * stage["parameters"]
-    assert stage["host"] == sum(part["host"] for part in stage["parts"])
     by_name = {part["part"]: part["host"] for part in stage["parts"]}
+    # Of what comes one after another, the end of the run needs most here.
+    passing = {name for name in by_name if name.startswith("or: ")}
+    at_the_end = {"or: more exchanges at the end of the run"} & passing
+    assert stage["host"] == sum(by_name[name] for name in {*by_name} - passing | at_the_end)
     assert by_name["outer state"] == stage["outer"]
     assert by_name["exchanges"] == stage["under_way"]
 
