@@ -108,3 +108,19 @@ def test_a_run_in_bundles(
     assert '"FAIL"' in out
     assert "nothing is kept" in said(capsys, "verify", url, "--keep", str(tmp_path / "more"))[2]
     assert not (tmp_path / "more").exists()
+
+
+def test_a_run_in_a_folder_with_colons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It is verified, published in bundles and verified there, with stores of such names, too."""
+    run, bundles = unpacked(tmp_path / "exp::1"), tmp_path / "bundles::1"
+    assert said(capsys, "publish", str(run), "--to", f"file://{tmp_path}/bundles")[0] == 0
+    (tmp_path / "bundles").rename(bundles)
+    store = (run / "record" / "store").rename(tmp_path / "store::1")
+    assert "NOT_RUN  payloads" in said(capsys, "verify", str(run))[1]
+    for arguments in ([str(bundles)], [str(run), "--store", str(store)]):
+        code, out, err = said(capsys, "verify", *arguments)
+        assert (code, err) == (3, "")  # an older record, whose run file nobody signed
+        assert "PASS     payloads" in out
+    code, _, err = said(capsys, "publish", str(run), "--to", f"file://{tmp_path}/other::1")
+    assert code == 1
+    assert "other::1: cannot be opened (fsspec takes ::" in err

@@ -1,4 +1,4 @@
-"""Storage over a network that fails now and then."""
+"""Storage over a network that fails now and then, and places with colons in their names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dilocox.errors import CheckpointError, RecordError
+from dilocox.record.bundles.place import Place
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.digests import sha256
+from dilocox.record.verify.remote import fetched, fetched_log
 from dilocox.training.checkpoint_io import RankCheckpointer, load
-from dilocox.utils.storage import retry
+from dilocox.utils.storage import is_local, opened, retry
 
 pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -127,3 +129,61 @@ def test_the_record_outlasts_them_too(flaky: list[float]) -> None:
     FlakyFileSystem.failures = 10**6
     with pytest.raises(RecordError, match=r"cannot be written \(503 Slow Down\)"):
         Store("flaky://record").put(b"another")
+
+
+@pytest.mark.parametrize("name", ["exp::1", "exp::one", "a/s3::b/c", "file:exp", "local:exp", "::"])
+@pytest.mark.parametrize("relative", [False, True])
+def test_colons_in_a_path_are_a_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, relative: bool
+) -> None:
+    """What is written to such a folder lies there, and in no other folder."""
+    monkeypatch.chdir(tmp_path)
+    root = name if relative else str(tmp_path / name)
+    files, path = opened(root)
+    assert is_local(files)
+    assert path == str(tmp_path / name)
+    digests: dict[int, str] = {}
+    failed: list[str] = []
+    for stage in (0, 1):
+        writer = RankCheckpointer(root, "paris", stage, 0, 2)
+        tensors = {"w": torch.full((4,), float(stage))}
+        writer.save(
+            3,
+            tensors,
+            {},
+            lambda _, digest, stage=stage: digests.__setitem__(stage, digest),
+            lambda _, why: failed.append(why),
+        )
+        writer.wait()
+    assert not failed
+    for stage in (0, 1):
+        found = load(root, 3, "paris", stage, 0, digests[stage])
+        assert found.tensors["w"].tolist() == [float(stage)] * 4
+    digest = Store(root).put(b"payload")
+    assert Store(root).get(digest) == b"payload"
+    assert Store(root).folder == tmp_path / name
+    Place(root).put("pieces/x", b"piece")
+    assert Place(root).get("pieces/x", 10) == b"piece"
+    written = [each for each in tmp_path.rglob("*") if each.is_file()]
+    assert len(written) > 10
+    assert all(each.is_relative_to(tmp_path / name) for each in written)
+
+
+def test_the_home_folder_is_still_written_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere/home")
+    assert opened("~/kept/")[1] == "/somewhere/home/kept"
+    assert opened("/")[1] == "/"
+
+
+@pytest.mark.parametrize("url", ["memory://runs/a::1", "simplecache::memory://a", "http://[::1]/a"])
+def test_a_url_with_colons_between_places_is_refused(url: str) -> None:
+    """By all that opens a storage, with the reason."""
+    reason = "fsspec takes :: for the border between two places"
+    with pytest.raises(ValueError, match=reason):
+        opened(url)
+    for opens in (Store, Place):
+        with pytest.raises(RecordError, match=reason):
+            opens(url)
+    for fetches in (fetched, fetched_log):
+        with pytest.raises(RecordError, match=reason), fetches(url):
+            pass

@@ -243,7 +243,8 @@ def _attempt(folder: str, tensors: Mapping[str, torch.Tensor], document: str) ->
         # Not async_save: this already is a separate thread, and async_save would copy all again.
         index: dict[str, checkpoint_index.Entry] = {}
         writer = checkpoint_writer(
-            f"{folder}/write-{number}",
+            filesystem,
+            attempt,
             lambda *written: index.update(checkpoint_index.index_of(*written)),
         )
         dcp.save(dict(tensors), storage_writer=writer, no_dist=True)

@@ -154,13 +154,29 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def opened(where: str) -> tuple[Any, str]:
+def opened(where: str, **options: Any) -> tuple[Any, str]:
     """Returns the fsspec file system of a folder or URL, and the path in this file system.
 
-    Raises `ValueError` if fsspec does not know the protocol, and `ImportError` if the package for
-    the protocol is not installed.
+    A place without `://` is a path on this machine, whatever its name holds; the returned path is
+    absolute. fsspec itself would take `runs/a::1` for two places, and drop the second one.
+
+    Args:
+        where: folder, or URL of one place.
+        **options: options of the file system.
+
+    Raises:
+        ValueError: fsspec does not know the protocol, or the URL has `::` in it.
+        ImportError: the package for the protocol is not installed.
     """
-    files, path = fsspec.core.url_to_fs(where)
+    if "://" not in where:
+        path = str(Path(os.path.expanduser(where)).absolute())
+        return fsspec.filesystem("file", **options), path
+    if "::" in where:
+        raise ValueError(
+            "fsspec takes :: for the border between two places: use a URL without it, and write "
+            "an IPv6 address in full"
+        )
+    files, path = fsspec.core.url_to_fs(where, **options)
     return files, path
 
 

@@ -208,11 +208,14 @@ def _parameter_groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def checkpoint_writer(folder: str, finished: Callable[[Any, Any], None]) -> Any:
-    """Returns PyTorch's writer of distributed checkpoints for a path or an fsspec URL.
+def checkpoint_writer(files: Any, path: str, finished: Callable[[Any, Any], None]) -> Any:
+    """Returns PyTorch's writer of distributed checkpoints for a folder.
 
-    When all data is written, the writer calls `finished` with the checkpoint's `Metadata` and the
-    lists of its `WriteResult`.
+    Args:
+        files: fsspec file system of the folder.
+        path: the folder in this file system.
+        finished: called when all data is written, with the checkpoint's `Metadata` and the lists
+            of its `WriteResult`.
     """
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
@@ -221,7 +224,10 @@ def checkpoint_writer(folder: str, finished: Callable[[Any, Any], None]) -> Any:
             super().finish(metadata, results)
             finished(metadata, results)
 
-    return Writer(folder)
+    # The writer opens its place by fsspec, which takes `::` in a path for the border of two places.
+    writer = Writer("/")
+    writer.fs.fs, writer.path = files, path
+    return writer
 
 
 def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:

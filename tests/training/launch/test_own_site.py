@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.errors import DilocoxError, RunStoppedError, TrainingError
 from dilocox.training.launch import own_site
 from dilocox.training.launch.own_site import OwnSite
 from dilocox.training.loop.parts import OwnLoop
 from dilocox.training.loop.turns import LoopLeftError, Turns
+from tests.support.process_starts import config, refusal
 
 
 class Scene:
@@ -84,3 +87,17 @@ def test_any_other_error_is_told_at_once_in_one_line(scene: Scene, ends: BaseExc
     # The user's thread is not left waiting.
     with pytest.raises(TrainingError, match=f"site paris: {type(ends).__name__}: "):
         scene.site.turns.take()
+
+
+def test_a_place_for_checkpoints_that_cannot_be_opened_is_named_first(tmp_path: Path) -> None:
+    run = config(
+        tmp_path,
+        site={"stages": 1},
+        sites={"paris": {"own_code": True}},
+        inner={"optimizer": "sgd"},
+        checkpoint={"store": "memory://exp::1/store"},
+    )
+    loop = OwnLoop(torch.nn.Linear(1, 1), [])
+    endpoint = Endpoint("https://127.0.0.1:1", {}, "")
+    text = refusal(OwnSite, run, "paris", endpoint, loop, lambda _: None)
+    assert text.startswith("checkpoint.store memory://exp::1/store: cannot be opened (fsspec")

@@ -529,6 +529,22 @@ def test_free_memory_is_a_number_of_bytes() -> None:
     assert available is None or 2**20 < available < 2**50
 
 
+@pytest.mark.parametrize("section", ["checkpoint", "record"])
+def test_a_store_behind_a_url_with_colons_is_refused(
+    place: Path, tmp_path: Path, section: str
+) -> None:
+    """A folder with colons is one like any other; a URL with them names two places to fsspec."""
+    colons = {"folder": str(place / "exp::1")}
+    preflight.check_run(config(place, run=colons), 270, sites_here=2)
+    run = config(place, **{section: {"store": "memory://exp::1/store"}})
+    text = refusal(preflight.check_run, run, 270, sites_here=2)
+    assert text.startswith(f"{section}.store memory://exp::1/store: cannot be opened (fsspec takes")
+    run = config(place, run=colons, **{section: {"store": "file://{run}/store"}})
+    assert f"{section}.store file://{run.folder}/store" in refusal(
+        preflight.check_run, run, 270, sites_here=2
+    )
+
+
 def test_a_full_start_that_is_refused_late_loses_nothing(place: Path, tmp_path: Path) -> None:
     """With --overwrite: whatever is refused before `claim_folder`, the earlier run is whole."""
     run = begun(tmp_path)

@@ -25,7 +25,14 @@ from dilocox.record.log.blob_store import MissingError
 from dilocox.utils.backoff import backoff_delays
 from dilocox.utils.plain_text import plain
 from dilocox.utils.secret_text import secret_problem
-from dilocox.utils.storage import is_local, replace_file, run_in_thread, sync_folder, unsafe_reason
+from dilocox.utils.storage import (
+    is_local,
+    opened,
+    replace_file,
+    run_in_thread,
+    sync_folder,
+    unsafe_reason,
+)
 
 CALL_SECONDS = 60.0
 """Seconds that a call may take, beside the time for its bytes."""
@@ -80,7 +87,7 @@ class Place:
         refuse_password(url)
         try:
             # Without a cache of listings: another process may write at the same time.
-            self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+            self._files, root = opened(self.url, use_listings_cache=False)
         except (ValueError, ImportError) as error:
             raise RecordError(
                 f"{self.url}: cannot be opened ({_reason(error)}); give a URL that fsspec knows, "

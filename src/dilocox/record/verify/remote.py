@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from dilocox.errors import RecordError
 from dilocox.record.bundles.place import refuse_password
 from dilocox.record.log import bounded_reads
@@ -26,6 +24,7 @@ from dilocox.record.log.cosigned import COSIGNED, MOST
 from dilocox.record.log.signed_note import LogCheckpoint
 from dilocox.record.log.state_statements import State
 from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, PUBLIC, open_log, read_text
+from dilocox.utils.storage import opened
 
 LOG_FILES = tuple(f"record/{name}" for name in (CHECKPOINT, PUBLIC, ENTRIES))
 """Files without which nothing can be verified."""
@@ -57,7 +56,7 @@ def fetched(url: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="dilocox-verify-") as place:
         folder = Path(place)
         try:
-            files, root = fsspec.core.url_to_fs(url.rstrip("/"))
+            files, root = opened(url.rstrip("/"))
             _fetch(_Remote(files, root, folder), url)
         except (OSError, ValueError, ImportError) as error:
             raise RecordError(f"{url}: cannot be fetched ({error})") from None
@@ -70,7 +69,7 @@ def fetched_log(url: str) -> Iterator[Path]:
     refuse_password(url)
     with tempfile.TemporaryDirectory(prefix="dilocox-log-") as place:
         try:
-            files, root = fsspec.core.url_to_fs(url.rstrip("/"))
+            files, root = opened(url.rstrip("/"))
             _fetch_log(_Remote(files, root, Path(place)))
         except (OSError, ValueError, ImportError) as error:
             raise RecordError(f"{url}: cannot be fetched ({error})") from None

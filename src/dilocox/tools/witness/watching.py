@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import fsspec
-
 from dilocox.errors import RecordError
 from dilocox.record.bundles.fetch import is_bundled
 from dilocox.record.log import bounded_reads, cosigned
@@ -29,6 +27,7 @@ from dilocox.record.log.transparency_log import (
 )
 from dilocox.tools.witness.requests import MOST_BYTES
 from dilocox.tools.witness.witness import Witness
+from dilocox.utils.storage import opened
 
 STATEMENT_BYTES = 1 << 16
 """Bytes per statement in the limit of a log that is fetched."""
@@ -127,7 +126,7 @@ def _fetched(place: str, record: Path, key: NoteKey) -> LogContent:
 
 def _copy(place: str, name: str, folder: Path, most: int) -> None:
     try:
-        files, root = fsspec.core.url_to_fs(place.rstrip("/"))
+        files, root = opened(place.rstrip("/"))
         bounded_reads.copy(files, f"{root}/record/{name}", folder / name, most)
     except RecordError:
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,14 +99,22 @@ def _held_by_first(config: RunConfig, parameters: Sequence[int], ranks: int) -> 
     ]
 
 
-def _check_disk(config: RunConfig, parameters: int, sites_here: int) -> None:
+def open_checkpoints(config: RunConfig) -> tuple[Any, str]:
+    """Return the fsspec file system of `checkpoint.store`, and the path in this file system.
+
+    Raises `ConfigError` if it cannot be opened.
+    """
     try:
-        files, path = storage.opened(config.checkpoint_store)
+        return storage.opened(config.checkpoint_store)
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"checkpoint.store {config.checkpoint_store}: cannot be opened ({error}); give a "
             "folder, or a URL that fsspec knows"
         ) from None
+
+
+def _check_disk(config: RunConfig, parameters: int, sites_here: int) -> None:
+    files, path = open_checkpoints(config)
     local = storage.is_local(files)
     needed = memory.disk_bytes(config, parameters, sites_here if local else 0)
     place = Path(path) if local else config.folder

@@ -34,6 +34,7 @@ from dilocox.inner.step_result import ReportedStep
 from dilocox.models.prefetch import fetch_weights
 from dilocox.training.builder import Batches, RankParts, RankPlace, anchors
 from dilocox.training.launch import site_log
+from dilocox.training.launch.capacity_check import open_checkpoints
 from dilocox.training.launch.coordinator_check import ENDPOINT
 from dilocox.training.launch.data_check import check_data
 from dilocox.training.launch.data_preparation import prepare_here
@@ -118,6 +119,7 @@ class OwnSite:
         check_versions()
         check_loop(config, name)
         check_writable(config.folder)
+        open_checkpoints(config)
         check_congestion(config.network.congestion)
         library_warnings.silence_saves()
         self._hooks = LoopHooks()
