@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import threading
@@ -12,6 +13,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from dilocox.config.network import NetworkSection
@@ -49,6 +51,7 @@ class Saver:
     def __init__(self, root: str, keep: int = 2) -> None:
         self.digests: dict[int, str] = {}
         self.failures: dict[int, str] = {}
+        self.root = root
         self.writer = RankCheckpointer(root, *RANK, keep)
 
     def save(self, tick: int, values: dict[str, torch.Tensor] | None = None) -> str | None:
@@ -223,6 +226,56 @@ def test_other_ranks_files_are_not_touched(tmp_path: Path) -> None:
     assert other.exists()
     assert not Path(rank_folder(str(tmp_path), 10, *RANK)).exists()
     assert ticks(tmp_path) == [10, 20, 30]
+
+
+@pytest.fixture
+def uncaught(monkeypatch: pytest.MonkeyPatch) -> list[BaseException | None]:
+    """Errors that end a thread."""
+    found: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda said: found.append(said.exc_value))
+    return found
+
+
+def test_a_checkpoint_that_is_moved_away_at_once_is_not_missed(
+    tmp_path: Path, uncaught: list[BaseException | None]
+) -> None:
+    saver = Saver(str(tmp_path))
+    rest = tmp_path / "tick-00000010" / "rest"
+    rest.mkdir(parents=True)
+
+    def take(tick: int, _: str) -> None:
+        shutil.rmtree(rank_folder(str(tmp_path), tick, *RANK))
+
+    saver.writer.save(20, tensors(), {}, take, saver.failures.__setitem__)
+    saver.writer.wait()
+    assert (uncaught, saver.failures) == ([], {})
+    assert rest.is_dir()
+    assert saver.save(30)
+
+
+def test_older_checkpoints_may_stay_whatever_the_storage_raises(
+    tmp_path: Path,
+    uncaught: list[BaseException | None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Storage over a network has errors of its own."""
+    remove = MemoryFileSystem.rm
+
+    def refuse(self: object, path: str, recursive: bool = False, **options: object) -> None:
+        if recursive:
+            raise RuntimeError("503 Slow Down")
+        remove(self, path, recursive, **options)
+
+    saver = Saver(f"memory://{tmp_path.name}/c", keep=2)
+    monkeypatch.setattr(MemoryFileSystem, "rm", refuse)
+    for tick in (10, 20, 30):
+        assert saver.save(tick)
+    assert (uncaught, saver.failures) == ([], {})
+    assert caplog.text.count("older checkpoints were not deleted: RuntimeError: 503 Slow Down") == 1
+    monkeypatch.undo()
+    assert saver.save(40)
+    assert [tick for tick in (10, 20, 30, 40) if exists(saver.root, tick, *RANK)] == [30, 40]
 
 
 def test_checkpoints_of_a_course_that_was_left_do_not_push_out_good_ones(tmp_path: Path) -> None:

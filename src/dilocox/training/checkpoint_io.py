@@ -146,7 +146,7 @@ class RankCheckpointer:
                 return
             try:
                 self._retire(tick, attempt)
-            except (OSError, DilocoxError) as error:
+            except FAILURES as error:  # other people's storage, over a network
                 # The new checkpoint is complete. A later one deletes what was not deleted here.
                 log.warning("older checkpoints were not deleted: %s", _reason(error))
 
@@ -179,6 +179,8 @@ class RankCheckpointer:
         spared = tick if self._whole is None else (self._whole() or 0)
         # A failed write leaves an empty folder, which must not displace a complete checkpoint.
         whole = [old for old in ticks if exists(self._root, old, *self._rank)]
+        if not whole:
+            return  # another program has moved even the new one away, so nothing is needless
         spared = min(spared, *whole[-self._keep :])
         for old in [old for old in ticks if old < spared]:
             path = rank_folder(root, old, *self._rank)
