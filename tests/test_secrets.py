@@ -20,15 +20,17 @@ import pytest
 
 pytest.importorskip("web3")
 
+from web3.exceptions import Web3RPCError
+
 from dilocox.cli.main import main
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.identity import write_private
 from dilocox.coordinator.metrics import sinks
 from dilocox.coordinator.record_keys import RecordKey
-from dilocox.errors import ConfigError
+from dilocox.errors import ConfigError, SettlementError
 from dilocox.tools.attestation.collecting import CHIP
 from dilocox.tools.attestation.simulated_machine import SimulatedMachine
-from dilocox.tools.settlement import keystore
+from dilocox.tools.settlement import keystore, ledger
 from dilocox.tools.settlement.run_on_chain import RunOnChain, read_rpc
 from dilocox.utils.secret_text import hide_secrets, secret_problem
 from tests.support.coordinator_driver import run_config
@@ -273,6 +275,31 @@ def test_secrets_are_hidden_in_messages(make: Callable[[], str], shown: str) -> 
 def test_urls_with_secrets_are_known(url: str, problem: str | None) -> None:
     found = secret_problem(url)
     assert found is None if problem is None else problem in str(found)
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("https://user:p@ss@host:8545/key", "host:8545"),
+        ("https://token@host/key", "host"),
+        ("https://host:8545/key@x", "host:8545"),
+        ("https://user:p/w@host/key", "no host"),
+        ("https://user:p@s/w@host/key", "no host"),
+        ("https://user:p#w@host/key", "no host"),
+    ],
+)
+def test_of_an_rpc_server_the_host_alone_is_shown(url: str, host: str) -> None:
+    """If a password leaves the host in doubt, nothing is shown."""
+    assert ledger.host_of(url) == host
+    assert ledger.public_part(url) == f"https://{host}"
+
+
+def test_an_error_of_an_rpc_server_holds_no_password() -> None:
+    for password in ("p@s/w", "p)w", "p'w", "p<w>"):
+        with pytest.raises(SettlementError) as caught, ledger.one_line("eth_chainId"):
+            raise Web3RPCError(f"429 for https://user:{password}@host/v3/key (slow down)")
+        assert password not in str(caught.value)
+        assert str(caught.value).endswith("429 for host (slow down)")
 
 
 def test_an_rpc_server_may_be_named_by_a_file(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 import urllib3
 
 from dilocox.errors import ConfigError
+from dilocox.utils.secret_text import users_of
 
 SECONDS = 20.0
 """Seconds for a connection, and for each answer of a server."""
@@ -34,7 +35,7 @@ def fetch(place: str, most: int) -> bytes:
         ConfigError: The file cannot be read or is larger.
     """
     if place.startswith(("http://", "https://")):
-        if "@" in place.split("/")[2]:
+        if users_of(place):
             raise ConfigError("the URL holds a user or a password; leave it out")
         data = _download(place, most)
     else:

@@ -27,6 +27,7 @@ from dilocox.errors import SettlementError
 from dilocox.tools.settlement.artifact import load_artifact
 from dilocox.tools.settlement.limits import FEE
 from dilocox.tools.settlement.messages import Domain
+from dilocox.utils.secret_text import hide_secrets, users_of
 
 PATIENCE = 120.0
 """Seconds that a transaction may take until it is in a block."""
@@ -52,6 +53,8 @@ def connect(url: str) -> Web3:
 
 def host_of(url: str) -> str:
     """Return host and port of a URL; its other parts may hold a secret."""
+    if any(re.search("[/?#]", user) for user in users_of(url)):
+        return "no host"  # a password like this one moves what urlsplit takes for the host
     try:
         return urlsplit(url).netloc.rpartition("@")[2] or "no host"
     except ValueError:
@@ -382,7 +385,7 @@ def one_line(what: str) -> Iterator[None]:
 
 def _shown(error: Exception) -> str:
     """Return an error as one line. Of URLs, whose paths may be secret, only the hosts stay."""
-    text = " ".join(str(error).split())
+    text = hide_secrets(" ".join(str(error).split()))
     text = re.sub(r"\w+://[^\s'\"<>)]+", lambda found: host_of(found[0]), text)
     return re.sub(r"( with)? url: /\S*", "", text)[:300]
 
