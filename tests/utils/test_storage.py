@@ -18,7 +18,7 @@ from dilocox.record.log.blob_store import Store
 from dilocox.record.log.digests import sha256
 from dilocox.record.verify.remote import fetched, fetched_log
 from dilocox.training.checkpoint_io import RankCheckpointer, load
-from dilocox.utils.storage import is_local, opened, retry
+from dilocox.utils.storage import is_local, nearest_existing, opened, retry
 
 pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -167,6 +167,15 @@ def test_colons_in_a_path_are_a_part_of_it(
     written = [each for each in tmp_path.rglob("*") if each.is_file()]
     assert len(written) > 10
     assert all(each.is_relative_to(tmp_path / name) for each in written)
+
+
+@pytest.mark.parametrize(("path", "found"), [("/a/b", "/"), ("a/b", "."), ("/", "/")])
+def test_the_search_for_a_folder_ends(
+    monkeypatch: pytest.MonkeyPatch, path: str, found: str
+) -> None:
+    """Even if nothing can be looked at, as on a network drive whose server is gone."""
+    monkeypatch.setattr("os.path.exists", lambda _: False)
+    assert str(nearest_existing(Path(path))) == found
 
 
 def test_the_home_folder_is_still_written_in_short(monkeypatch: pytest.MonkeyPatch) -> None:

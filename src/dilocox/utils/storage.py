@@ -38,8 +38,11 @@ T = TypeVar("T")
 
 
 def nearest_existing(path: Path) -> Path:
-    """Returns `path` if it exists, else its nearest parent that exists, on the same disk."""
-    while not path.exists():
+    """Returns `path` if it exists, else its nearest parent that exists, on the same disk.
+
+    What lies below a folder that may not be entered does not exist for this user.
+    """
+    while not os.path.exists(path) and path != path.parent:  # Path.exists raises for such a folder
         path = path.parent
     return path
 

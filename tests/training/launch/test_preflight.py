@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import re
 import shutil
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,15 @@ from dilocox.training.launch import (
     model_check,
     preflight,
     run_folder,
+    standby,
 )
 from dilocox.training.launch.headline import headline
+from dilocox.utils.storage import nearest_existing
 from tests.data.chats import write_records
 from tests.data.flagged import write_flagged
 from tests.support.architectures import ARCHITECTURES, ROUTED
 from tests.support.base_model import write_base
+from tests.support.other_user import error_of_nobody
 from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal, write_text
 
 pytestmark = pytest.mark.waits
@@ -200,6 +205,56 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("x", encoding="utf-8")
     text = refusal(run_folder.claim_folder, config(tmp_path), resume=False)
     assert "cannot be written to (Not a directory)" in text
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A folder that its owner alone, and root, may enter."""
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    folder.chmod(0)
+    yield folder
+    folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("below", ["", "runs"])
+def test_a_folder_below_one_that_may_not_be_entered(closed: Path, below: str) -> None:
+    """Every command says so in one line, before it does anything else."""
+    run = config(closed / below, "run", network={"port": 7777})
+    refused = (
+        f"TrainingError: {run.folder}: cannot be written to (Permission denied); choose another "
+        "run.folder"
+    )
+    calls: list[Callable[[], object]] = [
+        lambda: run_folder.check_folder(run, resume=False),
+        lambda: run_folder.check_folder(run, resume=True),
+        lambda: run_folder.claim_folder(run, resume=False, overwrite=True),
+        lambda: run_folder.check_writable(run.folder),
+        lambda: run_folder.check_reachable(run.folder),
+        lambda: coordinator_process.coordinate(
+            run, run_file=Path("run.toml"), overrides=[], wait_for=None, resume=False
+        ),
+        lambda: standby.follow(run, "127.0.0.1:7777", print),
+        lambda: preflight._check_places(run, preflight.Role("train")),
+        lambda: preflight._check_places(run, preflight.Role("join", site="paris")),
+    ]
+    assert [error_of_nobody(call) for call in calls] == [refused] * len(calls)
+    place = error_of_nobody(lambda: pytest.fail(str(nearest_existing(run.folder))))
+    # Of pytest's own folders nobody may enter some either.
+    assert Path(place.removeprefix("Failed: ")) in (closed, *closed.parents)
+
+
+def test_an_earlier_run_of_another_user_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(tmp_path)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(run_folder.shutil, "rmtree", refuse)
+    text = refusal(run_folder.claim_folder, run, resume=False, overwrite=True)
+    assert text.endswith("cannot be written to (Permission denied); choose another run.folder")
 
 
 def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from dilocox.record.writer.one_writer import held
 from dilocox.training.launch import preflight, standby
 from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_check import ENDPOINT
-from dilocox.training.launch.run_folder import claim_folder, write_run_file
+from dilocox.training.launch.run_folder import check_reachable, claim_folder, write_run_file
 from dilocox.training.portable_checkpoint import Handover
 from dilocox.utils.storage import replace_file
 
@@ -69,6 +69,7 @@ def coordinate(
     if the run cannot start, or if it failed.
     """
     display = Display(config)
+    check_reachable(config.folder)
     refuse_fenced(config.folder / "coordinator")
     if not take_over:
         refuse_standby(config.folder / "coordinator")

@@ -34,6 +34,7 @@ from dilocox.training.launch.model_check import check_blueprint, check_model
 from dilocox.training.launch.run_folder import (
     as_begun,
     check_folder,
+    check_reachable,
     check_writable,
     refuse_finished,
 )
@@ -213,6 +214,7 @@ def _check_places(config: RunConfig, role: Role) -> Prepared:
             check_writable(config.folder)
         check_congestion(config.network.congestion)
         return Prepared(config)
+    check_reachable(config.folder)
     # A coordinator that is started again goes on with its run, with or without a checkpoint.
     again = role.command == "coordinator" and (config.folder / "run.toml").exists()
     begun = role.resume or again

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from dilocox.config.run_config import RunConfig, load_written
@@ -45,11 +47,17 @@ def check_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> No
 
     Raises `TrainingError` in these cases:
 
+    - this user may not use the folder;
     - the folder holds a run, and neither `resume` nor `overwrite` is set;
     - the run in the folder is going on;
     - no run wrote the files in the folder;
     - with `resume`, the folder holds no run, or another run than that of `config`.
     """
+    with _usable(config.folder):
+        _check_folder(config, resume, overwrite)
+
+
+def _check_folder(config: RunConfig, resume: bool, overwrite: bool) -> None:
     folder = config.folder
     written = folder / "run.toml"
     if not written.exists():
@@ -83,6 +91,12 @@ def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Pa
     check_folder(config, resume, overwrite)
     check_coordinator(config)
     folder = config.folder
+    with _usable(folder):
+        _claim(folder, resume)
+    return folder
+
+
+def _claim(folder: Path, resume: bool) -> None:
     if not resume:
         begun = (folder / "run.toml").exists()
         for pattern in WRITTEN if begun else STARTED:
@@ -91,15 +105,9 @@ def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Pa
                     shutil.rmtree(entry)
                 else:
                     entry.unlink()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise TrainingError(
-            f"{folder}: cannot be written to ({error.strerror}); choose another run.folder"
-        ) from None
-    return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def write_run_file(config: RunConfig) -> None:
@@ -116,9 +124,25 @@ def check_writable(folder: Path) -> None:
 
     The check creates and removes a folder, because permissions alone may be misleading.
     """
-    place = nearest_existing(folder)
+    with _usable(folder):
+        os.rmdir(tempfile.mkdtemp(prefix=".dilocox-", dir=nearest_existing(folder)))
+
+
+def check_reachable(folder: Path) -> None:
+    """Raise `TrainingError` if this user may not enter a run's folder, or the coordinator's in it.
+
+    Neither needs to exist.
+    """
+    with _usable(folder):
+        for name in ("run.toml", "coordinator/coordinator.lock"):
+            (folder / name).exists()
+
+
+@contextlib.contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` of the folder, or of a file in it, into a `TrainingError`."""
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".dilocox-", dir=place))
+        yield
     except OSError as error:
         raise TrainingError(
             f"{folder}: cannot be written to ({error.strerror}); choose another run.folder"

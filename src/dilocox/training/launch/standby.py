@@ -38,6 +38,7 @@ from dilocox.coordinator.server.tokens import SECRET
 from dilocox.errors import ConfigError, DilocoxError, TrainingError
 from dilocox.record.writer.notary import KEY_FILE
 from dilocox.record.writer.one_writer import held
+from dilocox.training.launch.run_folder import check_reachable
 from dilocox.utils.append_file import AppendFile
 from dilocox.utils.storage import keep_file, sync_folder
 
@@ -251,6 +252,7 @@ def _check_port(config: RunConfig) -> None:
 
 def _check(config: RunConfig) -> None:
     own = config.folder / "coordinator"
+    check_reachable(config.folder)
     _check_port(config)
     names = ["authority.pem", "server.pem", "operator.json", SECRET]
     names += [KEY_FILE] if config.record.enabled else []
