@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import time
 from pathlib import Path
 from typing import Protocol
@@ -28,25 +31,33 @@ def fetch(place: str, most: int) -> bytes:
     """Return the content of a file.
 
     Args:
-        place: Path, or URL of http or https.
+        place: Path of a regular file, or URL of http or https.
         most: Bytes of the largest file that is read.
 
     Raises:
         ConfigError: The file cannot be read or is larger.
     """
-    if place.startswith(("http://", "https://")):
+    if place.lower().startswith(("http://", "https://")):
         if users_of(place):
             raise ConfigError("the URL holds a user or a password; leave it out")
         data = _download(place, most)
     else:
         try:
-            with Path(place).open("rb") as file:
-                data = file.read(most + 1)
-        except OSError as error:
-            raise ConfigError(f"{place}: cannot be read ({error.strerror})") from None
+            data = _read(Path(place), most)
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{place}: cannot be read ({reason})") from None
     if len(data) > most:
         raise ConfigError(f"{place}: is larger than {most:,} bytes: not the file that is asked for")
     return data
+
+
+def _read(path: Path, most: int) -> bytes:
+    # Without the flag, a named pipe that nobody writes to would not even be opened.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return file.read(most + 1)
 
 
 def _download(url: str, most: int) -> bytes:
