@@ -225,7 +225,7 @@ def checkpoint_writer(files: Any, path: str, finished: Callable[[Any, Any], None
             finished(metadata, results)
 
     # The writer opens its place by fsspec, which takes `::` in a path for the border of two places.
-    writer = Writer("/")
+    writer: Any = Writer("/")
     writer.fs.fs, writer.path = files, path
     return writer
 
