@@ -75,6 +75,7 @@ def test_users_and_passwords_are_hidden(text: str, shown: str) -> None:
         "ssh://git@host:22/x", "abfs://container@account.dfs.core.windows.net/a:b",
         "zerog://0123@host:5678", "{'a':'https://host:80','mail':'a@b'}", "file:///a:b@c",
         "https://host:80, a:b@c", "Basic a:b@c", "https://@host/x",
+        f"zerog+https://0x{'ab' * 32}@node:5678/x",
     ],
 )  # fmt: skip
 def test_what_holds_no_password_stays_as_it_is(text: str) -> None:

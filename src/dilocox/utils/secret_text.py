@@ -26,6 +26,8 @@ _WEB = frozenset({"http", "https"})
 _WITHOUT_PORTS = frozenset({"gcs", "gs", "oss", "s3", "s3a"})
 """Protocols whose URLs name a bucket in the place of a host, so a colon divides user and password.
 """
+_ZEROG = "zerog"
+"""Protocol whose URLs have a public root in the place of a user, also as `zerog+https`."""
 _TOKEN = re.compile(r"\bdilocox1-[0-9a-f]{64}-[0-9a-f]{32}")
 _PEM = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
 
@@ -93,7 +95,8 @@ def _users(text: str) -> Iterator[tuple[int, int]]:
         if url.start() < done:
             continue
         quote, begin = url[1], url.end()
-        scheme = re.split("[+:]", url[2])[-1].lower()
+        protocols = re.split("[+:]", url[2].lower())
+        scheme = _ZEROG if _ZEROG in protocols else protocols[-1]
         stop = text.find(quote, begin) if quote else -1
         end = _user_end(scheme, text, begin, len(text) if stop < 0 else stop)
         if end > begin:

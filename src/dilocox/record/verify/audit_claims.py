@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from dilocox.errors import RecordError
 from dilocox.record.log.audit_verdicts import BAD, FOLDER, GOOD, Signed, paths_of
-from dilocox.record.log.verdict_statements import HandedIn, VerdictFile, latest, read_file
+from dilocox.record.log.verdict_statements import VerdictFile, latest, read_file
 from dilocox.record.verify.audit_sampling import Point, decided, due_rounds, points_of, sites_of
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.run_history import RunHistory
@@ -36,7 +35,8 @@ class Audits:
 
         Verdicts on rounds that a resume has abandoned do not count.
         """
-        everything = self._counting()
+        files = self._files()
+        everything = self._counting(files)
         signed = still_standing(self.course, self.entries, everything)
         for each in signed:
             self._check_states(each)
@@ -47,7 +47,7 @@ class Audits:
             raise RecordError(
                 f"round {first.round} of {first.site}: {first.verdict}, {first.reason}{others}"
             )
-        handed_in = self._handed_in()
+        handed_in = self._handed_in(files)
         good = {(s.verdict.round, s.verdict.site) for s in signed if s.verdict.verdict in GOOD}
         due = Counter(site for r in due_rounds(self.course) for site in sites_of(self.course, r))
         if not good:
@@ -64,8 +64,8 @@ class Audits:
             f"good, {by_site}{handed_in}{since}"
         )
 
-    def _handed_in(self) -> str:
-        """Return a phrase on the verdicts that the log names; their files must be in the folder.
+    def _handed_in(self, files: Sequence[VerdictFile]) -> str:
+        """Return a phrase on the verdicts that the log names; `files` must have their files.
 
         Raises `RecordError` if a bad verdict's file is missing, `NotRunError` if another is.
         """
@@ -74,7 +74,8 @@ class Audits:
             for each in latest(v for v in self.course.verdicts if stands(self.course, v))
             if self._counts(each.auditor)
         ]
-        gone = self._not_here(named)
+        here = {each.name for each in files}
+        gone = [each for each in named if each.file not in here]
         bad = [each for each in gone if each.verdict in BAD]
         if bad:
             others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
@@ -90,11 +91,6 @@ class Audits:
             )
         return f"; {len(named)} by the log, and here" if named else ""
 
-    def _not_here(self, named: Sequence[HandedIn]) -> list[HandedIn]:
-        here = {each.name for each in self._files}
-        return [each for each in named if each.file not in here]
-
-    @cached_property
     def _files(self) -> list[VerdictFile]:
         return [read_file(path, self.course.run) for path in paths_of(self.folder)]
 
@@ -136,7 +132,7 @@ class Audits:
         A site that the run file exempts needs no audit; the line names the site. If the reader
         gives public randomness, it must have a value for every round that is due.
         """
-        signed = still_standing(self.course, self.entries, self._counting())
+        signed = still_standing(self.course, self.entries, self._counting(self._files()))
         drawn = [each for each in signed if each.selection.by == "beacon"]
         due = due_rounds(self.course)
         there = {each.verdict.round for each in drawn if decided(self.course, each.verdict.round)}
@@ -193,9 +189,9 @@ class Audits:
             raise RecordError(f"two audits of round {round_} name other randomness")
         return values
 
-    def _counting(self) -> list[Signed]:
-        """Return the verdicts in the folder that count; the log says which were replaced since."""
-        counting = (each.signed for each in not_replaced(self.course, self._files))
+    def _counting(self, files: Sequence[VerdictFile]) -> list[Signed]:
+        """Return the verdicts among `files` that count; the log says which were replaced since."""
+        counting = (each.signed for each in not_replaced(self.course, files))
         return [signed for signed in counting if self._counts(signed.auditor)]
 
     def _check_states(self, signed: Signed) -> None:
