@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from dilocox.cli.coins import coin
 from dilocox.cli.standard_input import given_text
 from dilocox.errors import ConfigError, SettlementError
 from dilocox.tools.settlement.limits import FEE
+from dilocox.tools.settlement.web3_package import load_web3
 from dilocox.utils.plain_text import plain
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ HOOK_NICE = 10
 """How far the hook `record.anchor` steps back behind the run that waits for the same cores."""
 DAY = 86_400
 """Seconds."""
-MISSING = "the package web3 is not installed: pip install 'dilocox[chain]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -186,16 +185,10 @@ def add_password(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, call: Callable[[argparse.Namespace], list[str]]) -> int:
     """Run an action and print its lines. Amounts alone need no chain, and no package for it."""
     if call is not _account:
-        check_web3()
+        load_web3()
     for line in call(options):
         print(plain(line))
     return 0
-
-
-def check_web3() -> None:
-    """Raise `SettlementError` if the package for chains is not installed."""
-    if importlib.util.find_spec("web3") is None:
-        raise SettlementError(MISSING)
 
 
 def _account_of(options: argparse.Namespace) -> LocalAccount:

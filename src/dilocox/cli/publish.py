@@ -15,6 +15,7 @@ from dilocox.cli.coins import coin
 from dilocox.config.outer import RATE, rate_of
 from dilocox.errors import ConfigError, RecordError
 from dilocox.tools.settlement.limits import FEE
+from dilocox.tools.settlement.web3_package import load_web3
 
 if TYPE_CHECKING:
     from dilocox.tools.storage.destination import Destination
@@ -150,6 +151,7 @@ def _zerog(options: argparse.Namespace) -> Destination:
     missing = [each for each in ("sha3", "web3") if importlib.util.find_spec(each) is None]
     if missing:
         raise RecordError("packages for 0G Storage are missing: pip install 'dilocox[zerog]'")
+    load_web3()
     from dilocox.record.bundles.zerog_node import ZerogUrl
     from dilocox.tools.settlement.keystore import load_key, read_password
     from dilocox.tools.settlement.run_on_chain import read_rpc

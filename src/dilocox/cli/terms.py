@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dilocox.cli.placements import at_sites
 from dilocox.errors import ConfigError
+from dilocox.tools.settlement.web3_package import load_web3
 from dilocox.utils.plain_text import plain, plain_lines
 from dilocox.utils.storage import replace_file
 
@@ -103,10 +104,9 @@ def deposit_by_terms(options: argparse.Namespace, config: RunConfig) -> Callable
     print(f"the run file is that of the terms {file.digest[:12]}…", flush=True)
     if options.wallet is None:
         return None
-    from dilocox.cli.chain import check_web3
     from dilocox.coordinator.record_keys import key_file
 
-    check_web3()
+    load_web3()
     from dilocox.tools.settlement.joining import check_account, stake_and_enrol
     from dilocox.tools.settlement.keystore import load_key, read_password
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import importlib.util
 import json
 import secrets
 import shutil
@@ -19,8 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from dilocox.cli.chain import MISSING
-from dilocox.errors import ConfigError, RecordError, SettlementError
+from dilocox.errors import ConfigError, RecordError
+from dilocox.tools.settlement.web3_package import load_web3
 from dilocox.utils.plain_text import plain
 
 if TYPE_CHECKING:
@@ -230,8 +229,7 @@ def _heads(chain: Path | None, rpc: str | None) -> ChainHeads | None:
         if rpc is not None:
             raise ConfigError("--rpc: name the run's chain.json, too, with --chain")
         return None
-    if importlib.util.find_spec("web3") is None:
-        raise SettlementError(MISSING)
+    load_web3()
     from dilocox.tools.settlement.chain_heads import chain_heads
     from dilocox.tools.settlement.run_on_chain import read_rpc
 
