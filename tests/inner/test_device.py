@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +21,6 @@ from dilocox.inner import (
     SiteMesh,
     available_cores,
     chunks_of_stage,
-    keep_freed_memory,
     place_of_rank,
     rank_of_place,
     resolve_device,
@@ -205,33 +200,31 @@ def test_a_thread_knows_how_long_it_was_kept_waiting() -> None:
     assert kept > 0.5 * ran
 
 
-def _kept_after_freeing(size: int) -> int:
-    """Bytes of `size` that stay with this process after they were used and freed."""
+KEPT = """
+import os
+import torch
+from dilocox.inner.device import keep_freed_memory
 
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+torch.set_num_threads(1)
+keep_freed_memory()
+for size in ({sizes}):
     before = resident()
     block = torch.ones(size, dtype=torch.uint8)
     assert resident() - before >= size - 2**20
     del block
-    return resident() - before
-
-
-def _kept(sizes: Sequence[int], answers: Connection) -> None:
-    keep_freed_memory()
-    answers.send([_kept_after_freeing(size) for size in sizes])
+    print(resident() - before)
+"""
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_tensors_of_a_micro_batch_are_kept_and_those_of_an_exchange_returned() -> None:
+    """In a process of its own, because the setting stays."""
     logits, chunk = 4 * CHUNK["cpu"], LARGE_BLOCK + 2**20
-    ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(
-        target=_kept, args=([logits, chunk], theirs)
-    )
-    child.start()
-    kept_logits, kept_chunk = ours.recv()
-    child.join()
+    code = KEPT.format(sizes=f"{logits}, {chunk}")
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    kept_logits, kept_chunk = map(int, told.stdout.split())
     assert kept_logits >= logits - 2**20
     assert kept_chunk < 2**20
