@@ -326,6 +326,7 @@ def reduce(attempt: Attempt) -> Outcome:
         if end > start
     }
     frames = {} if attempt.observes else _framed_chunks(what, bounds, chunks)
+    mine = {site: frame_payload(frame) for site, frame in frames.items()}
     own = chunks.get(me)
     payloads = _swapped_chunks(attempt, own, frames)
     index = None if attempt.observes else chunk_index(frames.values())
@@ -343,7 +344,7 @@ def reduce(attempt: Attempt) -> Outcome:
     if index is not None and me in counted:
         # No other site has these payloads. The contribution counts once all sites have voted
         # "done", even if this site dies afterwards: so the record keeps the payloads before that.
-        alone = [index, *(frame_payload(frame) for site, frame in frames.items() if site == me)]
+        alone = [index, *(payload for site, payload in mine.items() if site == me)]
     kept = attempt.keep(alone)
     mean = second = result = None
     if own is not None and counted:
@@ -362,10 +363,9 @@ def reduce(attempt: Attempt) -> Outcome:
     sent = None
     if me in decision.set:
         with tracing.span("decode", values=what.length):
-            own_payloads = {site: frame_payload(frame) for site, frame in frames.items()}
-            sent, _ = _decoded(what, bounds, chunks, own_payloads)
+            sent, _ = _decoded(what, bounds, chunks, mine)
     others = (payload for site, payload in payloads.items() if site != me)
-    passed = [] if index is None else [index, *map(frame_payload, frames.values()), *others]
+    passed = [] if index is None else [index, *mine.values(), *others]
     outcome = _outcome(attempt, result, decision.set, sent, second)
     return replace(outcome, payloads=tuple(passed))
 
