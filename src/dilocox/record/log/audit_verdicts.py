@@ -141,14 +141,18 @@ def read(path: Path, run: str | None) -> Signed:
     `run`: id of the run; None accepts a verdict of any run, because there is no log. Raises
     `RecordError` if the file cannot be read or a check fails.
     """
-    line = read_text(path).strip()
+    return checked(read_text(path).strip(), run, path.name)
+
+
+def checked(line: str, run: str | None, name: str) -> Signed:
+    """Return the verdict in the line of the file `name`, checked as by `read`."""
     try:
         said = s.opened(line)[0]
         auditor = str(said.predicate.get("auditor"))
         statement = s.open_signed(line, auditor, run=run or said.run, kinds=(s.AUDIT,))
         return _parsed(statement)
     except RecordError as error:
-        raise RecordError(f"{path.name}: {error}") from None
+        raise RecordError(f"{name}: {error}") from None
 
 
 def read_all(folder: Path, run: str) -> list[Signed]:

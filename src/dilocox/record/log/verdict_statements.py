@@ -16,7 +16,7 @@ from typing import Any, cast
 from dilocox.config.site import SITE_NAME
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
-from dilocox.record.log.audit_verdicts import BAD, GOOD, AuditVerdict, Signed, digest_of, read
+from dilocox.record.log.audit_verdicts import BAD, GOOD, AuditVerdict, Signed, checked, digest_of
 from dilocox.record.log.digests import digest_text
 from dilocox.record.log.state_statements import whole
 from dilocox.record.log.transparency_log import read_text
@@ -104,14 +104,19 @@ class VerdictFile:
     """A verdict's file in a run's folder."""
 
     signed: Signed
-    name: tuple[str, ...]
-    """Facts that an entry of the log which names the file must match (`HandedIn.file`)."""
+    line: str
+    """The single line of the file."""
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        """Facts that an entry of the log which names the file must match (`HandedIn.file`)."""
+        return of_file(self.signed, self.line, "").file
 
 
 def read_file(path: Path, run: str | None) -> VerdictFile:
     """Read a verdict's file, as `audit_verdicts.read` does. Raises `RecordError`."""
-    signed = read(path, run)
-    return VerdictFile(signed, of_file(signed, read_text(path), "").file)
+    line = read_text(path).strip()
+    return VerdictFile(checked(line, run, path.name), line)
 
 
 def of_file(signed: Signed, line: str, by: str) -> HandedIn:

@@ -20,8 +20,7 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import paths_of
 from dilocox.record.log.merkle import leaf_hash, root_of
 from dilocox.record.log.step_statements import Step
-from dilocox.record.log.transparency_log import read_text
-from dilocox.record.log.verdict_statements import read_file
+from dilocox.record.log.verdict_statements import VerdictFile, read_file
 from dilocox.record.verify.verdict_validity import not_replaced, still_standing
 from dilocox.tools.settlement.amounts import LogPrefix, read_prefix, terms_of
 from dilocox.tools.settlement.binding import check_log
@@ -302,20 +301,23 @@ def _evidence(folder: Path, prefix: LogPrefix, site: str, round_: int) -> bytes:
     auditor has replaced does not count. A difference between determinism classes is no evidence.
     Files that are no verdict on this log are passed over: anybody may have put them there.
     """
-    found, faults = set[str](), list[str]()
+    there, found, faults = list[VerdictFile](), set[str](), list[str]()
     for path in paths_of(folder):
         try:
-            file = read_file(path, prefix.course.run)
-            signed, line = file.signed, read_text(path).strip()
+            there.append(read_file(path, prefix.course.run))
+        except RecordError as error:
+            faults.append(f"; passed over: {error}")
+    for file in not_replaced(prefix.course, there):
+        signed = file.signed
+        try:
             if (
                 signed.auditor in terms_of(prefix.course)["auditors"]
                 and (signed.verdict.site, signed.verdict.round) == (site, round_)
                 and signed.verdict.verdict == "MISMATCH"
                 and signed.verdict.same_class
-                and not_replaced(prefix.course, [file])
                 and still_standing(prefix.course, prefix.entries, [signed])
             ):
-                found.add(line)
+                found.add(file.line)
         except RecordError as error:
             faults.append(f"; passed over: {error}")
     if not found:

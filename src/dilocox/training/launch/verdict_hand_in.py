@@ -26,10 +26,9 @@ from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.event_log import LOCK
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import ConfigError, DilocoxError, RecordError
-from dilocox.record.log.audit_verdicts import Signed, digest_of, paths_of, read
+from dilocox.record.log.audit_verdicts import digest_of, paths_of
 from dilocox.record.log.statements import Signer
-from dilocox.record.log.transparency_log import read_text
-from dilocox.record.log.verdict_statements import of_file
+from dilocox.record.log.verdict_statements import of_file, read_file
 from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.notary import KEY_FILE, TransparencyLogSink
 from dilocox.record.writer.one_writer import LOCK as LOG_LOCK
@@ -78,25 +77,21 @@ class HandIn:
     def file(self, path: Path) -> None:
         """Hand in the verdict in the file `path`. An error is added to `failed`."""
         try:
-            signed, line = read(path, self.run), read_text(path)
-            self._statement(signed, line)
+            file = read_file(path, self.run)
+            said = of_file(file.signed, file.line, self.by).statement(self.run)
+            self.call(self.signer.sign(said))
         except DilocoxError as error:
             self.failed.append(f"{path.name}: {error}")
         else:
             self.done += 1
-            self.named.add(digest_of(line))
-
-    def _statement(self, signed: Signed, line: str) -> None:
-        said = of_file(signed, line, self.by).statement(self.run)
-        self.call(self.signer.sign(said))
+            self.named.add(digest_of(file.line))
 
     def earlier(self, folder: Path, course: RunHistory) -> None:
         """Hand in earlier verdicts of this auditor's key that the log does not name."""
         named = {each.file for each in course.verdicts}
         for path in paths_of(folder):
-            signed = read(path, self.run)
-            own = signed.auditor == self.signer.public
-            if own and of_file(signed, read_text(path), self.by).file not in named:
+            file = read_file(path, self.run)
+            if file.signed.auditor == self.signer.public and file.name not in named:
                 self.file(path)
 
 
