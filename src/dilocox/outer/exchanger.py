@@ -26,8 +26,9 @@ Submit = Callable[[Contribution], "Future[Outcome]"]
 def for_landing(given: Contribution, future: Future[Outcome]) -> Future[Outcome]:
     """Return a future of the outcome of `future`, without what no landing needs of its payloads.
 
-    A landing may come a whole round after its exchange, and would hold the payloads until then. It
-    reads second moments, of which a copy stays in place of each payload that carries them.
+    A landing may come a whole round after its exchange, and the payloads would be held until then.
+    Of the payloads a landing reads the second moments alone: a copy of the moments takes the place
+    of each payload that carries them.
     """
     codec = given.compressor
     moments = parse_spec(codec.name).moments
