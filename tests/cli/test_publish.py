@@ -39,7 +39,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["--to", "https://host/x"], "https://: shows files that are half written"),
         (["--to", "simplecache::smb://host/x"], "smb://: shows files that are half written"),
         (["--to", "file:///tmp/x", "--every", "0"], "give a number of rounds"),
-        (["--to", "file:///tmp/x", "--limit", "0mbit"], "give a rate such as 10mbit"),
+        (["--to", "file:///tmp/x", "--limit", "0mbit"], "carries nothing; give a rate above 0"),
         (["--to", "file:///tmp/x", "--limit", "10MB"], "give a rate such as 10mbit"),
     ],
 )

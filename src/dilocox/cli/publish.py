@@ -183,6 +183,9 @@ def _rounds(text: str) -> int:
 
 def _rate(text: str) -> int:
     """Parse a rate; return bytes per second."""
-    if not re.fullmatch(RATE, text) or float(text[:-4]) == 0:
+    if not re.fullmatch(RATE, text):
         raise argparse.ArgumentTypeError(f"{text!r}: give a rate such as 10mbit or 1.5gbit")
-    return rate_of(text)
+    try:
+        return rate_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -236,6 +236,13 @@ class ControlSection(Section):
     """With `adapt = "link"`: keys that the controller must not change. The default is the keys that
     the run file sets."""
 
+    @field_validator("link")
+    @classmethod
+    def _carries(cls, link: str | None) -> str | None:
+        if link is not None:
+            rate_of(link)
+        return link
+
     @property
     def link_rate(self) -> int | None:
         """Declared upload rate in bytes per second; None if it is measured."""
@@ -252,8 +259,16 @@ class ControlSection(Section):
 
 
 def rate_of(text: str) -> int:
-    """Returns bytes per second, at least 1, of a rate text. `RATE` must match `text`."""
-    return max(1, round(float(text[:-4]) * _BITS[text[-4:]] / 8))
+    """Returns bytes per second, at least 1, of a rate text. `RATE` must match `text`.
+
+    Raises `ValueError`, with the reason and the remedy, for a rate of zero.
+    """
+    rate = float(text[:-4]) * _BITS[text[-4:]] / 8
+    if rate == 0:
+        raise ValueError(
+            f'the rate "{text}" carries nothing; give a rate above 0, such as 2.5mbit'
+        )
+    return max(1, round(rate))
 
 
 def rate_text(bits_per_second: float, digits: int = 3) -> str:

@@ -162,7 +162,7 @@ class RecordSection(Section):
                 "a URL of 0G Storage names one state of the publication, and a late site needs the "
                 "rounds until it enters: publish to a folder or object storage, too"
             )
-        return url
+        return _without_secret(url)
 
     @field_validator("store")
     @classmethod

@@ -393,11 +393,10 @@ class HardwareTable:
         if not isinstance(text, str) or not _RATE.fullmatch(text):
             what = "a rate is missing" if text is None else f'"{text}" is not a rate'
             raise ConfigError(f"{where}: {what} such as 1gbit or 2.5mbit")
-        if float(text[:-4]) == 0:
-            raise ConfigError(
-                f'{where}: the rate "{text}" carries nothing; give a rate above 0, such as 2.5mbit'
-            )
-        return rate_of(text)
+        try:
+            return rate_of(text)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
 
     def _milliseconds(self, where: str, entry: Mapping[str, Any], key: str) -> float:
         """Return seconds; the table has milliseconds."""
