@@ -321,7 +321,11 @@ def _with_permission(config: RunConfig, replaced: bool, resume: bool) -> RunConf
     `own_code` permits a site to run code that is not dilocox's own. Every site gets it if a part
     of the inner step is `replaced`. A resumed run keeps the permissions that it was started with.
     """
+    from dilocox.training.launch.run_folder import check_reachable
+
     permitted = {name for name, own in config.sites.items() if own.own_code}
+    if resume:
+        check_reachable(config.folder)
     if resume and (config.folder / "run.toml").exists():
         begun = load_written(config.folder / "run.toml").sites
         permitted |= {name for name, own in begun.items() if own.own_code}

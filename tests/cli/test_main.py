@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 import subprocess
@@ -205,6 +206,56 @@ def test_an_unexpected_error_is_one_line_that_says_how_to_see_more(
     )
     _, _, err = command("train", run_file, "--debug")
     assert err.startswith("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/runs/a"),
+            "/runs/a: cannot be used (Permission denied); give this user the right to it, or name "
+            "another place",
+        ),
+        (
+            NotADirectoryError(errno.ENOTDIR, "Not a directory", b"file/run.toml"),
+            "file/run.toml: cannot be used (Not a directory); a part of its path is a file, so "
+            "name another place",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "a file cannot be written (No space left on device); free disk space",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_mend(
+    command: Command, run_file: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, line: str
+) -> None:
+    monkeypatch.setattr(api, "train", _fail(error))
+    assert command("train", run_file) == (1, "", f"dilocox: {line}\n")
+    assert command("train", run_file, "--debug")[2].startswith("Traceback")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error", "/runs/a"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError("no number"),
+    ],
+)
+def test_other_errors_of_the_system_are_unexpected(
+    command: Command, run_file: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    monkeypatch.setattr(api, "train", _fail(error))
+    assert command("train", run_file)[2].startswith("dilocox: unexpected ")
+
+
+def test_a_name_that_is_too_long(command: Command) -> None:
+    place = "n" * 300
+    assert command("status", place) == (
+        1, "", f"dilocox: {place}: cannot be used (File name too long); name a shorter one\n"
+    )  # fmt: skip
 
 
 def test_ctrl_c_before_a_run_has_begun(

@@ -28,6 +28,7 @@ from dilocox.cli import (
 )
 from dilocox.cli import testbed as lab_command
 from dilocox.errors import ConfigError, DilocoxError
+from dilocox.utils.file_errors import file_problem
 from dilocox.utils.plain_text import plain, plain_lines
 from dilocox.utils.secret_text import hide_secrets
 from dilocox.version import __version__
@@ -91,8 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if options.debug:
             _print_traceback()
-        text = hide_secrets(" ".join(f"{type(error).__name__}: {error}".split()))
-        print(f"dilocox: unexpected {plain(text)}; --debug shows where", file=sys.stderr)
+        text = file_problem(error)
+        if text is None:
+            text = f"unexpected {type(error).__name__}: {error}; --debug shows where"
+        print(f"dilocox: {plain(hide_secrets(' '.join(text.split())))}", file=sys.stderr)
         sys.exit(1)
 
 

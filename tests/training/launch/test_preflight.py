@@ -8,12 +8,14 @@ import hashlib
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dilocox import api
 from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles, prepare
 from dilocox.errors import ConfigError, DataError, ModelError, TrainingError
@@ -207,6 +209,19 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert "cannot be written to (Not a directory)" in text
 
 
+@pytest.mark.parametrize("name", ["run", "file"])
+def test_a_coordinator_or_standby_at_a_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("x", encoding="utf-8")
+    run = config(tmp_path / name if name == "file" else tmp_path, "run", network={"port": 7777})
+    refused = f"{run.folder}: cannot be written to (Not a directory); choose another run.folder"
+    said = refusal(
+        coordinator_process.coordinate,
+        run, run_file=Path("run.toml"), overrides=[], wait_for=None, resume=False,
+    )  # fmt: skip
+    assert said == refused
+    assert refusal(standby.follow, run, "127.0.0.1:7777", print) == refused
+
+
 @pytest.fixture
 def closed(tmp_path: Path) -> Iterator[Path]:
     """A folder that its owner alone, and root, may enter."""
@@ -235,6 +250,7 @@ def test_a_folder_below_one_that_may_not_be_entered(closed: Path, below: str) ->
             run, run_file=Path("run.toml"), overrides=[], wait_for=None, resume=False
         ),
         lambda: standby.follow(run, "127.0.0.1:7777", print),
+        lambda: api._with_permission(run, replaced=False, resume=True),
         lambda: preflight._check_places(run, preflight.Role("train")),
         lambda: preflight._check_places(run, preflight.Role("join", site="paris")),
     ]
@@ -242,6 +258,24 @@ def test_a_folder_below_one_that_may_not_be_entered(closed: Path, below: str) ->
     place = error_of_nobody(lambda: pytest.fail(str(nearest_existing(run.folder))))
     # Of pytest's own folders nobody may enter some either.
     assert Path(place.removeprefix("Failed: ")) in (closed, *closed.parents)
+
+
+def test_a_site_beside_the_coordinator_of_another_user() -> None:
+    # Not pytest's folder, which only root may enter if root runs the tests.
+    with tempfile.TemporaryDirectory() as root:
+        run = config(Path(root), "run")
+        coordinator = run.folder / "coordinator"
+        coordinator.mkdir(parents=True)
+        for folder, mode in ((Path(root), 0o755), (run.folder, 0o777), (coordinator, 0)):
+            folder.chmod(mode)
+        assert error_of_nobody(lambda: run_folder.check_writable(run.folder)) == ""
+        role = preflight.Role("join", site="paris")
+        said = error_of_nobody(lambda: preflight._check_places(run, role))
+        coordinator.chmod(0o700)
+    assert said == (
+        f"TrainingError: {run.folder}: cannot be written to (Permission denied); choose another "
+        "run.folder"
+    )
 
 
 def test_an_earlier_run_of_another_user_is_not_removed(

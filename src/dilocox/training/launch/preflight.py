@@ -211,6 +211,7 @@ def _check_places(config: RunConfig, role: Role) -> Prepared:
     """Check the run folder, addresses and ports. Returns the run as it goes on, if it does."""
     if not role.serves:
         if role.site is not None:
+            check_reachable(config.folder)
             check_writable(config.folder)
         check_congestion(config.network.congestion)
         return Prepared(config)

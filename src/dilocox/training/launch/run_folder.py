@@ -131,11 +131,12 @@ def check_writable(folder: Path) -> None:
 def check_reachable(folder: Path) -> None:
     """Raise `TrainingError` if this user may not enter a run's folder, or the coordinator's in it.
 
-    Neither needs to exist.
+    Neither needs to exist, but no file may stand in the place of a folder.
     """
     with _usable(folder):
         for name in ("run.toml", "coordinator/coordinator.lock"):
-            (folder / name).exists()
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).stat()
 
 
 @contextlib.contextmanager
