@@ -258,6 +258,27 @@ def test_a_name_that_is_too_long(command: Command) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing", "No such file or directory"),
+        ("folder", "Is a directory"),
+        ("text", "not a signed note"),
+        ("bytes", "not a text"),
+    ],
+)
+def test_a_kept_checkpoint_that_is_none_is_no_fault_of_the_log(
+    command: Command, tmp_path: Path, name: str, reason: str
+) -> None:
+    """A mistyped name must not look like a log that was rewritten."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("hello\n", encoding="utf-8")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    code, out, err = command("verify", tmp_path, "--seen", tmp_path / name)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"dilocox: --seen {tmp_path / name}: is not a checkpoint ({reason}")
+
+
 def test_ctrl_c_before_a_run_has_begun(
     command: Command, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,7 @@ def run(options: argparse.Namespace) -> int:
     from dilocox.record.verify.witness_claims import Witnesses
 
     _check_keep(options.keep)
+    _check_seen(options.seen)
     witnesses = Witnesses.parse(options.witness, options.quorum, options.cosigned)
     with contextlib.ExitStack() as held:
         folder, stores = Path(options.run), list(options.store)
@@ -204,6 +205,23 @@ def _check_keep(target: Path | None) -> None:
     """Raise `ConfigError` for a folder that has files, before anything is fetched."""
     if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--keep {target}: is there already; name a new or empty folder")
+
+
+def _check_seen(kept: Path | None) -> None:
+    """Raise `ConfigError` for a file that holds no checkpoint, as it says nothing of the log."""
+    from dilocox.record.log.signed_note import split_note
+
+    if kept is None:
+        return
+    try:
+        split_note(kept.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecordError) as error:
+        wrong = "not a text" if isinstance(error, UnicodeDecodeError) else error
+        reason = getattr(error, "strerror", None) or wrong
+        raise ConfigError(
+            f"--seen {kept}: is not a checkpoint ({reason}); name a copy of record/checkpoint that "
+            "you kept"
+        ) from None
 
 
 def _keep(found: Fetched, target: Path) -> None:
