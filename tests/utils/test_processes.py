@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,10 @@ def _break(progress: Progress) -> None:
     raise RuntimeError("wires crossed")
 
 
+def _read(path: Path, progress: Progress) -> None:
+    path.read_text(encoding="utf-8")
+
+
 def _vanish(progress: Progress) -> None:
     die()
 
@@ -104,6 +109,14 @@ def test_an_unexpected_error_keeps_its_name_and_its_traceback() -> None:
         _call(_break)
     assert str(caught.value) == "_break: RuntimeError: wires crossed"
     assert "in _break" in "".join(caught.value.__notes__)
+
+
+def test_a_file_that_the_child_cannot_read_is_named_with_the_mend(tmp_path: Path) -> None:
+    with pytest.raises(DilocoxError) as caught:
+        _call(_read, tmp_path)
+    said = f"{tmp_path}: cannot be used (Is a directory); it is a folder, so name a file"
+    assert str(caught.value) == said
+    assert "in _read" in "".join(caught.value.__notes__)
 
 
 def test_a_killed_child_is_named() -> None:

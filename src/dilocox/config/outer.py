@@ -265,9 +265,7 @@ def rate_of(text: str) -> int:
     """
     rate = float(text[:-4]) * _BITS[text[-4:]] / 8
     if rate == 0:
-        raise ValueError(
-            f'the rate "{text}" carries nothing; give a rate above 0, such as 2.5mbit'
-        )
+        raise ValueError(f'the rate "{text}" carries nothing; give a rate above 0, such as 2.5mbit')
     return max(1, round(rate))
 
 

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from dilocox.errors import DilocoxError
+from dilocox.utils.file_errors import file_problem
 
 # A fork takes milliseconds, while a fresh interpreter needs seconds to import torch. Forking is
 # safe because parent processes never compute, so they have no threads and no CUDA context. On
@@ -203,7 +204,8 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
     except DilocoxError as error:
         pipe.send(("error", error))
     except Exception as error:
-        crash = DilocoxError(f"{function.__name__}: {type(error).__name__}: {error}")
+        unexpected = f"{function.__name__}: {type(error).__name__}: {error}"
+        crash = DilocoxError(file_problem(error) or unexpected)
         crash.add_note(traceback.format_exc())
         pipe.send(("error", crash))
     else:

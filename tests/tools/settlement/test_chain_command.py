@@ -468,6 +468,13 @@ def test_a_strange_chain_json_is_one_line(town: Town) -> None:
         assert said.endswith("chain.json: not a file of dilocox chain register\n"), change
 
 
+def test_a_chain_json_that_cannot_be_read_is_not_called_strange(town: Town) -> None:
+    path = town.folder / "settlement/chain.json"
+    path.mkdir(parents=True)
+    said = town.run("status", code=1)
+    assert said.endswith(f"{path}: cannot be read (Is a directory)\n")
+
+
 def test_the_rpc_servers_secret_stays_out_of_the_file_for_the_sites(town: Town) -> None:
     town.deploy()
     url = "https://node.example:8545/v3/0123secret"

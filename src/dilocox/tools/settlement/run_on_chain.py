@@ -76,7 +76,7 @@ class RunOnChain:
     def read(cls, place: Path) -> RunOnChain:
         """Read the file, or the file of a run's folder.
 
-        Raises `SettlementError` if it is missing or malformed.
+        Raises `SettlementError` if it is missing or malformed, or cannot be read.
         """
         path = place / FOLDER / FILE if place.is_dir() else place
         try:
@@ -90,7 +90,10 @@ class RunOnChain:
             raise SettlementError(
                 f"{path}: missing; dilocox chain register writes it, copy it from there"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except OSError as error:
+            reason = error.strerror
+            raise SettlementError(f"{error.filename or path}: cannot be read ({reason})") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise SettlementError(f"{path}: not a file of dilocox chain register") from None
 
     def ledger(self, account: LocalAccount | None = None, fee: int = FEE) -> Ledger:

@@ -66,6 +66,7 @@ from dilocox.transport.exchange_worker import ExchangeWorker
 from dilocox.transport.link.endpoint import LinkEndpoint, open_endpoint
 from dilocox.transport.link.times import LinkTimes
 from dilocox.utils import tracing
+from dilocox.utils.file_errors import file_problem
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,8 @@ def run_rank(job: RankJob, errors: Errors) -> int:
         _say_failed(errors, str(error), error.permanent)
         return 1
     except Exception as error:
-        _say_failed(errors, f"{job.place}: {type(error).__name__}: {error}", False)
+        text = file_problem(error) or f"{type(error).__name__}: {error}"
+        _say_failed(errors, f"{job.place}: {text}", False)
         return 1
     _leave_group()
     return 0
