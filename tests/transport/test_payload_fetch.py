@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +17,8 @@ from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion, RankVote
 from dilocox.coordinator.server.exchange_votes import Exchange, Vote
 from dilocox.coordinator.server.payload_fetches import wanted
 from dilocox.outer.contribution import Contribution, Outcome
+from dilocox.outer.contribution_set import Weighing
+from dilocox.transport import exchange
 from dilocox.transport.groups import PeerGroup
 from tests.support.exchanging import (
     GEOMETRY,
@@ -134,6 +138,25 @@ def test_what_one_site_was_sent_wrongly_it_fetches_from_another(alter: Altered) 
     whole = list(SITES)
     assert votes == {"paris": [whole], "lyon": [first, whole], "oslo": [whole, whole]}
     assert outcomes["oslo"].payload_bytes == 1.5 * outcomes["paris"].payload_bytes
+
+
+def test_values_of_the_first_look_are_freed_before_the_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first: dict[int, weakref.ref[Weighing]] = {}
+    alive: list[bool] = []
+
+    class Noted(Weighing):
+        def examined(self, payloads: Mapping[str, torch.Tensor]) -> dict[str, RankOpinion]:
+            me = threading.get_ident()
+            if me in first:
+                alive.append(first[me]() is not None)
+            first[me] = weakref.ref(self)
+            return super().examined(payloads)
+
+    monkeypatch.setattr(exchange, "Weighing", Noted)
+    run("none", {"paris": (another, 0)})
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("alter", [spoiled, another])

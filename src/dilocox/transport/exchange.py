@@ -277,6 +277,7 @@ def _to_everyone(
     if decision.decision == "fetch":
         fetched = fetch(attempt, decision.fetches, frames, part)
         if fetched:
+            del payloads, weighing  # the decoded values, before all are decoded again
             payloads, weighing = _weighed(attempt, part, frames | fetched)
         decision = attempt.decide("fetched", weighing.held, digest)
     counted = attempt.committed_sites(decision, weighing.held)
