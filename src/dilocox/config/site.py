@@ -140,6 +140,11 @@ class SiteSection(Section):
         return self.replicas * self.exchanging_ranks
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of a value in the compute dtype. `auto` counts as bf16, which takes the least."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def micro_batches(self) -> int:
         """Number of micro-batches per inner step of one shard of one replica."""
         return self.batch_size // (self.parts * self.micro_batch_size)

@@ -465,7 +465,7 @@ def host_problem(
 
 def _frozen_on_host(config: RunConfig, frozen: int, packed: int) -> int:
     """Return the least bytes of a stage's frozen weights at all ranks of a site without GPUs."""
-    site, width = config.site, 4 if config.site.precision == "fp32" else 2
+    site, width = config.site, config.site.value_bytes
     held = site.shards * frozen_bytes(config, frozen, width, packed)
     return site.replicas * held
 

@@ -45,7 +45,7 @@ class Kept:
 def kept(config: RunConfig, outline: ModelOutline) -> Kept:
     """Return the bytes that one micro-batch of the run keeps of a middle layer and of the head."""
     tokens = config.site.micro_batch_size * config.data.sequence_length
-    width = 4 if config.site.precision == "fp32" else 2
+    width = config.site.value_bytes
     hidden = int(outline.hf_config.hidden_size)
     entry = tokens * hidden * width
     device = "cpu" if config.site.device == "cpu" else "cuda"

@@ -178,7 +178,7 @@ def footprints(
     in_memory = shared or config.outer.device == "cpu"
     once = reduces_once(config, outline, place.device)
     probes = probe_copy_bytes_per_parameter(config, waiting, rounds.fragments)
-    of_frozen = outline.stage_frozen_bytes(_width(config))
+    of_frozen = outline.stage_frozen_bytes(config.site.value_bytes)
     packed = outline.stage_packed_bytes
     found = []
     for stage, chunks in enumerate(outline.stages):
@@ -239,7 +239,7 @@ def _stepped(
     site = config.site
     parameters = outline.stage_parameters[stage]
     own = -(-parameters // site.shards)
-    width = _width(config)
+    width = config.site.value_bytes
     gradients, copies, lasting = 4 * own, 0, 0
     if site.parts > 1 and once:
         # Parameters are gathered once per step. Gradients are summed up unsharded, in fp32, and
@@ -284,11 +284,6 @@ def _gathered_at_a_time(outline: ModelOutline, parameters: int, width: int) -> i
     first = width * (2 * closing + layer) + 4 * closing
     middle = width * 3 * layer + 4 * max(layer, closing)
     return max(first, middle) + 2 * width * rest
-
-
-def _width(config: RunConfig) -> int:
-    """Return the bytes of a value in the compute dtype."""
-    return 4 if config.site.precision == "fp32" else 2
 
 
 def _waiting(rounds: Choice) -> int:

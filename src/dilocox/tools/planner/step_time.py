@@ -154,8 +154,7 @@ def hop_seconds(
     if site.stages == 1:
         return 0.0
     # Values between stages have the compute dtype, with and without shards.
-    width = 4 if site.precision == "fp32" else 2
-    size = tokens * int(outline.hf_config.hidden_size) * width
+    size = tokens * int(outline.hf_config.hidden_size) * site.value_bytes
     if stays_on_nodes(config, place, site.exchanging_ranks):
         return size / place.device.peer_rate
     return size * min(site.shards, place.per_node) / fabric
@@ -174,7 +173,7 @@ def reduces_once(config: RunConfig, outline: ModelOutline, device: Device) -> bo
     if config.site.stages > 1:
         return True
     memory = None if device.shared else device.memory
-    width = 4 if on_device(config, device).site.precision == "fp32" else 2
+    width = on_device(config, device).site.value_bytes
     return sums_whole_gradients(config, outline.hf_config, outline.blueprint.cut, memory, width)
 
 
@@ -190,7 +189,7 @@ def fsdp_seconds(
     site = config.site
     if site.shards == 1:
         return 0.0
-    width = 4 if site.precision == "fp32" else 2
+    width = site.value_bytes
     once = reduces_once(config, outline, place.device)
     gathers, times = (1, 1) if once else (2, site.micro_batches)
     # Weights in NF4 are not gathered: every shard holds them.

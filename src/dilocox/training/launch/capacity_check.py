@@ -80,7 +80,7 @@ def _frozen(config: RunConfig, blueprint: ModelPlan) -> list[tuple[int, int]]:
 
     The others are kept in four bits.
     """
-    site, width = config.site, 4 if config.site.precision == "fp32" else 2
+    site, width = config.site, config.site.value_bytes
     found = []
     for stage in range(site.stages):
         numbers = chunks_of_stage(site.schedule, site.stages, site.chunks, stage)
