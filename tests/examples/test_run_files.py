@@ -35,6 +35,23 @@ def test_run_files_resolve(example: str, form: str, name: str) -> None:
     assert str(config.data.validation_source) in text
 
 
+@pytest.mark.parametrize("example", ["support-chat", "transactions", "trainer", "trl-lora"])
+def test_readmes_install_what_their_commands_need(example: str) -> None:
+    text = (EXAMPLES / example / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^pip install (.*)$", text, re.MULTILINE)
+    extras = re.findall(r'"dilocox\[([^]]*)\]"', line)
+    found = {name for each in extras for name in each.split(",")}
+    needed = set()
+    if load_run(EXAMPLES / example / "run.toml").adapter is not None:
+        needed.add("adapters")
+    if re.search("^dilocox serve ", text, re.MULTILINE):
+        needed.add("serve")
+    assert needed <= found
+    # What the conversion of the model needs; the extras hf and serve bring accelerate.
+    assert "gguf" in line or "serve" in found
+    assert "accelerate" in line or found & {"hf", "serve"}
+
+
 def test_the_run_file_of_a_loop_of_ones_own_resolves() -> None:
     config = load_run(EXAMPLES / "own-loop" / "run.toml")
     assert config.model.own
