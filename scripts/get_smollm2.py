@@ -60,8 +60,7 @@ def make(folder: Path, wheel: Path | None = None) -> tuple[str, str]:
         raise UnavailableError(
             f"needs the packages {' and '.join(lacking)}: pip install {' '.join(lacking)}"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+    with _beside(folder) as place:
         there, part = Path(place), Path(place) / "model"
         source = there / "source"
         source.mkdir()
@@ -111,6 +110,17 @@ def digest_of(folder: Path) -> str:
                 while block := file.read(1 << 20):
                     total.update(block)
     return total.hexdigest()
+
+
+def _beside(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    """Make a temporary folder on the disk of `folder`. Raises `UnavailableError`."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=folder.parent)
+    except OSError as error:
+        raise UnavailableError(
+            f"{folder.parent}: cannot be written ({error.strerror}); name a folder elsewhere"
+        ) from None
 
 
 def _gguf(wheel: Path | None, there: Path, source: Path) -> Path:

@@ -7,6 +7,7 @@ there is no NVIDIA GPU. Where that index cannot be reached the default one has t
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
 import re
 import shutil
@@ -187,8 +188,8 @@ def reachable(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+    except (urllib.error.URLError, OSError, http.client.HTTPException):
+        return False  # the last for a proxy whose address, or answer, is malformed
 
 
 def start_system_packages() -> tuple[subprocess.Popen[bytes], IO[bytes]] | None:

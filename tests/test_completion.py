@@ -77,3 +77,17 @@ def test_a_large_model_is_not_loaded(run: RunConfig, monkeypatch: pytest.MonkeyP
         "completion        left out, the model has 7.4G parameters; "
         f"dilocox generate {run.folder} samples one"
     ]
+
+
+def test_commands_can_be_pasted_whatever_the_folders_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text(tmp_path / "my runs" / "text", 0)
+    run = config(tmp_path / "my runs", "run", evaluation={"prompt": "def", "completion_tokens": 3})
+    prepare(run.data, run.data_folder, run.run.seed)
+    monkeypatch.setattr(local, "count_parameters", lambda hf_config: 7_400_000_000)
+    shown: Any = Shown()
+    local._last_words(run, Result("finished", "", {}, run.folder), shown)
+    said = "\n".join(shown.lines)
+    assert f"; dilocox generate '{run.folder}' samples one" in said
+    assert f"check it: dilocox verify '{run.folder}'" in said

@@ -58,6 +58,17 @@ def test_the_folder_lies_outside_of_the_repository_and_is_new(tmp_path: Path) ->
         check_place(ROOT / "build" / "smollm2-test")
 
 
+def test_a_place_that_cannot_be_written_to_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(get_smollm2, "NEEDED", ())
+    assert main([str(tmp_path / "file" / "model")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"get_smollm2: {tmp_path / 'file'}: cannot be written (")
+    assert said.count("\n") == 1
+
+
 def test_the_digest_covers_names_sizes_and_bytes(tmp_path: Path) -> None:
     def digest(**files: str) -> str:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -108,3 +108,13 @@ def test_why_the_default_index_is_taken_is_said(
     )
     assert f"setup: {reason}; taking the default index\n" in said
     assert len(asked) == 1 + answers
+
+
+def test_a_proxy_that_is_written_wrongly_is_no_reason_to_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://proxy:port")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not setup_venv.reachable("https://download.pytorch.org/whl/cpu/torch/")

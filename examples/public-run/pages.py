@@ -7,6 +7,7 @@ from commands that the page names.
 from __future__ import annotations
 
 import json
+import shlex
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -69,7 +70,7 @@ def head(summary: dict[str, Any], facts: dict[str, Any]) -> str:
 Files: {files}. Check it yourself:
 
 ```sh
-dilocox verify {facts["url"]} --key '{facts["log_key"]}'{options}
+dilocox verify {shlex.quote(facts["url"])} --key '{facts["log_key"]}'{options}
 ```"""
 
 

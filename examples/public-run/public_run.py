@@ -38,9 +38,15 @@ MEDIUM = ("two-offices-0.6b.toml", "--gpu", "l40s:1", "--link", "1gbit")
 class PublicRun:
     """The story, in the order of its methods."""
 
-    def __init__(self, folder: Path, small: bool, sets: list[str], held: ExitStack) -> None:
-        """Prepare. `held` ends all processes that are still there at the end."""
-        self.folder, self.small, self.sets, self.held = folder, small, sets, held
+    def __init__(
+        self, folder: Path, anvil: Path | None, sets: list[str], held: ExitStack
+    ) -> None:
+        """Prepare. `anvil`: the chain's program; None: the small form, which has no chain.
+
+        `held` ends all processes that are still there at the end.
+        """
+        self.folder, self.anvil, self.sets, self.held = folder, anvil, sets, held
+        self.small = small = anvil is None
         self.sites = SITES[:2] if small else SITES
         self.run, self.keys, self.logs = folder / "run", folder / "keys", folder / "logs"
         self.public = folder / "public"
@@ -59,14 +65,11 @@ class PublicRun:
     def services(self) -> None:
         """Start the storage and the chain."""
         heading("services of this machine")
-        if self.small:
+        if self.anvil is None:
             self.url = f"file://{self.folder.absolute()}/storage"
             return
-        sys.path.insert(0, str(HERE.parents[1]))
-        from scripts.npm_packages import anvil
-
         self.url = self.keep(Storage(self.logs, "public")).url
-        self.chain = self.keep(Chain(anvil(), self.logs))
+        self.chain = self.keep(Chain(self.anvil, self.logs))
         print(f"storage {self.url}, chain {self.chain.url}")
 
     def agree(self) -> None:
@@ -312,6 +315,17 @@ def heading(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
+def fetched_anvil() -> Path:
+    """Return the chain's program. Exits if it cannot be fetched: nothing is written before."""
+    sys.path.insert(0, str(HERE.parents[1]))
+    from scripts.npm_packages import PackageError, anvil
+
+    try:
+        return anvil()
+    except PackageError as error:
+        raise SystemExit(f"public_run: {error}; --small needs no chain") from None
+
+
 def main() -> None:
     """Run the whole story."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -321,8 +335,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.folder.exists():
         raise SystemExit(f"{options.folder}: is there already; remove it, or give --folder")
+    anvil = None if options.small else fetched_anvil()
     with ExitStack() as held:
-        story = PublicRun(options.folder.absolute(), options.small, options.set, held)
+        story = PublicRun(options.folder.absolute(), anvil, options.set, held)
         for part in (
             story.services, story.agree, story.coordinate, story.train, story.settle, story.verify,
             story.pages, story.serve,

@@ -60,7 +60,7 @@ def test_a_run_in_bundles(
     monkeypatch.setattr(
         uplink.Uplink, "__init__", lambda self, rate: (rates.append(rate), own(self, rate))[1]
     )
-    run, url = unpacked(tmp_path), f"file://{tmp_path}/public"
+    run, url = unpacked(tmp_path), f"file://{tmp_path}/my public"
     leaves = [leaf_hash(each.encode()) for each in read_log(run / "record").entries]
     newest = f"log of {len(leaves)} statements, root {root_of(leaves).hex()[:12]}…"
     options = ["--to", url, "--every", "1", "--limit", "800mbit", "--follow"]
@@ -69,9 +69,9 @@ def test_a_run_in_bundles(
     assert out.splitlines() == [
         f"3 new bundles, 191.5 kB; uploaded to {url}",
         f"published: 3 bundles, {newest}",
-        f"how to check it: dilocox verify {url}",
+        f"how to check it: dilocox verify '{url}'",
     ]
-    for place in (url, f"{tmp_path}/public"):
+    for place in (url, f"{tmp_path}/my public"):
         code, out, err = said(capsys, "verify", place)
         assert code == 3  # an older record, whose run file nobody signed
         line = f"PASS     bundles     3 bundles of {place}, 0.2 MB; newest: {newest}"
@@ -102,7 +102,7 @@ def test_a_run_in_bundles(
         code, out, err = said(capsys, "verify", place, "--keep", str(target))
         assert (code, out) == (1, "") or code == 2
         assert "--keep" in err
-    next((tmp_path / "public" / "bundles").iterdir()).write_bytes(b"")
+    next((tmp_path / "my public" / "bundles").iterdir()).write_bytes(b"")
     code, out, err = said(capsys, "verify", url, "--json")
     assert code == 1
     assert '"FAIL"' in out

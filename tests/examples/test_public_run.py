@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.example_scripts import EXAMPLES
+from scripts import npm_packages
+from tests.support.example_scripts import EXAMPLES, script
 
 pytestmark = pytest.mark.runs
 
@@ -48,6 +49,23 @@ def test_the_small_form(tmp_path: Path) -> None:
     assert "| lyon | EXACT |" in page
     assert page.count("| 3 | 24 |") == 1
     assert (tmp_path / "run" / "public" / "report.html").exists()
+
+
+def test_without_a_network_it_says_so_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> Path:
+        raise npm_packages.PackageError("https://registry: is the registry of npm reachable?")
+
+    monkeypatch.syspath_prepend(str(EXAMPLES / "public-run"))
+    monkeypatch.setattr(npm_packages, "anvil", refuse)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, "--folder", str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as told:
+        script("public-run", "public_run").main()
+    assert str(told.value) == (
+        "public_run: https://registry: is the registry of npm reachable?; --small needs no chain"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -194,7 +195,7 @@ def _calibrate(config: RunConfig | None, peer: str | None, path: Path) -> Path:
         f"{path}: {1e3 * device['bf16_tflops']:,.0f} GFLOP/s in a real step{cores} in bf16, "
         f"{1e3 * device['fp32_tflops']:,.0f} in fp32, int4 at {host['encode_gb_s']['int4']:.1f} "
         f"GB/s, link {rates}; use it with --gpu local --link {link}"
-        + ("" if path == CALIBRATION else f" --table {path}")
+        + ("" if path == CALIBRATION else f" --table {shlex.quote(str(path))}")
     )
     if "peer_source" in device:
         _say(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +126,7 @@ def _to_storage(options: argparse.Namespace) -> int:
             f"the run goes on: {publisher.unpublished} statements are not published yet; publish "
             "again later, or with --follow"
         )
-    print(f"how to check it: dilocox verify {place.published}")
+    print(f"how to check it: dilocox verify {shlex.quote(place.published)}")
     return 0
 
 

@@ -7,6 +7,7 @@ that join it.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
 import traceback
@@ -177,7 +178,8 @@ def _last_words(config: RunConfig, result: Result, display: Display) -> None:
     display.line(f"checkpoints       {config.checkpoint_store}")
     display.line(f"metrics           {folder / 'metrics.jsonl'}, {folder / 'summary.json'}")
     if config.record.enabled:
-        display.line(f"record            {folder / 'record'}; check it: dilocox verify {folder}")
+        command = f"dilocox verify {shlex.quote(str(folder))}"
+        display.line(f"record            {folder / 'record'}; check it: {command}")
 
 
 def _completion(config: RunConfig, folder: Path, display: Display) -> str:
@@ -185,7 +187,7 @@ def _completion(config: RunConfig, folder: Path, display: Display) -> str:
 
     The run is finished, so an error here does not make it fail.
     """
-    command = f"dilocox generate {folder} samples one"
+    command = f"dilocox generate {shlex.quote(str(folder))} samples one"
     try:
         vocabulary = TokenFiles.open(config.data_folder).vocabulary_size
         parameters = count_parameters(load_model_config(config.model, vocabulary))
