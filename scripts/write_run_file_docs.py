@@ -40,6 +40,7 @@ from dilocox.config import (
 from dilocox.config import model as config_model
 from dilocox.config import outer as config_rounds
 from dilocox.config.methods import METHODS, method_defaults
+from dilocox.config.one_machine import OF_ONE_MACHINE
 
 TARGET = Path(__file__).parents[1] / "docs" / "run-file.md"
 
@@ -110,10 +111,8 @@ A run file needs `[model]` and at least one `[sites.NAME]`. All sites must use t
 same `--set` options, and a site with other values is refused when it joins. Only the settings of
 one machine may differ:
 
-- `run.folder`, `data.folder`, `checkpoint.store`, `record.store` and `record.anchor`;
-- `availability.keep_whole`;
-- `site.device` and `site.threads`;
-- all of `[network]` except `link_timeout` and `heartbeat`, and all of `[metrics]`;
+{own}
+- all of `[metrics]`;
 - in `[sites.NAME]` the keys `interface`, `advertise`, `ports`, and the folder in `data`. All sites
   must agree on whether a site sets `data`.
 
@@ -157,7 +156,7 @@ def main() -> int:
 def document() -> str:
     """Returns the text of docs/run-file.md."""
     texts = source_texts()
-    parts = [HEAD]
+    parts = [HEAD.format(own="\n".join(own_keys()))]
     for table, model in sections():
         title, _, rest = (model.__doc__ or "").partition("\n")
         parts.append(f"## `[{table}]`\n\n{_after_colon(title)}{rest and _paragraphs(rest)}\n")
@@ -272,6 +271,12 @@ def default_text(field: FieldInfo, table: str) -> str:
 def number_text(value: float) -> str:
     """Returns a number as TOML, below 0.01 in scientific notation."""
     return f"{value:.0e}".replace("e-0", "e-") if 0 < abs(value) < 1e-2 else f"{value}"
+
+
+def own_keys() -> Iterator[str]:
+    """Yields one list item per section: its keys that may differ between sites."""
+    for section, keys in OF_ONE_MACHINE.items():
+        yield entry(", ".join(f"`{section}.{key}`" for key in keys) + ";", "")
 
 
 def methods_table() -> Iterator[str]:

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 import dilocox
 from dilocox.cli.main import _parser
 from dilocox.config.network import NetworkSection
+from dilocox.config.one_machine import OF_ONE_MACHINE
 from dilocox.config.run_config import RunConfig, load_run
 from dilocox.config.site import SiteOverride
 from dilocox.coordinator.protocol.timeouts import Timeouts
@@ -356,6 +357,14 @@ def test_run_file_reference_is_what_its_script_writes() -> None:
     assert written == tool("write_run_file_docs").document(), (
         "run python scripts/write_run_file_docs.py"
     )
+    head = " ".join(written.partition("\n## ")[0].split())
+    missing = [
+        f"{section}.{key}"
+        for section, keys in OF_ONE_MACHINE.items()
+        for key in keys
+        if f"`{section}.{key}`" not in head
+    ]
+    assert not missing, "which keys may differ between sites"
 
 
 def test_references_of_commands_and_python_are_what_their_script_writes() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dilocox.config.outputs import EvaluationSection
 
-_OF_ONE_MACHINE = {
+OF_ONE_MACHINE = {
     "run": ("folder",),
     "data": ("folder",),
     "site": ("device", "threads", "code"),
@@ -21,7 +21,7 @@ _OF_ONE_MACHINE = {
 
 def drop_own_keys(shared: dict[str, Any]) -> None:
     """Remove the keys of one machine from a run file, given as sections and keys."""
-    for section, keys in _OF_ONE_MACHINE.items():
+    for section, keys in OF_ONE_MACHINE.items():
         for key in keys:
             shared.get(section, {}).pop(key, None)
     for site in shared["sites"].values():
