@@ -12,7 +12,8 @@ from dilocox.hf import SiteCallback
 file, site, text, *sets = sys.argv[1:]
 run = dilocox.load_run(file, sets)
 model = AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float32)
-tokens = AutoTokenizer.from_pretrained(run.model.path)(Path(text).read_text())["input_ids"]
+read = Path(text).read_text(encoding="utf-8")
+tokens = AutoTokenizer.from_pretrained(run.model.path)(read)["input_ids"]
 length = run.data.sequence_length
 cut = [tokens[begin : begin + length] for begin in range(0, len(tokens) - length + 1, length)]
 settings = TrainingArguments(

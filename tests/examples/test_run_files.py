@@ -52,6 +52,12 @@ def test_readmes_install_what_their_commands_need(example: str) -> None:
     assert "accelerate" in line or found & {"hf", "serve"}
 
 
+def test_texts_are_read_as_utf_8_whatever_the_locale() -> None:
+    scripts = sorted(EXAMPLES.rglob("*.py"))
+    assert len(scripts) >= 10
+    assert not [str(path) for path in scripts if "read_text()" in path.read_text(encoding="utf-8")]
+
+
 def test_the_run_file_of_a_loop_of_ones_own_resolves() -> None:
     config = load_run(EXAMPLES / "own-loop" / "run.toml")
     assert config.model.own
