@@ -358,7 +358,7 @@ def test_full_disk_is_said_at_once(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DataError, match=r"or more, but only 0\.0 GB are free; make room"):
+    with pytest.raises(DataError, match=r"need [\d.]+ kB or more, but only 100 B are free; make"):
         prepare(section(corpus), tmp_path / "data", seed=0)
 
 

@@ -34,6 +34,7 @@ from dilocox.data.sources import Source
 from dilocox.data.token_files import SPLITS, TOKENIZER, TokenFiles
 from dilocox.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from dilocox.errors import DataError
+from dilocox.utils.formatting import size
 from dilocox.version import __version__
 
 SAMPLE_BYTES = 64 * 1024 * 1024
@@ -430,8 +431,8 @@ def _check_disk(total: int | None, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < least:
         raise DataError(
-            f"{folder.parent}: token files need {least / 1e9:.1f} GB or more, but only "
-            f"{free / 1e9:.1f} GB are free; make room or set data.folder"
+            f"{folder.parent}: token files need {size(least)} or more, but only {size(free)} are "
+            "free; make room or set data.folder"
         )
 
 
