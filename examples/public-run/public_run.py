@@ -38,9 +38,7 @@ MEDIUM = ("two-offices-0.6b.toml", "--gpu", "l40s:1", "--link", "1gbit")
 class PublicRun:
     """The story, in the order of its methods."""
 
-    def __init__(
-        self, folder: Path, anvil: Path | None, sets: list[str], held: ExitStack
-    ) -> None:
+    def __init__(self, folder: Path, anvil: Path | None, sets: list[str], held: ExitStack) -> None:
         """Prepare. `anvil`: the chain's program; None: the small form, which has no chain.
 
         `held` ends all processes that are still there at the end.

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from scripts import npm_packages
+
 from tests.support.example_scripts import EXAMPLES, script
 
 pytestmark = pytest.mark.runs
