@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -78,6 +79,24 @@ def test_other_names_and_places_are_refused(server: Server) -> None:
     assert get(server, "/", "localhost:80")[0] == 200
     assert get(server, "/../run.toml")[0] == 404
     assert get(server, "/metrics.jsonl")[0] == 404
+
+
+def test_a_folder_that_cannot_be_read_for_a_while_is_said(
+    server: Server,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def refuse() -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.source, "html", refuse)
+        status, text = get(server, "/")
+    assert status == 503
+    assert text.startswith(f"{folder}: cannot be used (Permission denied)")
+    assert get(server, "/")[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_said(server: Server, folder: Path) -> None:

@@ -19,6 +19,7 @@ from dilocox.errors import ConfigError
 from dilocox.tools.report.folder import read_run, stamp
 from dilocox.tools.report.page import Page, build
 from dilocox.tools.report.render import render, sections, stamps
+from dilocox.utils.file_errors import file_problem
 from dilocox.utils.host_header import names_server
 
 NEWS = "news.json"
@@ -114,8 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _made(self, kind: str, make: Any) -> None:
         try:
             text = make()
-        except ConfigError as error:
-            self._answer(503, "text/plain", f"{error}\n")
+        except (ConfigError, OSError) as error:
+            self._answer(503, "text/plain", f"{file_problem(error) or error}\n")
             return
         self._answer(200, kind, text)
 
