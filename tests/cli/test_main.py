@@ -18,7 +18,7 @@ from dilocox import api
 from dilocox.cli import main
 from dilocox.data import prepare
 from dilocox.errors import TrainingError
-from dilocox.training.launch import coordinator_process
+from dilocox.training.launch import coordinator_process, preflight
 from dilocox.version import __version__
 from tests.data.chats import chat_section, talks
 
@@ -175,6 +175,16 @@ def test_join_refuses_before_it_connects(command: Command, run_file: Path) -> No
     code, _, err = command("join", "nowhere", "--site", "paris", *common)
     assert (code, err.count("\n")) == (1, 1)
     assert "not an address; write it as HOST:PORT" in err
+
+
+def test_join_refuses_what_is_no_token_before_it_prepares_text(
+    command: Command, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "prepare", _fail(TrainingError("text is prepared")))
+    words = ["join", "127.0.0.1:1", "--site", "paris", "--run-file", run_file]
+    code, _, err = command(*words, "--token-file", run_file)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("dilocox: token: not a join token; copy coordinator/tokens/SITE")
 
 
 def test_other_commands_say_what_is_missing(command: Command, tmp_path: Path) -> None:

@@ -334,7 +334,8 @@ def join(
             would admit the site.
     """
     config, hooks = with_code(config, hooks or Hooks())
-    role = preflight.Role("join", hooks, site=site, url=endpoint.url)
+    token = endpoint.tokens.get(site)
+    role = preflight.Role("join", hooks, site=site, url=endpoint.url, token=token)
     variables = rank_variables()
     if variables is not None:
         preflight.check_process(config, role)

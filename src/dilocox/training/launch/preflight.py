@@ -15,6 +15,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.transport import addresses_of
 from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.metrics.privacy import check_accountant
+from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.data import TokenFiles
 from dilocox.data.folder import check_place
 from dilocox.errors import ConfigError, JoinError
@@ -72,6 +73,8 @@ class Role:
     """The site that joins. None if this machine runs no site, or all sites."""
     url: str = ""
     """Address of the coordinator that `site` joins."""
+    token: str | None = None
+    """Join token of `site`. None: it is not checked."""
     ranks_here: int | None = None
     """Number of the site's ranks on this machine, which are the first ones. None: all ranks."""
 
@@ -148,14 +151,16 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
 def check_process(config: RunConfig, role: Role) -> None:
     """Check the arguments of the command and this process, and keep the process fit for forking.
 
-    Needs neither the network nor the run folder. Raises `JoinError` for a wrong site or address,
-    and `ConfigError` for versions, a driver, own code or a process that cannot be used.
+    Needs neither the network nor the run folder. Raises `JoinError` for a wrong site, address or
+    token, and `ConfigError` for versions, a driver, own code or a process that cannot be used.
     """
     if role.site is not None:
         if role.site not in config.sites:
             known = ", ".join(config.sites)
             raise JoinError(f"site {role.site!r}: not in the run file, which names: {known}")
         addresses_of(role.url)
+        if role.token is not None:
+            JoinToken.parse(role.token)
     check_versions()
     check_stakes(config, role.command)
     if config.data.own and role.trains:
