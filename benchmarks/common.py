@@ -77,8 +77,8 @@ def median_interval(values: Sequence[float], resamples: int = 4000) -> Interval:
     return Interval(statistics.median(values), medians[cut], medians[-1 - cut])
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of the arguments that every benchmark takes: `--quick`, `--json FILE`.
+def parser(description: str, *, quick: bool = True) -> argparse.ArgumentParser:
+    """Return a parser of `--json FILE`, and of `--quick` unless `quick` is False.
 
     The first line of `description` is the summary of `--help`, the whole text its epilog.
     """
@@ -87,9 +87,37 @@ def parser(description: str) -> argparse.ArgumentParser:
         epilog=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--quick", action="store_true", help="fewer repetitions, wider intervals")
-    made.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    if quick:
+        made.add_argument("--quick", action="store_true", help="fewer repetitions, wider intervals")
+    made.add_argument(
+        "--json", type=result_file, metavar="FILE", help="also write the results there"
+    )
     return made
+
+
+def result_file(text: str) -> Path:
+    """Return the path of a file for results.
+
+    Raises `argparse.ArgumentTypeError` if no file can be written there: the results would be lost
+    after the measurement.
+    """
+    path = Path(text)
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file in it")
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: {folder} is no folder; name another file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written; name another file")
+    return path
+
+
+def positive(text: str) -> int:
+    """Return a number of rounds, blocks or pairs. Raises `argparse.ArgumentTypeError` below 1."""
+    with contextlib.suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text}: expected a whole number above 0")
 
 
 def end_on_signals() -> None:
@@ -219,7 +247,10 @@ def write_json(
     settings: Mapping[str, Any],
     rows: Sequence[Row],
 ) -> None:
-    """Write results. `on`: the result of `machine()` before the measurement."""
+    """Write results. `on`: the result of `machine()` before the measurement.
+
+    An error or a kill meanwhile leaves the earlier content of the file.
+    """
     for row in rows:
         for key, value in row.items():
             if value is not None and not isinstance(value, str | int | float | bool):
@@ -234,7 +265,20 @@ def write_json(
         "rows": list(rows),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _write_whole(path.resolve(), json.dumps(content, indent=2) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    if path.exists() and not path.is_file():
+        # A pipe or a device must not be replaced by a file.
+        path.write_text(text, encoding="utf-8")
+        return
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) -> list[Row]:
@@ -244,7 +288,7 @@ def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) ->
     """
     if path is None or not path.exists():
         return []
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_results(path)
     known = {key: found.get("settings", {}).get(key) for key in settings}
     if found.get("benchmark") != benchmark or known != settings:
         raise SystemExit(f"{path}: holds results of other settings; remove it, or name another")
@@ -252,12 +296,23 @@ def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) ->
     return rows
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """Return the content of a file of results. Ends the program for any other file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: holds no results ({error}); name another file") from None
+    if not isinstance(found, dict):
+        raise SystemExit(f"{path}: holds no results; name another file")
+    return found
+
+
 def refuse_other_machine(path: Path | None, on: Mapping[str, Any]) -> None:
     """End the program if the results in `path` are of another machine than `on` (`machine`):
     speeds of two machines cannot be compared."""
     if path is None or not path.exists():
         return
-    before = json.loads(path.read_text(encoding="utf-8")).get("machine", {})
+    before = read_results(path).get("machine", {})
     named = [key for key in ("cpu", "instructions", "cores") if before.get(key) != on.get(key)]
     speeds = [float(each.get("core_gflops", 0)) for each in (before, on)]
     if named or max(speeds) > AS_FAST * min(speeds):

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 import tempfile
@@ -110,7 +109,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Measure what is missing, print and write. Returns 1 if a measurement failed."""
+    """Measure what is missing, print and write.
+
+    Returns 1 if a measurement failed, 2 if the options are wrong.
+    """
     options = arguments().parse_args()
     common.end_on_signals()
     if common.cannot("wan", unsupported_reason()):
@@ -120,12 +122,9 @@ def main() -> int:
         options.json = RESULTS
     if options.minutes is None and options.quick:
         options.minutes = SHORT_MINUTES
-    if unknown := sorted(set(options.only or ()) - set(BY_NAME)):
-        common.say(f"wan: --only {unknown[0]!r}: no such method; there are {', '.join(BY_NAME)}")
-        return 2
     wanted = [case for case in cases(extent) if chosen(case, options)]
-    if not wanted:
-        common.say("wan: these options leave nothing to measure")
+    if (problem := _problem(options, wanted)) is not None:
+        common.say(f"wan: {problem}")
         return 2
     with tempfile.TemporaryDirectory(prefix="dilocox-wan-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
@@ -139,6 +138,20 @@ def main() -> int:
         finally:
             reported = bench.report(options.docs or ())
     return reported
+
+
+def _problem(options: argparse.Namespace, wanted: Sequence[Case]) -> str | None:
+    """Return in one line what is wrong with the options. `wanted`: the measurements they select."""
+    methods = {case.method for case in wanted}
+    for name in sorted(set(options.only or ())):
+        if name not in BY_NAME:
+            return f"--only {name!r}: no such method; there are {', '.join(BY_NAME)}"
+        if wanted and name not in methods:
+            return f"--only {name!r}: is not measured with the other options; leave it or them out"
+    for page in options.docs or ():
+        if not page.is_file():
+            return f"--docs {page}: there is no such file"
+    return None if wanted else "these options leave nothing to measure"
 
 
 def chosen(case: Case, options: argparse.Namespace) -> bool:
@@ -266,16 +279,14 @@ class Bench:
         return wan_peers.measure_peer(lab, self._folder, method, case.ratio, self._extent, step)
 
     def _write(self) -> None:
-        """Write the files atomically, so that earlier measurements are never lost."""
+        """Write the files of the single measurements and of the rows."""
         if self._results is None or self._runs_file is None:
             return
         for path, name, rows in (
             (self._runs_file, "wan-runs", self._runs),
             (self._results, "wan", wan_rows.rows(self._runs, self._parameters)),
         ):
-            unfinished = path.with_name(f".{path.name}.unfinished")
-            common.write_json(unfinished, name, self._on, self._settings(), rows)
-            unfinished.replace(path)
+            common.write_json(path, name, self._on, self._settings(), rows)
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -318,7 +329,7 @@ def read_runs(path: Path | None, extent: Extent) -> list[Row]:
     file."""
     if path is None or not path.exists():
         return []
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = common.read_results(path)
     settings = found.get("settings", {})
     same = settings.get("model") == MODEL and settings.get("tokens_per_step") == TOKENS
     steps = settings.get("extent", {}).get("ours_steps")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -75,3 +77,76 @@ def test_rows_are_gone_on_with_only_where_settings_are_the_same(tmp_path: Path) 
     for name, settings in (("beside", {"work": 0.01}), ("attacks", {"work": None})):
         with pytest.raises(SystemExit, match=r"rows\.json: holds results of other settings"):
             common.read_rows(file, name, settings)
+
+
+def test_results_that_cannot_be_written_leave_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or a kill in the middle: hours of measurements were lost with the last row."""
+    file, write = tmp_path / "rows.json", Path.write_text
+    common.write_json(file, "x", {}, {}, [{"block": 0}])
+
+    def half(path: Path, text: str, **options: str) -> int:
+        write(path, text[: len(text) // 2], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        common.write_json(file, "x", {}, {}, [{"block": 0}, {"block": 1}])
+    assert common.read_rows(file, "x", {}) == [{"block": 0}]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_results_go_through_links_and_pipes(tmp_path: Path) -> None:
+    file, link, pipe = (tmp_path / name for name in ("rows.json", "link.json", "pipe"))
+    file.write_text("{}")
+    link.symlink_to(file)
+    common.write_json(link, "x", {}, {}, [{"a": 1}])
+    assert link.is_symlink()
+    assert common.read_rows(file, "x", {}) == [{"a": 1}]
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    common.write_json(pipe, "x", {}, {}, [{"a": 2}])
+    assert pipe.is_fifo()
+    assert json.loads(os.read(reader, 1 << 16))["rows"] == [{"a": 2}]
+    os.close(reader)
+
+
+@pytest.mark.parametrize("text", ["", '{"benchmark": "x", "rows"', "[]"])
+def test_a_file_that_holds_no_results_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    for read in (lambda: common.read_rows(file, "x", {}),
+                 lambda: common.refuse_other_machine(file, {})):  # fmt: skip
+        with pytest.raises(SystemExit, match=r"rows\.json: holds no results.*name another file"):
+            read()
+
+
+def test_a_place_without_results_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = common.parser("Measures nothing.")
+    fine = tmp_path / "new" / "rows.json"
+    assert parser.parse_args(["--json", str(fine)]).json == fine
+    assert not fine.parent.exists()
+    (tmp_path / "file").write_text("")
+    for place, why in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "file" / "rows.json", f"{tmp_path / 'file'} is no folder"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(["--json", str(place)])
+        assert ended.value.code == 2
+        assert f"argument --json: {place}: {why}" in capsys.readouterr().err
+
+
+def test_numbers_of_things_are_above_0() -> None:
+    assert common.positive("3") == 3
+    for text in ("0", "-1", "2.5", "many"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{text}: expected a whole number"):
+            common.positive(text)
+
+
+def test_benchmarks_that_are_never_short_have_no_option_for_it() -> None:
+    parser = common.parser("Computes.", quick=False)
+    assert "--quick" not in parser.format_help()

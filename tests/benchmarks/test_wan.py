@@ -176,6 +176,46 @@ def test_a_method_that_does_not_exist_is_refused(
     assert "sparseloco" in said
 
 
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        (["--quick", "--only", "diloco"], "diloco"),
+        (["--only", "dilocox", "ddp", "--ratio", "4000"], "ddp"),
+    ],
+)
+def test_a_method_that_the_other_options_leave_out_is_not_silently_left_out(
+    told: list[str],
+    name: str,
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """References alone were measured for minutes, with exit code 0."""
+    monkeypatch.setattr(sys, "argv", ["wan.py", *told, "--json", str(tmp_path / "new.json")])
+    monkeypatch.setattr(wan.common, "end_on_signals", lambda: None)
+    monkeypatch.setattr(wan, "unsupported_reason", lambda: None)
+    assert wan.main() == 2
+    assert measured == []
+    said = f"wan: --only '{name}': is not measured with the other options"
+    assert said in capsys.readouterr().err
+
+
+def test_a_document_that_is_not_there_is_refused_before_anything_is_measured(
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    page = tmp_path / "measured.md"
+    monkeypatch.setattr(sys, "argv", ["wan.py", "--quick", "--docs", str(page)])
+    monkeypatch.setattr(wan.common, "end_on_signals", lambda: None)
+    monkeypatch.setattr(wan, "unsupported_reason", lambda: None)
+    assert wan.main() == 2
+    assert f"wan: --docs {page}: there is no such file" in capsys.readouterr().err
+    assert measured == []
+
+
 def test_options_leave_references_in() -> None:
     options = wan.arguments().parse_args(["--only", "dilocox", "--ratio", "400", "--sites", "2"])
     found = {case.method for case in cases(EXTENT) if wan.chosen(case, options)}
