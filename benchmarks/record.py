@@ -42,7 +42,7 @@ from dilocox.record.log.blob_store import STATES
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import check_log, read_log
 from dilocox.record.verify.run_history import RunHistory, read_history
-from dilocox.tools.testbed import cgroups
+from dilocox.tools.testbed import cgroups, cleanup
 from dilocox.tools.testbed.commands import PREFIX, LabError
 from dilocox.tools.testbed.results import rounds_by_site
 from dilocox.tools.testbed.testbed import MOST
@@ -128,7 +128,11 @@ class RunError(Exception):
 
 @contextlib.contextmanager
 def quotas(hierarchy: cgroups.Hierarchy) -> Iterator[list[Path]]:
-    """Make two groups, each with half of the cores that a lab may have. Raises `LabError`."""
+    """Make two groups, each with half of the cores that a lab may have. Raises `LabError`.
+
+    At the end, processes that are left in the groups are killed.
+    """
+    cleanup.remove_left_over()
     cores = MOST * (os.cpu_count() or 1) / 2
     groups: list[Path] = []
     try:
@@ -137,7 +141,7 @@ def quotas(hierarchy: cgroups.Hierarchy) -> Iterator[list[Path]]:
         yield groups
     finally:
         for group in groups:
-            group.rmdir()
+            cleanup.remove_group(group)
 
 
 def train_beside(
@@ -329,8 +333,9 @@ def measured(
 def main() -> int:
     """Measure, print and write. Returns the exit code."""
     options = common.parser(__doc__ or "")
-    options.add_argument("--pairs", type=int, help="repetitions (default: 6, with --quick 2)")
-    options.add_argument("--rounds", type=int, help="measured rounds per run (default: 20)")
+    count = common.positive
+    options.add_argument("--pairs", type=count, help="repetitions (default: 6, with --quick 2)")
+    options.add_argument("--rounds", type=count, help="measured rounds per run (default: 20)")
     told = options.parse_args()
     common.end_on_signals()
     if common.cannot("record", cgroups.unsupported_reason(cgroups.find())):
@@ -344,6 +349,8 @@ def main() -> int:
     }  # fmt: skip
     single = None if told.json is None else told.json.with_name(f"{told.json.stem}-pairs.json")
     pairs = common.read_rows(single, "record-pairs", settings)
+    if pairs:
+        common.refuse_other_machine(single, on)
     with tempfile.TemporaryDirectory(prefix="dilocox-record-") as folder:
         try:
             for row in measured(Path(folder), pairs, rounds, repetitions):

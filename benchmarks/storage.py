@@ -296,7 +296,7 @@ def main() -> int:
     """Measure, print and write. Returns 1 if a run could not be measured."""
     parser = common.parser(__doc__ or "")
     parser.add_argument("--apart", action="store_true", help="publish outside of the site's quota")
-    parser.add_argument("--pairs", type=int, metavar="N", help=f"pairs (default: {PAIRS})")
+    parser.add_argument("--pairs", type=common.positive, metavar="N", help=f"pairs ({PAIRS})")
     options = parser.parse_args()
     pairs = options.pairs or (QUICK_PAIRS if options.quick else PAIRS)
     if pairs < 2:

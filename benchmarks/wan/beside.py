@@ -352,14 +352,15 @@ def main() -> int:
     parser = common.parser(__doc__ or "")
     parser.add_argument("--work", type=float, metavar="SHARE", help="control.work of the run")
     parser.add_argument("--ratio", type=int, default=RATIO, choices=RATIOS, help="the link")
-    parser.add_argument("--blocks", type=int, help=f"{BLOCKS}, or {QUICK_BLOCKS} with --quick")
-    parser.add_argument("--batch", type=int, default=BATCH, help="sequences per step and site")
+    count = common.positive
+    parser.add_argument("--blocks", type=count, help=f"{BLOCKS}, or {QUICK_BLOCKS} with --quick")
+    parser.add_argument("--batch", type=count, default=BATCH, help="sequences per step and site")
     parser.add_argument(
         "--width", type=int, default=WIDTH, choices=[WIDTH * n for n in (1, 2, 3, 4)],
         help="hidden size of the model",
     )  # fmt: skip
     parser.add_argument(
-        "--allreduce", type=int, default=0, metavar="N", help="steps of it, after the blocks"
+        "--allreduce", type=count, default=0, metavar="N", help="steps of it, after the blocks"
     )
     options = parser.parse_args()
     load = Load(options.batch, options.width)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.record.log import statements as s
 from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.run_history import RunHistory
+from dilocox.tools.testbed import cgroups
 
 SIGNER = s.Signer.from_hex("01" * 32)
 
@@ -130,3 +134,41 @@ def test_all_settings_are_runs_that_the_run_file_allows(tmp_path: Path) -> None:
     }
     assert [each.enabled for each in found.values()] == [False, True, True]
     assert [each.states_every for each in found.values()] == [0, 0, 1]
+
+
+def test_pairs_of_another_machine_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were mixed with those of this machine, and filed under its name."""
+    settings = {
+        "sites": 2, "inner_steps": record.INNER_STEPS, "fragments": 2, "codec": "int4",
+        "warm_up_rounds": record.WARM_UP_ROUNDS, "measured_rounds": 20,
+    }  # fmt: skip
+    there = {"cpu": "there", "cores": 2, "core_gflops": 50}
+    content = {"benchmark": "record-pairs", "settings": settings, "machine": there, "rows": []}
+    (tmp_path / "r-pairs.json").write_text(json.dumps({**content, "rows": [{"record": "off"}]}))
+    monkeypatch.setattr(sys, "argv", ["record.py", "--json", str(tmp_path / "r.json")])
+    monkeypatch.setattr(record.cgroups, "unsupported_reason", lambda _: None)
+    monkeypatch.setattr(record.common, "machine", lambda: {**there, "cpu": "here"})
+    monkeypatch.setattr(record, "measured", lambda *_: pytest.fail("it is measured"))
+    with pytest.raises(SystemExit, match="measured on another machine than this"):
+        record.main()
+
+
+@pytest.mark.skipif(
+    cgroups.unsupported_reason(cgroups.find()) is not None, reason="no control groups"
+)
+def test_what_a_failed_run_leaves_is_ended_and_hides_no_reason() -> None:
+    """The processes of a killed run end a little later than the run, and keep the group busy."""
+    hierarchy = cgroups.find()
+    assert hierarchy is not None
+    with pytest.raises(record.RunError, match="the run's own reason"), \
+            record.quotas(hierarchy) as groups:  # fmt: skip
+        lives = ["sh", "-c", "sleep 60 >/dev/null & echo up; wait"]
+        run = subprocess.Popen(cgroups.entered(groups[0], lives), stdout=subprocess.PIPE)
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"up\n"
+        run.kill()
+        run.communicate()
+        raise record.RunError("the run's own reason")
+    assert not any(group.exists() for group in groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,22 @@ def test_steps_are_fewer_as_they_are_longer(tmp_path: Path) -> None:
 def test_documented_commands_measure_and_do_not_stop_at_another_file() -> None:
     """Blocks of other settings than those of the file that would be gone on with are refused."""
     told = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+    for page in (*pages, *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
         told += re.findall(r"`(python -m benchmarks\.wan\.beside[^`]*)`", text)
-    assert len(told) >= 5
+    assert len(told) >= 6
     assert [command for command in told if "--json NEW.json" not in command] == []
+
+
+@pytest.mark.parametrize("told", [["--blocks", "0"], ["--batch", "0"], ["--allreduce", "-1"]])
+def test_numbers_that_measure_nothing_are_refused(
+    told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No blocks were the default number of blocks, and others ended in a traceback."""
+    monkeypatch.setattr(wan_beside, "unsupported_reason", lambda: pytest.fail("it begins"))
+    monkeypatch.setattr(sys, "argv", ["beside.py", *told])
+    with pytest.raises(SystemExit) as ended:
+        wan_beside.main()
+    assert ended.value.code == 2
+    assert f"argument {told[0]}: {told[1]}: expected a whole number" in capsys.readouterr().err
