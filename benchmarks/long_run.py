@@ -20,13 +20,12 @@ import contextlib
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,8 @@ PLACES = [(i, j) for i in range(STAGES) for j in range(SHARDS)]
 CHECKPOINT_EVERY = 50
 ROWS = 10
 """Number of rows of the run, at even distances."""
+LOOK = 0.2
+"""Seconds between two readings of the children's memory."""
 
 
 def run_config(folder: Path, rounds: int) -> RunConfig:
@@ -296,7 +297,8 @@ def verified(config: RunConfig) -> common.Row:
     from dilocox.record.verify.verify import verify
 
     began, busy = time.perf_counter(), processor_seconds()
-    report = verify(Places(config.folder), lambda what, share: None)
+    with watched_children() as children:
+        report = verify(Places(config.folder), lambda what, share: None)
     seconds, busy = time.perf_counter() - began, processor_seconds() - busy
     verdicts = {each.claim.name: each.verdict for each in report.findings}
     return {
@@ -304,7 +306,8 @@ def verified(config: RunConfig) -> common.Row:
         "statements_per_second": round(report.statements / seconds),
         "processor_seconds": round(busy, 2),
         "statements_per_processor_second": round(report.statements / busy),
-        "peak_memory_mb": peak_mb(), "log": verdicts["log"], "signatures": verdicts["signatures"],
+        "peak_memory_mb": peak_mb(children),
+        "log": verdicts["log"], "signatures": verdicts["signatures"],
     }  # fmt: skip
 
 
@@ -313,17 +316,58 @@ def processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def peak_mb() -> float:
-    """Return the peak of the resident memory of this process plus that of its children, in MB."""
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return round(sum(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024 / 1e6, 1)
+def _high_water(process: int | str) -> int:
+    """Return the peak of the resident memory of a process in bytes; 0 if it has ended.
+
+    Not `ru_maxrss`, which also counts the process that has started this one.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    return 0
+
+
+@contextlib.contextmanager
+def watched_children() -> Iterator[dict[int, int]]:
+    """Collect the peaks of the children's resident memory in bytes, by process id.
+
+    A thread reads them while the children run.
+    """
+    peaks: dict[int, int] = {}
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK):
+            for task in Path("/proc/self/task").iterdir():
+                with contextlib.suppress(OSError):
+                    for child in map(int, (task / "children").read_text().split()):
+                        # A child that is being started still has this process's memory. So the
+                        # last reading counts, not the largest.
+                        peaks[child] = _high_water(child) or peaks.get(child, 0)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield peaks
+    finally:
+        over.set()
+        watcher.join()
+
+
+def peak_mb(children: Mapping[int, int] | None = None) -> float:
+    """Return the peak of the resident memory of this process plus those of its children, in MB.
+
+    `children`: bytes by process id, from `watched_children`.
+    """
+    return round((_high_water("self") + sum((children or {}).values())) / 1e6, 1)
 
 
 def main() -> int:
     """Run all parts, print and write the rows. Returns the exit code."""
     parser = common.parser(__doc__ or "")
-    parser.add_argument("--rounds", type=int, metavar="N")
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="keep the run there")
+    parser.add_argument("--rounds", type=common.positive, metavar="N")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="keep the run there, anew")
     parser.add_argument("--part", choices=("restart", "verify"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     rounds = options.rounds or (20 if options.quick else 200)
@@ -332,8 +376,12 @@ def main() -> int:
         row = restarted(config) if options.part == "restart" else verified(config)
         print(json.dumps(row))
         return 0
+    if options.folder and options.folder.exists() and any(options.folder.iterdir()):
+        parser.error(f"--folder {options.folder}: is not empty; name a new folder")
+    common.end_on_signals()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary) / "run"
+        # The parts are started at the repository's root, where another folder has a short name.
+        folder = (options.folder or Path(temporary) / "run").resolve()
         rows = drive(run_config(folder, rounds), rounds)
         for part in ("restart", "verify"):
             command = [
@@ -348,13 +396,14 @@ def main() -> int:
             said = subprocess.run(
                 [*command, "--rounds", str(rounds)],
                 check=True,
-                capture_output=True,
+                stdout=subprocess.PIPE,
                 text=True,
                 cwd=common.ROOT,
             )
             rows.append(json.loads(said.stdout.splitlines()[-1]))
             print(json.dumps(rows[-1]), flush=True)
     if options.json:
+        # Not before the measurement: this imports torch, whose memory would count.
         on = common.machine()
         settings = {"sites": len(SITES), "stages": STAGES, "shards": SHARDS,
                     "fragments": FRAGMENTS, "checkpoint_every": CHECKPOINT_EVERY}  # fmt: skip

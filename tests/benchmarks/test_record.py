@@ -160,15 +160,22 @@ def test_pairs_of_another_machine_are_not_gone_on_with(
 )
 def test_what_a_failed_run_leaves_is_ended_and_hides_no_reason() -> None:
     """The processes of a killed run end a little later than the run, and keep the group busy."""
-    hierarchy = cgroups.find()
-    assert hierarchy is not None
-    with pytest.raises(record.RunError, match="the run's own reason"), \
-            record.quotas(hierarchy) as groups:  # fmt: skip
-        lives = ["sh", "-c", "sleep 60 >/dev/null & echo up; wait"]
-        run = subprocess.Popen(cgroups.entered(groups[0], lives), stdout=subprocess.PIPE)
-        assert run.stdout is not None
-        assert run.stdout.readline() == b"up\n"
-        run.kill()
-        run.communicate()
-        raise record.RunError("the run's own reason")
-    assert not any(group.exists() for group in groups)
+    used: list[Path] = []
+
+    def fail() -> None:
+        hierarchy = cgroups.find()
+        assert hierarchy is not None
+        with record.quotas(hierarchy) as groups:
+            used.extend(groups)
+            lives = ["sh", "-c", "sleep 60 >/dev/null & echo up; wait"]
+            run = subprocess.Popen(cgroups.entered(groups[0], lives), stdout=subprocess.PIPE)
+            assert run.stdout is not None
+            assert run.stdout.readline() == b"up\n"
+            run.kill()
+            run.communicate()
+            raise record.RunError("the run's own reason")
+
+    with pytest.raises(record.RunError, match="the run's own reason"):
+        fail()
+    assert len(used) == 2
+    assert not any(group.exists() for group in used)
