@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,10 @@ WAYS: dict[str, Callable[[Identity, MemoryStore, Path], Move]] = {
 
 
 def measure(over: str, both: bool, times: int, identities: Sequence[Identity]) -> dict[str, float]:
-    """Run one measurement. Returns Gbit/s of one direction, and CPU seconds per GB."""
+    """Run one measurement. Returns Gbit/s of one direction, and CPU seconds per GB.
+
+    Raises `ExchangeError` if a process fails, or does not end.
+    """
     with CONTEXT.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         store, pipes, started = MemoryStore(manager.dict()), [], []
         for identity in identities:
@@ -129,21 +132,43 @@ def measure(over: str, both: bool, times: int, identities: Sequence[Identity]) -
             arguments = (WAYS[over], identity, store, Path(folder), both, times, theirs)
             started.append(CONTEXT.Process(target=side, args=arguments))
             started[-1].start()
+            # A pipe of a process that has failed ends only when no process can write to it.
+            theirs.close()
             pipes.append(ours)
         try:
-            found = [pipe.recv() for pipe in pipes if pipe.poll(LIMIT)]
-        finally:
+            found = answers(over, pipes)
             for process in started:
                 process.join(5.0)
+        finally:
+            for process in started:
                 process.kill()
-    if len(found) < len(SITES):
-        raise ExchangeError(f"{over}: no end within {LIMIT:g} s")
     gigabytes = times * TENSOR_BYTES / 1e9
     seconds = max(seconds for seconds, _ in found)
     return {
         "gbit_per_s": gigabytes * 8 / seconds,
         "cpu_s_per_gb": sum(used for _, used in found) / (gigabytes * (2 if both else 1)),
     }
+
+
+def answers(over: str, pipes: Sequence[Connection]) -> list[tuple[float, float]]:
+    """Return what the processes send at their ends, in any order.
+
+    Raises `ExchangeError` as soon as a process has failed, or after `LIMIT` seconds.
+    """
+    found: dict[Connection, tuple[float, float]] = {}
+    end = time.monotonic() + LIMIT
+    while len(found) < len(pipes):
+        waiting = [pipe for pipe in pipes if pipe not in found]
+        ready = wait(waiting, max(0.0, end - time.monotonic()))
+        if not ready:
+            raise ExchangeError(f"{over}: no end within {LIMIT:g} s")
+        for pipe in waiting:
+            if pipe in ready:
+                try:
+                    found[pipe] = pipe.recv()
+                except EOFError:
+                    raise ExchangeError(f"{over}: a process has failed") from None
+    return list(found.values())
 
 
 def identities_in(folder: Path) -> list[Identity]:
@@ -167,9 +192,13 @@ def main() -> int:
         identities = identities_in(Path(folder))
         for both in (False, True):
             taken: dict[str, list[dict[str, float]]] = {over: [] for over in WAYS}
-            for _ in range(turns):
-                for over in WAYS:
-                    taken[over].append(measure(over, both, times, identities))
+            try:
+                for _ in range(turns):
+                    for over in WAYS:
+                        taken[over].append(measure(over, both, times, identities))
+            except ExchangeError as error:
+                print(f"links: {error}", file=sys.stderr)
+                return 1
             for over, found in taken.items():
                 medians = {
                     name: round(statistics.median(each[name] for each in found), 3)

@@ -184,15 +184,22 @@ def row(link: str, records: Sequence[Mapping[str, Any]], trace: Mapping[str, Any
 
 
 def measure(root: Path, link: str, steps: int) -> common.Row:
-    """Train a run, and return its row. Raises `RuntimeError` with the output of a failed run."""
+    """Train a run, and return its row.
+
+    Raises `RuntimeError` with the output of a failed run, or if the run has not ended after
+    `LIMIT` seconds. Raises `ValueError` as `row`.
+    """
     path = run_file(root, link, steps)
-    done = subprocess.run(
-        [sys.executable, "-m", "dilocox", "train", str(path), "--trace", "--overwrite"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "dilocox", "train", str(path), "--trace", "--overwrite"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{link}: training has not ended after {LIMIT:g} s") from None
     if done.returncode:
         raise RuntimeError(f"{link}: training failed\n{done.stdout}{done.stderr}")
     config = load_run(path)
@@ -235,7 +242,7 @@ def main() -> int:
         for link in QUICK_LINKS if options.quick else LINKS:
             rows.append(measure(root, link, QUICK_STEPS if options.quick else STEPS))
             common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         # Results measured before the failure are kept.
         common.say(f"outer_cost: {error}")
         code = 1

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,6 +285,13 @@ def row(name: Setting | None, courses: list[Course], alone: Course) -> common.Ro
     }
 
 
+def rows_of(alone: list[Course], found: Mapping[Setting, list[Course]]) -> list[common.Row]:
+    """Return the row of the sites alone, and the rows of the rules over its median repetition."""
+    middle = sorted(alone, key=lambda item: item.tokens_per_second)[len(alone) // 2]
+    rules = [row(setting, courses, middle) for setting, courses in found.items()]
+    return [row(None, alone, middle), *rules]
+
+
 def measure(root: Path, quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
     """Make all runs. Returns the rows and the settings."""
     rounds = WARM_UP_ROUNDS + (8 if quick else 30)
@@ -316,9 +323,6 @@ def measure(root: Path, quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
                     f"{setting.name}: exchange {result.exchange_seconds:.2f} s per round, waited "
                     f"{result.wait_seconds:.2f} s, hidden {result.hidden_share:.1%}"
                 )
-    alone = row(None, baseline, baseline[0])
-    reference = sorted(baseline, key=lambda item: item.tokens_per_second)[len(baseline) // 2]
-    rows = [alone, *(row(setting, runs, reference) for setting, runs in found.items())]
     described = {
         "link_bits_per_second": rate,
         "link_measured_bits_per_second": [round(link.bits_per_second) for link in links],
@@ -330,7 +334,7 @@ def measure(root: Path, quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
         "cores_per_site": 1,
         "cpu_quota": None,
     }
-    return rows, described
+    return rows_of(baseline, found), described
 
 
 def main() -> int:

@@ -172,7 +172,7 @@ def show(rows: Sequence[common.Row]) -> None:
 
 def main() -> int:
     """Predict, compare, print and write. Returns the exit code."""
-    parser = common.parser(__doc__ or "")
+    parser = common.parser(__doc__ or "", quick=False)
     parser.add_argument(
         "--wan", type=Path, metavar="FILE", help=f"rows of benchmarks.wan ({WAN.name})"
     )

@@ -202,7 +202,7 @@ def today(config: RunConfig, table: HardwareTable) -> list[common.Row]:
 
 def main() -> int:
     """Compute the rows, print and write them. Returns the exit code."""
-    options = common.parser(__doc__ or "").parse_args()
+    options = common.parser(__doc__ or "", quick=False).parse_args()
     on = common.machine()
     table, config = HardwareTable.load(), load_run(EXAMPLE)
     place = table.place("a800-40g:8x10")

@@ -192,7 +192,8 @@ def main() -> int:
     if not rows:
         return code
     plan_check.show(rows)
-    path = options.json or (None if options.quick else RESULTS)
+    # The committed file has all runs; a partial result must not replace it.
+    path = options.json or (None if options.quick or code else RESULTS)
     if path:
         common.write_json(path, "scaling_check", on, {"ratio": RATIO, "quota_of_machine": MOST},
                           rows)  # fmt: skip

@@ -104,6 +104,30 @@ def test_a_round_trip_that_cannot_be_made_leaves_the_others(
     assert "100 ms: a round trip takes 300 ms" in capsys.readouterr().err
 
 
+def test_a_part_of_the_runs_does_not_replace_the_committed_results(
+    asked: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def shape(lab: FakeLab, link: str) -> None:
+        lab.link = link
+        if len(lab.sites) == 4:
+            raise LabError("the machine is too busy")
+
+    results, told = tmp_path / "scaling_check-cpu.json", tmp_path / "told.json"
+    results.write_text("of all runs")
+    monkeypatch.setattr(FakeLab, "shape", shape)
+    monkeypatch.setattr(scaling_check, "CASES", scaling_check.CASES[:1])
+    monkeypatch.setattr(scaling_check, "RESULTS", results)
+    for more in ([], ["--json", str(told)]):
+        monkeypatch.setattr(sys, "argv", ["check.py", *more])
+        assert scaling_check.main() == 1
+        assert "scaling_check: the machine is too busy" in capsys.readouterr().err
+    assert results.read_text() == "of all runs"
+    assert [row["sites"] for row in json.loads(told.read_text())["rows"]] == [2]
+
+
 @pytest.mark.parametrize("module", [latency, scaling_check])
 def test_one_line_and_code_3_where_labs_cannot_be_made(
     module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

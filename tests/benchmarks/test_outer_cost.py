@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +76,41 @@ def test_a_row_has_the_share_of_the_settled_rounds() -> None:
 def test_too_short_a_run_is_said() -> None:
     with pytest.raises(ValueError, match="more steps"):
         outer_cost.row("5mbit", [], trace(outer_cost.SETTLED), 1, 17, 4)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ValueError("5mbit: no round after the first 4; give it more steps"),
+        RuntimeError("5mbit: training failed"),
+    ],
+)
+def test_links_measured_before_a_failure_are_kept(
+    failure: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure(_root: Path, link: str, _steps: int) -> dict[str, Any]:
+        if link == "5mbit":
+            raise failure
+        return {"link": link}
+
+    file = tmp_path / "found.json"
+    monkeypatch.setattr(outer_cost, "measure", measure)
+    monkeypatch.setattr(outer_cost.common, "machine", lambda: {"cores": 2})
+    monkeypatch.setattr(sys, "argv", ["outer_cost.py", "--quick", "--json", str(file)])
+    assert outer_cost.main() == 1
+    assert json.loads(file.read_text())["rows"] == [{"link": "100mbit"}]
+    assert "outer_cost: 5mbit: " in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_end_is_a_failed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(command: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(outer_cost.subprocess, "run", late)
+    with pytest.raises(RuntimeError, match="5mbit: training has not ended after 900 s"):
+        outer_cost.measure(tmp_path, "5mbit", 8)

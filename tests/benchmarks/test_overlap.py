@@ -44,6 +44,15 @@ def test_rows_are_medians_against_the_sites_alone() -> None:
     assert row["wait_share"] == pytest.approx(0.2)
 
 
+def test_the_sites_alone_are_their_own_reference() -> None:
+    """The first repetition was, and rules were compared with another one, the median."""
+    alone = [overlap.Course(1.0, 0.01, 0.0, speed, 0) for speed in (2400.0, 1000.0, 2000.0)]
+    keep = [overlap.Course(1.0, 0.5, 0.1, 1500.0, 10)]
+    first, second = overlap.rows_of(alone, {overlap.KEEP_SHORT: keep})
+    assert (first["overlap"], first["tokens_per_second"], first["ratio"]) == ("alone", 2000.0, 1.0)
+    assert (second["overlap"], second["ratio"]) == ("keep", 0.75)
+
+
 def test_one_line_and_code_3_where_networks_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

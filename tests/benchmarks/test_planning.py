@@ -43,6 +43,16 @@ def test_errors_by_hand() -> None:
     )
 
 
+@pytest.mark.parametrize("module", [plan_check, published_107b])
+def test_what_only_computes_has_no_short_form(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--quick` was taken and ignored."""
+    monkeypatch.setattr(module.HardwareTable, "load", lambda: pytest.fail("it begins"))
+    monkeypatch.setattr(sys, "argv", ["x", "--quick"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2
+
+
 def test_what_the_published_speeds_imply_by_hand() -> None:
     outline: Any = SimpleNamespace(parameters=108_491_952_128, flops_per_token=6.5e11)
     rows = published_107b.assumptions(outline, TABLE.place("a800-40g:8x10"), 118.75e6)
