@@ -43,7 +43,7 @@ import dilocox
 from benchmarks import common
 from dilocox.config.run_config import RunConfig
 from dilocox.models import count_parameters, load_model_config
-from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links
+from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links, watchdog
 from dilocox.tools.testbed.netns import FRAME_BYTES, SEGMENT_BYTES
 
 SITES = ("paris", "lyon")
@@ -304,7 +304,7 @@ def measure(root: Path, quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    with Network(["hub", *SITES]) as network:
+    with watchdog.watched(), Network(["hub", *SITES]) as network:
         lab = Lab(network, root, rounds)
         baseline = [lab.alone()]
         round_seconds = baseline[0].round_seconds

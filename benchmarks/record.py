@@ -42,7 +42,7 @@ from dilocox.record.log.blob_store import STATES
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import check_log, read_log
 from dilocox.record.verify.run_history import RunHistory, read_history
-from dilocox.tools.testbed import cgroups, cleanup
+from dilocox.tools.testbed import cgroups, cleanup, watchdog
 from dilocox.tools.testbed.commands import PREFIX, LabError
 from dilocox.tools.testbed.results import rounds_by_site
 from dilocox.tools.testbed.testbed import MOST
@@ -304,7 +304,7 @@ def measured(
         runs = {measuring: SETTINGS[name], reference: SETTINGS["off"]}
         # The run that begins, and the group of each run, change from turn to turn.
         order = list(runs) if turn % 2 == 0 else list(runs)[::-1]
-        with quotas(hierarchy) as groups:
+        with watchdog.watched(), quotas(hierarchy) as groups:
             courses = train_beside(
                 root, {run: runs[run] for run in order}, groups, WARM_UP_ROUNDS + rounds
             )

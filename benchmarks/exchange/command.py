@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.exchange.engine import HUB, Case, Turn, run_case
 from dilocox.compression import Geometry, compressor, frame_bytes
-from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links
+from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links, watchdog
 from dilocox.tools.testbed.link_spec import Line, Links
 from dilocox.utils import chrome_trace
 
@@ -286,9 +286,10 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="dilocox-exchange-"))
     rows, code = [], 0
     try:
-        for setting in settings(options.quick, default):
-            rows.append(measure(setting, 4 if options.quick else 8, root))
-            common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
+        with watchdog.watched():
+            for setting in settings(options.quick, default):
+                rows.append(measure(setting, 4 if options.quick else 8, root))
+                common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
     except LabError as error:
         # Results measured before the failure are kept.
         print(f"exchange: {error}", file=sys.stderr)

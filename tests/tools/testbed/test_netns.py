@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,24 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one() -> None:
     assert left.exists()
     with Network(["a"]):
         assert not left.exists()
+
+
+@needs_network
+def test_what_a_watched_process_left_goes_when_it_is_killed() -> None:
+    script = (
+        "import os, signal\nfrom dilocox.tools.testbed import Network, watchdog\n"
+        "with watchdog.watched():\n"
+        "    network = Network(['a']).__enter__()\n"
+        "    network.start('a', ['sleep', '600'], start_new_session=True, stdout=-3)\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    left = Path("/run/netns", f"dilocox-{int(done.stdout)}-at-a")
+    deadline = time.monotonic() + 20
+    while left.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left.exists()
 
 
 @needs_network

@@ -10,7 +10,8 @@ import os
 import select
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from dilocox.tools.testbed import cleanup
 
@@ -24,6 +25,20 @@ def watch_over_this_process() -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Watch over this process meanwhile: what it has made in a lab goes even if it is killed.
+
+    `Lab` does so by itself. This is for the users of a bare `Network`, or of control groups.
+    """
+    guard = watch_over_this_process()
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.wait()
 
 
 def main() -> None:
