@@ -233,6 +233,18 @@ def commit() -> str | None:
     return said.stdout.strip()
 
 
+class CommandError(Exception):
+    """A command that failed. Its own message is on standard error."""
+
+
+def run_dilocox(*arguments: str) -> None:
+    """Run a command of dilocox without its standard output. Raises `CommandError` if it fails."""
+    command = [sys.executable, "-m", "dilocox", *arguments]
+    code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+    if code:
+        raise CommandError(f"dilocox {' '.join(arguments)}: ended with code {code}")
+
+
 def write_run_file(root: Path, name: str, content: Mapping[str, Any]) -> Path:
     """Write `content` as the run file NAME.toml in `root`, and return its path."""
     path = root / f"{name}.toml"

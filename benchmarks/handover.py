@@ -12,7 +12,6 @@ without shaped links; nothing is timed.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -72,11 +71,10 @@ def run_file(root: Path, layout: Layout, rounds: int, codec: str) -> Path:
 
 
 def train(root: Path, layout: Layout, rounds: int, codec: str) -> common.Row:
-    """Train a run, and return its result row."""
+    """Train a run, and return its result row. Raises `CommandError`."""
     common.say(f"{codec}, {layout.name}")
     path = run_file(root, layout, rounds, codec)
-    command = [sys.executable, "-m", "dilocox", "train", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    common.run_dilocox("train", str(path))
     summary = dilocox.load_run(path).folder / "summary.json"
     found = json.loads(summary.read_text(encoding="utf-8"))
     return {
@@ -91,7 +89,7 @@ def train(root: Path, layout: Layout, rounds: int, codec: str) -> common.Row:
 
 
 def compare(codec: str, rounds: int) -> list[common.Row]:
-    """Return the rows of one uninterrupted run and of all layouts."""
+    """Return the rows of one uninterrupted run and of all layouts. Raises `CommandError`."""
     with tempfile.TemporaryDirectory(prefix="dilocox-handover-") as folder:
         root = Path(folder)
         rows = [train(root, ALONE, rounds, codec)]
@@ -110,11 +108,19 @@ def main() -> int:
     on = common.machine()
     rounds = 10 if options.quick else 40
     codecs = ["topk:64"] if options.quick else ["int4", "topk:64"]
-    rows = [row for codec in codecs for row in compare(codec, rounds)]
-    print(common.table(rows, {"codec": "s", **COLUMNS}))
-    if options.json:
+    rows, code = [], 0
+    try:
+        for codec in codecs:
+            rows += compare(codec, rounds)
+    except common.CommandError as error:
+        # Results measured before the failure are kept.
+        common.say(f"handover: {error}")
+        code = 1
+    if rows:
+        print(common.table(rows, {"codec": "s", **COLUMNS}))
+    if options.json and rows:
         common.write_json(options.json, "handover", on, {"rounds": rounds}, rows)
-    return 0
+    return code
 
 
 if __name__ == "__main__":

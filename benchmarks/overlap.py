@@ -299,11 +299,7 @@ def measure(root: Path, quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
     common.say("preparing token files")
     file = run_file(root, "data", NONE, SITES, rounds)
     config = dilocox.load_run(file)
-    subprocess.run(
-        [sys.executable, "-m", "dilocox", "data", "prepare", str(file)],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    common.run_dilocox("data", "prepare", str(file))
     with watchdog.watched(), Network(["hub", *SITES]) as network:
         lab = Lab(network, root, rounds)
         baseline = [lab.alone()]
@@ -350,7 +346,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="dilocox-overlap-"))
     try:
         rows, settings = measure(root, options.quick)
-    except LabError as error:
+    except (LabError, common.CommandError) as error:
         print(f"overlap: {error}", file=sys.stderr)
         return 1
     finally:

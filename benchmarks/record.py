@@ -289,15 +289,15 @@ def rows_of(pairs: Sequence[common.Row]) -> list[common.Row]:
 def measured(
     root: Path, before: Sequence[common.Row], rounds: int, repetitions: int
 ) -> Iterator[common.Row]:
-    """Yield the pairs of runs that are missing in `before`. Raises `RunError` and `LabError`."""
+    """Yield the pairs of runs that are missing in `before`.
+
+    Raises `RunError`, `LabError` and `CommandError`.
+    """
     hierarchy = cgroups.find()
     assert hierarchy is not None
     common.say("preparing token files")
     file = run_file(root, "prepare", SETTINGS["off"], rounds)
-    subprocess.run(
-        [sys.executable, "-m", "dilocox", "data", "prepare", str(file)],
-        check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    common.run_dilocox("data", "prepare", str(file))
     wanted = [(turn, name) for turn in range(repetitions) for name in SETTINGS]
     for turn, name in wanted[len(before) :]:
         measuring, reference = f"{name}-{turn}", f"beside-{name}-{turn}"
@@ -357,7 +357,7 @@ def main() -> int:
                 pairs.append({**row, "commit": common.commit()})
                 if single is not None:
                     common.write_json(single, "record-pairs", on, settings, pairs)
-        except (RunError, LabError) as error:
+        except (RunError, LabError, common.CommandError) as error:
             print(f"record: {error}", file=sys.stderr)
             return 1
     rows = rows_of(pairs)

@@ -47,7 +47,10 @@ RATES = ("hash", "up", "down")
 
 @contextmanager
 def network(address: str) -> Iterator[dict[str, Any]]:
-    """Chain, contracts and node in a process of its own; yields their places."""
+    """Chain, contracts and node in a process of its own; yields their places.
+
+    Raises `CommandError` if the process does not start.
+    """
     command = [sys.executable, "-m", "tests.support.zerog_network", address]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT
@@ -55,7 +58,10 @@ def network(address: str) -> Iterator[dict[str, Any]]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        places: dict[str, Any] = json.loads(process.stdout.readline())
+        started = process.stdout.readline()
+        if not started:
+            raise common.CommandError(f"the emulator has ended with code {process.wait()}")
+        places: dict[str, Any] = json.loads(started)
         yield places
     finally:
         process.stdin.close()
@@ -130,12 +136,17 @@ def main() -> int:
     on = common.machine()
     account = Account.create()
     size, repeats = (QUICK_SIZE, QUICK_REPEATS) if options.quick else (SIZE, REPEATS)
-    with (
-        tempfile.TemporaryDirectory(prefix="dilocox-zerog-") as folder,
-        network(account.address) as places,
-    ):
-        measure(Path(folder), places, account, 1_000_000, -1)  # what is loaded at the first use
-        rows = [measure(Path(folder), places, account, size, n) for n in range(repeats)]
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="dilocox-zerog-") as folder,
+            network(account.address) as places,
+        ):
+            root = Path(folder)
+            measure(root, places, account, 1_000_000, -1)  # what is loaded at the first use
+            rows = [measure(root, places, account, size, n) for n in range(repeats)]
+    except common.CommandError as error:
+        common.say(f"zerog: {error}")
+        return 1
     names = [name for name in rows[0] if name.endswith("mb_s")]
     print(common.table(rows, {"repetition": "d", "bytes": ",d", **dict.fromkeys(names, ".1f")}))
     for name in names:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -150,3 +151,10 @@ def test_numbers_of_things_are_above_0() -> None:
 def test_benchmarks_that_are_never_short_have_no_option_for_it() -> None:
     parser = common.parser("Computes.", quick=False)
     assert "--quick" not in parser.format_help()
+
+
+def test_a_command_that_fails_is_named_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 3)
+    monkeypatch.setattr(common.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(common.CommandError, match=r"dilocox train a\.toml: ended with code 3"):
+        common.run_dilocox("train", "a.toml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -62,3 +63,22 @@ def test_one_line_and_code_3_where_networks_cannot_be_made(
     assert overlap.main() == 3
     said = capsys.readouterr().err.splitlines()
     assert said == ["overlap: cannot be measured here: network namespaces need root"]
+
+
+def test_token_files_that_cannot_be_prepared_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(command: list[str], check: bool = False, **_: Any) -> Any:
+        if check:
+            raise subprocess.CalledProcessError(1, command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(sys, "argv", ["overlap.py", "--quick"])
+    monkeypatch.setattr(overlap, "unsupported_reason", lambda: None)
+    monkeypatch.setattr(overlap.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(overlap.common, "machine", lambda: {"cores": 2})
+    monkeypatch.setattr(overlap.common.subprocess, "run", fails)
+    assert overlap.main() == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("overlap: dilocox data prepare ")
+    assert said.endswith("ended with code 1")

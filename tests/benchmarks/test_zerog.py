@@ -33,3 +33,15 @@ def test_the_page_says_what_was_measured() -> None:
             values = [row[f"{name}_{kind}"] for row in rows]
             middle = statistics.median(values)
             assert cell == f"{middle:.0f} ({min(values):.0f} to {max(values):.0f})"
+
+
+def test_an_emulator_that_does_not_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in zerog.NEEDED:
+        pytest.importorskip(package)
+    monkeypatch.setattr("sys.argv", ["zerog", "--quick"])
+    monkeypatch.setattr(common, "machine", lambda: {"cores": 2})
+    monkeypatch.setattr(zerog.sys, "executable", "/bin/false")
+    assert zerog.main() == 1
+    assert capsys.readouterr().err == "zerog: the emulator has ended with code 1\n"
