@@ -17,8 +17,9 @@ theta_0 come from the records.
 
 The model is small (0.9M parameters) and rounds are short (10 inner steps), so the record's share is
 larger than in any realistic run. Every pair of runs is written when it is done; started again with
-the same --json, the benchmark continues. It takes about twenty minutes, six with --quick. It needs
-root and control groups; otherwise it prints one line and exits with code 3.
+the same --json, the benchmark continues. It takes about twenty minutes, six with --quick. A
+measurement needs root and control groups; without them the benchmark prints one line and exits with
+code 3.
 """
 
 from __future__ import annotations
@@ -338,9 +339,6 @@ def main() -> int:
     options.add_argument("--rounds", type=count, help="measured rounds per run (default: 20)")
     told = options.parse_args()
     common.end_on_signals()
-    if common.cannot("record", cgroups.unsupported_reason(cgroups.find())):
-        return common.CANNOT
-    on = common.machine()
     rounds = told.rounds or 20
     repetitions = told.pairs or (2 if told.quick else 6)
     settings = {
@@ -349,14 +347,19 @@ def main() -> int:
     }  # fmt: skip
     single = None if told.json is None else told.json.with_name(f"{told.json.stem}-pairs.json")
     pairs = common.read_rows(single, "record-pairs", settings)
-    if pairs:
-        common.refuse_other_machine(single, on)
-    with tempfile.TemporaryDirectory(prefix="dilocox-record-") as folder:
+    if len(pairs) < repetitions * len(SETTINGS):
+        if common.cannot("record", cgroups.unsupported_reason(cgroups.find())):
+            return common.CANNOT
+        on = common.machine()
+        if pairs:
+            common.refuse_other_machine(single, on)
         try:
-            for row in measured(Path(folder), pairs, rounds, repetitions):
-                pairs.append({**row, "commit": common.commit()})
-                if single is not None:
-                    common.write_json(single, "record-pairs", on, settings, pairs)
+            with tempfile.TemporaryDirectory(prefix="dilocox-record-") as folder:
+                for row in measured(Path(folder), pairs, rounds, repetitions):
+                    pairs.append({**row, "commit": common.commit()})
+                    if single is not None:
+                        common.write_json(single, "record-pairs", on, settings, pairs)
+                        common.write_json(told.json, "record", on, settings, rows_of(pairs))
         except (RunError, LabError, common.CommandError) as error:
             print(f"record: {error}", file=sys.stderr)
             return 1
@@ -380,8 +383,6 @@ def main() -> int:
             },
         )
     )
-    if told.json:
-        common.write_json(told.json, "record", on, settings, rows)
     return 0
 
 

@@ -25,8 +25,8 @@ synchronous training over the same links, after one step that is not measured. S
 longer than a step without a network by the link's ratio.
 
 Every block is written when it is done; started again with the same --json on the same machine, the
-benchmark continues. Eight blocks take three quarters of an hour; --quick makes two blocks. It needs
-the same as `dilocox lab`; otherwise it prints one line and exits with code 3.
+benchmark continues. Eight blocks take three quarters of an hour; --quick makes two blocks. Blocks
+need the same as `dilocox lab`; otherwise it prints one line and exits with code 3.
 """
 
 from __future__ import annotations
@@ -365,11 +365,8 @@ def main() -> int:
     options = parser.parse_args()
     load = Load(options.batch, options.width)
     common.end_on_signals()
-    if common.cannot("wan_beside", unsupported_reason()):
-        return common.CANNOT
     blocks = options.blocks or (QUICK_BLOCKS if options.quick else BLOCKS)
     results = options.json or (None if options.quick else RESULTS)
-    on = common.machine()
     settings = {
         "work": options.work, "steps": load.steps(STEPS),
         "known_after": load.steps(KNOWN_AFTER), "batch": load.batch, "width": load.width,
@@ -377,17 +374,20 @@ def main() -> int:
     }  # fmt: skip
     rows = common.read_rows(results, "wan-beside", settings)
     lacking = len(blocks_of(rows)) < blocks or lacks_synchronous(rows, options.allreduce)
-    if rows and lacking:
-        common.refuse_other_machine(results, on)
-    with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
+    if lacking:
+        if common.cannot("wan_beside", unsupported_reason()):
+            return common.CANNOT
+        on = common.machine()
+        if rows:
+            common.refuse_other_machine(results, on)
         try:
-            for row in measured(
-                Path(temporary), load, list(rows), blocks, settings, options.allreduce
-            ):
-                rows.append(row)
-                common.say(said(row))
-                if results is not None:
-                    common.write_json(results, "wan-beside", on, settings, rows)
+            with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as folder:
+                new = measured(Path(folder), load, list(rows), blocks, settings, options.allreduce)
+                for row in new:
+                    rows.append(row)
+                    common.say(said(row))
+                    if results is not None:
+                        common.write_json(results, "wan-beside", on, settings, rows)
         except DilocoxError as error:
             common.say(f"wan_beside: {error}")
             return 1

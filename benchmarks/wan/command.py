@@ -35,9 +35,9 @@ done. Started again on the same machine, the benchmark continues with the missin
 parts. --quick takes nine and a half minutes. --docs writes tables into documents that have marks
 for them (`benchmarks.wan.docs`), also when nothing is left to measure.
 
-Needs Linux, root, iproute2 and control groups; without them it prints one line and exits with code
-3. The peers of torchft need `pip install -c constraints.txt -e '.[peers]'`, and are left out
-without it.
+A measurement needs Linux, root, iproute2 and control groups; without them the benchmark prints one
+line and exits with code 3. The peers of torchft need `pip install -c constraints.txt -e
+'.[peers]'`, and are left out without it.
 """
 
 from __future__ import annotations
@@ -115,8 +115,6 @@ def main() -> int:
     """
     options = arguments().parse_args()
     common.end_on_signals()
-    if common.cannot("wan", unsupported_reason()):
-        return common.CANNOT
     extent = SHORT if options.quick else FULL
     if options.json is None and not options.quick:
         options.json = RESULTS
@@ -126,6 +124,9 @@ def main() -> int:
     if (problem := _problem(options, wanted)) is not None:
         common.say(f"wan: {problem}")
         return 2
+    missing = lacking(read_runs(runs_file(options.json), extent), wanted)
+    if missing and common.cannot("wan", unsupported_reason()):
+        return common.CANNOT
     with tempfile.TemporaryDirectory(prefix="dilocox-wan-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,20 +180,15 @@ class Bench:
         self._results = results
         self._extent = extent
         self._on = common.machine()
+        self._runs_file = runs_file(results)
         self._runs = read_runs(self._runs_file, extent)
         self._failures = 0
         config = wan_run.configuration(folder, 2, {}, 1)
         self._parameters = int(count_parameters(load_model_config(config.model, VOCABULARY)))
 
-    @property
-    def _runs_file(self) -> Path | None:
-        if self._results is None:
-            return None
-        return self._results.with_name(f"{self._results.stem}-runs.json")
-
     def measure(self, wanted: Sequence[Case]) -> None:
         """Make the missing measurements, one lab after the other."""
-        missing = [case for case in wanted if not any(_is_of(run, case) for run in self._runs)]
+        missing = lacking(self._runs, wanted)
         if missing and self._runs:
             common.refuse_other_machine(self._runs_file, self._on)
         for sites in dict.fromkeys(case.sites for case in missing):
@@ -320,8 +316,15 @@ class Bench:
         return 1 if self._failures else 0
 
 
-def _is_of(run: Row, case: Case) -> bool:
-    return all(run[key] == value for key, value in case.key.items())
+def runs_file(results: Path | None) -> Path | None:
+    """Return the file of the single measurements beside the file `results`."""
+    return None if results is None else results.with_name(f"{results.stem}-runs.json")
+
+
+def lacking(runs: Sequence[Row], wanted: Sequence[Case]) -> list[Case]:
+    """Return the measurements of `wanted` that are not among `runs`."""
+    known = [tuple(run[key] for key in wanted[0].key) for run in runs] if wanted else []
+    return [case for case in wanted if tuple(case.key.values()) not in known]
 
 
 def read_runs(path: Path | None, extent: Extent) -> list[Row]:

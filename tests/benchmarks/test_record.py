@@ -155,6 +155,23 @@ def test_pairs_of_another_machine_are_not_gone_on_with(
         record.main()
 
 
+def test_what_is_measured_is_reported_where_nothing_can_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table of committed pairs needed root, token files, and their own machine."""
+    results = record.common.RESULTS / "record-cpu.json"
+    before = results.read_bytes()
+    told = ["record.py", "--pairs", "3", "--rounds", "14", "--json", str(results)]
+    monkeypatch.setattr(record.cgroups, "unsupported_reason", lambda _: "no control groups")
+    monkeypatch.setattr(record.common, "machine", lambda: {"cpu": "another"})
+    monkeypatch.setattr(sys, "argv", told)
+    assert record.main() == 0
+    assert "on          3  0.9853" in capsys.readouterr().out
+    assert results.read_bytes() == before
+    monkeypatch.setattr(sys, "argv", [*told, "--pairs", "4"])
+    assert record.main() == 3
+
+
 @pytest.mark.skipif(
     cgroups.unsupported_reason(cgroups.find()) is not None, reason="no control groups"
 )

@@ -224,6 +224,25 @@ def test_options_leave_references_in() -> None:
     assert not wan.chosen(Case(2, 40, OURS, 0), options)
 
 
+def test_tables_are_written_where_labs_cannot_be_made_if_all_is_measured(
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """`--docs` of committed results needs no root."""
+    results, page = tmp_path / "wan.json", tmp_path / "page.md"
+    wan.Bench(tmp_path, results, EXTENT).measure(cases(EXTENT))
+    page.write_text("<!-- wan: begin 2 400 -->\n<!-- wan: end -->\n", encoding="utf-8")
+    monkeypatch.setattr(wan, "FULL", EXTENT)
+    monkeypatch.setattr(sys, "argv", ["wan.py", "--json", str(results), "--docs", str(page)])
+    monkeypatch.setattr(wan.common, "end_on_signals", lambda: None)
+    monkeypatch.setattr(wan, "unsupported_reason", lambda: "network namespaces need root")
+    assert wan.main() == 0
+    assert "| allreduce | 50.0 | 0.25% |" in page.read_text(encoding="utf-8")
+    assert "cannot be measured" not in capsys.readouterr().err
+
+
 def test_one_line_and_code_3_where_labs_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,12 +114,30 @@ def test_documented_commands_measure_and_do_not_stop_at_another_file() -> None:
     assert [command for command in told if "--json NEW.json" not in command] == []
 
 
+def test_what_is_measured_is_reported_where_no_lab_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lab was made for nothing, and the report of committed results needed root."""
+    results = ROOT / "benchmarks" / "results" / "wan-beside-wide-cpu.json"
+    before = results.read_bytes()
+    told = ["--batch", "32", "--width", "256", "--allreduce", "2", "--json", str(results)]
+    monkeypatch.setattr(wan_beside, "unsupported_reason", lambda: "network namespaces need root")
+    monkeypatch.setattr(wan_beside, "Lab", lambda *_: pytest.fail("a lab is made"))
+    monkeypatch.setattr(wan_beside.common, "machine", lambda: {"cores": 2})
+    monkeypatch.setattr(sys, "argv", ["beside.py", *told])
+    assert wan_beside.main() == 0
+    assert "98.9% (98.5% to 99.1%) in 8 blocks" in capsys.readouterr().out
+    assert results.read_bytes() == before
+    monkeypatch.setattr(sys, "argv", ["beside.py", *told, "--blocks", "9"])
+    assert wan_beside.main() == 3
+
+
 @pytest.mark.parametrize("told", [["--blocks", "0"], ["--batch", "0"], ["--allreduce", "-1"]])
 def test_numbers_that_measure_nothing_are_refused(
     told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No blocks were the default number of blocks, and others ended in a traceback."""
-    monkeypatch.setattr(wan_beside, "unsupported_reason", lambda: pytest.fail("it begins"))
+    monkeypatch.setattr(wan_beside.common, "machine", lambda: pytest.fail("it begins"))
     monkeypatch.setattr(sys, "argv", ["beside.py", *told])
     with pytest.raises(SystemExit) as ended:
         wan_beside.main()
