@@ -308,14 +308,20 @@ def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) ->
     return rows
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """Return the content of a file of results. Ends the program for any other file."""
+def read_results(path: Path, *benchmarks: str) -> dict[str, Any]:
+    """Return the content of a file of results. Ends the program for any other file.
+
+    `benchmarks`: names of the benchmarks whose results are accepted; none: those of all.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path}: holds no results ({error}); name another file") from None
     if not isinstance(found, dict):
         raise SystemExit(f"{path}: holds no results; name another file")
+    if benchmarks and found.get("benchmark") not in benchmarks:
+        named = " or ".join(benchmarks)
+        raise SystemExit(f"{path}: holds no results of the benchmark {named}; name another file")
     return found
 
 

@@ -177,13 +177,14 @@ def main() -> int:
         "--wan", type=Path, metavar="FILE", help=f"rows of benchmarks.wan ({WAN.name})"
     )
     options = parser.parse_args()
+    wan = options.wan or (WAN if WAN.exists() else None)
+    known = None if wan is None else common.read_results(wan, "wan", "wan-runs")
     table = HardwareTable.load()
     rows = check_overlap(json.loads(RESULTS.read_text(encoding="utf-8")), table)
     show(rows)
     against = [RESULTS.name]
-    wan = options.wan or (WAN if WAN.exists() else None)
-    if wan is not None:
-        of_wan = check_wan(json.loads(wan.read_text(encoding="utf-8")), table)
+    if wan is not None and known is not None:
+        of_wan = check_wan(known, table)
         show(of_wan)
         rows += of_wan
         against.append(wan.name)

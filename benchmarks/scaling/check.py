@@ -19,7 +19,6 @@ results file again, with the current simulation, and measures nothing.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -167,7 +166,7 @@ def main() -> int:
     options = parser.parse_args()
     common.end_on_signals()
     if options.again is not None:
-        known = json.loads(options.again.read_text(encoding="utf-8"))
+        known = common.read_results(options.again, "scaling_check")
         rows = played_again(known, HardwareTable.load())
         plan_check.show(rows)
         if options.json:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.scaling import check as scaling_check
 from benchmarks.scaling import command as scaling
 from benchmarks.scaling import plot as scaling_plot
 
@@ -41,6 +43,26 @@ def test_errors_by_hand() -> None:
         pytest.approx(0.1),
         pytest.approx(0.2),
     )
+
+
+@pytest.mark.parametrize(
+    ("main", "told"), [(plan_check.main, "--wan"), (scaling_check.main, "--again")]
+)
+@pytest.mark.parametrize("content", [None, "{", '{"benchmark": "overlap", "rows": []}'])
+def test_a_file_of_other_results_is_refused_in_one_line(
+    main: Callable[[], int],
+    told: str,
+    content: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "rows.json"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setattr(plan_check, "check_overlap", lambda *_: pytest.fail("it begins"))
+    monkeypatch.setattr(sys, "argv", ["x", told, str(file)])
+    with pytest.raises(SystemExit, match=rf"{file}: holds no results"):
+        main()
 
 
 @pytest.mark.parametrize("module", [plan_check, published_107b])
