@@ -21,7 +21,6 @@ from dilocox.record.pieces.cut import Cut, cut
 from dilocox.record.pieces.erasure import decoded, encoded, is_installed
 from dilocox.record.pieces.rebuild import rebuild
 
-RESULTS = common.RESULTS / "availability-cpu.json"
 CODES = ((2, 4), (8, 12))
 MEGABYTES, QUICK_MEGABYTES = 100, 10
 REPEATS, QUICK_REPEATS = 9, 3

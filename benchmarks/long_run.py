@@ -46,7 +46,6 @@ from dilocox.record.writer.exchange_statements import commitment, contribution
 from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.version import __version__
 
-RESULTS = common.RESULTS / "long_run-cpu.json"
 SITES = tuple("abcdefgh")
 STAGES, SHARDS, FRAGMENTS = 2, 4, 4
 PLACES = [(i, j) for i in range(STAGES) for j in range(SHARDS)]

@@ -322,7 +322,8 @@ def main() -> int:
         f"{found['publisher_cpu_share']:.2%} of the site's processor time, and sent "
         f"{found['published_mbit']:.2f} Mbit/s"
     )
-    path = options.json or (None if options.quick or options.apart else RESULTS)
+    # The committed file has all pairs; fewer must not replace it.
+    path = options.json or (None if pairs < PAIRS or options.apart else RESULTS)
     if path:
         settings = {
             "rounds": rounds_for(pairs), "inner_steps": INNER_STEPS, "sites": len(SITES),

@@ -173,6 +173,8 @@ def main() -> int:
     parser = common.parser(__doc__ or "")
     parser.add_argument("--docs", action="store_true", help="also fill docs/scaling.md")
     options = parser.parse_args()
+    if options.docs and options.quick:
+        parser.error("--docs: needs all numbers of sites; leave --quick out")
     found = rows(QUICK_COUNTS if options.quick else COUNTS)
     percent: Callable[[Any], str] = lambda value: f"{value:.1%}"  # noqa: E731
     print(common.table(found, {

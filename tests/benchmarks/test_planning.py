@@ -132,6 +132,18 @@ def test_the_document_is_filled_between_its_marks() -> None:
     )
 
 
+def test_a_part_of_the_table_does_not_replace_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor the committed results, of which it kept three numbers of sites."""
+    monkeypatch.setattr(scaling, "rows", lambda _: pytest.fail("it begins"))
+    monkeypatch.setattr(sys, "argv", ["scaling", "--quick", "--docs"])
+    with pytest.raises(SystemExit) as ended:
+        scaling.main()
+    assert ended.value.code == 2
+    assert "--docs: needs all numbers of sites; leave --quick out" in capsys.readouterr().err
+
+
 def test_every_scenario_has_a_colour_of_its_own() -> None:
     assert len(set(scaling_plot.COLOURS)) >= len(scaling.SCENARIOS)
 

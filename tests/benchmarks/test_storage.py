@@ -132,6 +132,23 @@ def test_a_publisher_that_fails_ends_the_benchmark(
     assert "publishing has failed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("told", "pairs"), [([], 3), (["--pairs", "2"], None)])
+def test_fewer_pairs_do_not_replace_the_committed_ones(
+    told: list[str],
+    pairs: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    publisher: Publisher,
+) -> None:
+    committed = tmp_path / "storage-cpu.json"
+    monkeypatch.setattr(storage, "RESULTS", committed)
+    monkeypatch.setattr(sys, "argv", ["storage", *told])
+    assert storage.main() == 0
+    assert committed.exists() == (pairs is not None)
+    if pairs is not None:
+        assert len(json.loads(committed.read_text())["rows"]) == pairs
+
+
 def test_both_kinds_of_stretch_come_first() -> None:
     assert storage.order(1) in ([True, False], [False, True])
     found = storage.order(40)
