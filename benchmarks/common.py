@@ -10,6 +10,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import fcntl
+import functools
+import hashlib
 import itertools
 import json
 import math
@@ -21,6 +24,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +86,7 @@ def parser(description: str, *, quick: bool = True) -> argparse.ArgumentParser:
 
     The first line of `description` is the summary of `--help`, the whole text its epilog.
     """
+    commit()  # the code of this moment is what this process measures
     made = argparse.ArgumentParser(
         description=description.strip().splitlines()[0],
         epilog=description,
@@ -90,34 +95,20 @@ def parser(description: str, *, quick: bool = True) -> argparse.ArgumentParser:
     if quick:
         made.add_argument("--quick", action="store_true", help="fewer repetitions, wider intervals")
     made.add_argument(
-        "--json", type=result_file, metavar="FILE", help="also write the results there"
+        "--json", type=_results_file, metavar="FILE", help="also write the results there"
     )
     return made
 
 
-def result_file(text: str) -> Path:
-    """Return the path of a file for results.
-
-    Raises `argparse.ArgumentTypeError` if no file can be written there: the results would be lost
-    after the measurement.
-    """
+def _results_file(text: str) -> Path:
+    """Return the path of a file that can be written. Raises `argparse.ArgumentTypeError`."""
     path = Path(text)
-    folder = next(each for each in path.absolute().parents if each.exists())
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file in it")
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: {folder} is no folder; name another file")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: cannot be written; name another file")
+        raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{above} is no folder that can be written to")
     return path
-
-
-def positive(text: str) -> int:
-    """Return a number of rounds, blocks or pairs. Raises `argparse.ArgumentTypeError` below 1."""
-    with contextlib.suppress(ValueError):
-        if int(text) > 0:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"{text}: expected a whole number above 0")
 
 
 def end_on_signals() -> None:
@@ -217,19 +208,31 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
+NOT_CODE = ("benchmarks/results", "docs")
+"""Folders that a benchmark writes to. A change there does not make the measured code another."""
+
+
+@functools.cache
 def commit() -> str | None:
-    """Return the measured commit, followed by + if files were changed. None without git."""
-    here = Path(__file__).parent
+    """Return the measured commit, followed by + if files of code were changed. None without git.
+
+    The first call decides for the whole process, since a process keeps the code that it loaded at
+    its start. `parser` makes this call.
+    """
     try:
-        said = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        name = _git("describe", "--always", "--exclude=*")
+        code = [":(top)", *(f":(top,exclude){folder}" for folder in NOT_CODE)]
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *code)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return f"{name}+" if changed else name
+
+
+def _git(*words: str) -> str:
+    """Return what git prints in the repository of this file."""
+    said = subprocess.run(
+        ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
     return said.stdout.strip()
 
 
@@ -259,9 +262,9 @@ def write_json(
     settings: Mapping[str, Any],
     rows: Sequence[Row],
 ) -> None:
-    """Write results. `on`: the result of `machine()` before the measurement.
+    """Write results atomically, so that a kill never costs the results that were there before.
 
-    An error or a kill meanwhile leaves the earlier content of the file.
+    `on`: the result of `machine()` before the measurement.
     """
     for row in rows:
         for key, value in row.items():
@@ -277,52 +280,109 @@ def write_json(
         "rows": list(rows),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_whole(path.resolve(), json.dumps(content, indent=2) + "\n")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    if path.exists() and not path.is_file():
-        # A pipe or a device must not be replaced by a file.
-        path.write_text(text, encoding="utf-8")
+    text = json.dumps(content, indent=2) + "\n"
+    target = path.resolve()  # a link to a file stays a link
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")  # a device such as /dev/stdout
         return
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(target)
+
+
+_CLAIMED: dict[Path, int] = {}
+"""Open lock files of this process, by the path that each one stands for."""
+
+
+def claim(path: Path) -> None:
+    """Hold a file or a folder until this process ends.
+
+    Ends the program if another process holds the path: each benchmark writes all of its rows, and
+    would overwrite those of the other one.
+    """
+    target = path.resolve()
+    if target in _CLAIMED:
+        return
+    name = hashlib.sha256(str(target).encode()).hexdigest()[:16]
+    lock = Path(tempfile.gettempdir()) / f"dilocox-benchmark-{os.getuid()}-{name}.lock"
+    held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise SystemExit(f"{path}: another benchmark uses it; wait, or name another") from None
+    _CLAIMED[target] = held
 
 
-def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) -> list[Row]:
+def read_rows(
+    path: Path | None, benchmark: str, settings: Mapping[str, Any], claimed: bool = True
+) -> list[Row]:
     """Return the rows that an earlier call with the same settings has written.
 
-    Ends the program if the file is of another benchmark or has other settings.
+    Ends the program if the file is of another benchmark or has other settings, or if another
+    process writes to the file. `claimed`: this process will write to it.
     """
+    if path is not None and claimed:
+        claim(path)
     if path is None or not path.exists():
         return []
-    found = read_results(path)
-    known = {key: found.get("settings", {}).get(key) for key in settings}
-    if found.get("benchmark") != benchmark or known != settings:
-        raise SystemExit(f"{path}: holds results of other settings; remove it, or name another")
+    found = read_results(path, benchmark)
+    known = found.get("settings", {})
+    for key, wanted in settings.items():
+        if known.get(key) != wanted:
+            raise SystemExit(
+                f"{path}: holds results of other settings ({key} is {_shown(known.get(key))} "
+                f"there, {_shown(wanted)} here); remove it, or name another"
+            )
     rows: list[Row] = found["rows"]
     return rows
 
 
-def read_results(path: Path, *benchmarks: str) -> dict[str, Any]:
-    """Return the content of a file of results. Ends the program for any other file.
-
-    `benchmarks`: names of the benchmarks whose results are accepted; none: those of all.
-    """
+def read_results(path: Path, benchmark: str) -> dict[str, Any]:
+    """Return the content of a results file. Ends the program if the file is no such file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: holds no results ({error}); name another file") from None
-    if not isinstance(found, dict):
-        raise SystemExit(f"{path}: holds no results; name another file")
-    if benchmarks and found.get("benchmark") not in benchmarks:
-        named = " or ".join(benchmarks)
-        raise SystemExit(f"{path}: holds no results of the benchmark {named}; name another file")
+        raise SystemExit(f"{path}: cannot be read as results ({error}); name another") from None
+    if not isinstance(found, dict) or found.get("benchmark") != benchmark:
+        raise SystemExit(f"{path}: holds no results of {benchmark}; name another file")
     return found
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def refuse_other_text(
+    path: Path | None, rows: Sequence[Row], text: str, key: Mapping[str, object]
+) -> None:
+    """End the program if a row of `rows` names another text than `text`.
+
+    Losses of two texts cannot be compared. `key` has the fields that decide the text, such as the
+    seed: rows that differ in them do not count. Rows of earlier versions name no text.
+    """
+    for row in rows:
+        if row.get("text", text) != text and all(row.get(k) == v for k, v in key.items()):
+            named = ", ".join(f"{k} {v}" for k, v in key.items())
+            raise SystemExit(
+                f"{path}: its rows of {named} are of another text ({row['text'][:12]}) than this "
+                f"call has ({text[:12]}); give the same text, or name another file"
+            )
+
+
+def positive(text: str) -> int:
+    """Return a number of the command line that must be 1 or more.
+
+    Raises `argparse.ArgumentTypeError`.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number of 1 or more")
+    return number
 
 
 def refuse_other_machine(path: Path | None, on: Mapping[str, Any]) -> None:
@@ -330,7 +390,7 @@ def refuse_other_machine(path: Path | None, on: Mapping[str, Any]) -> None:
     speeds of two machines cannot be compared."""
     if path is None or not path.exists():
         return
-    before = read_results(path).get("machine", {})
+    before = json.loads(path.read_text(encoding="utf-8")).get("machine", {})
     named = [key for key in ("cpu", "instructions", "cores") if before.get(key) != on.get(key)]
     speeds = [float(each.get("core_gflops", 0)) for each in (before, on)]
     if named or max(speeds) > AS_FAST * min(speeds):

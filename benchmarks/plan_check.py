@@ -178,7 +178,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     wan = options.wan or (WAN if WAN.exists() else None)
-    known = None if wan is None else common.read_results(wan, "wan", "wan-runs")
+    # By its name, the file has rows or single measurements (`benchmarks.wan.command.runs_file`).
+    kind = "wan-runs" if wan is not None and wan.stem.endswith("-runs") else "wan"
+    known = None if wan is None else common.read_results(wan, kind)
     table = HardwareTable.load()
     rows = check_overlap(json.loads(RESULTS.read_text(encoding="utf-8")), table)
     show(rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -76,85 +75,134 @@ def test_rows_are_gone_on_with_only_where_settings_are_the_same(tmp_path: Path) 
     file.write_text(json.dumps(known))
     assert common.read_rows(file, "beside", {"work": None}) == [{"share": 1.0}]
     for name, settings in (("beside", {"work": 0.01}), ("attacks", {"work": None})):
-        with pytest.raises(SystemExit, match=r"rows\.json: holds results of other settings"):
+        with pytest.raises(SystemExit, match=r"rows\.json: holds (no )?results of"):
             common.read_rows(file, name, settings)
 
 
-def test_results_that_cannot_be_written_leave_the_earlier_ones(
+def test_results_survive_a_kill_in_the_midst_of_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk, or a kill in the middle: hours of measurements were lost with the last row."""
-    file, write = tmp_path / "rows.json", Path.write_text
-    common.write_json(file, "x", {}, {}, [{"block": 0}])
+    """A loss took hours: what is there stays until the new file is complete."""
+    file = tmp_path / "x.json"
+    common.write_json(file, "x", {}, {}, [{"loss": 1.5}])
+    before = file.read_text()
 
-    def half(path: Path, text: str, **options: str) -> int:
-        write(path, text[: len(text) // 2], **options)
-        raise OSError(28, "No space left on device")
+    def killed(path: Path, text: str, encoding: str) -> None:
+        with path.open("w", encoding=encoding) as stream:
+            stream.write(text[:20])
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", half)
-    with pytest.raises(OSError, match="No space left"):
-        common.write_json(file, "x", {}, {}, [{"block": 0}, {"block": 1}])
-    assert common.read_rows(file, "x", {}) == [{"block": 0}]
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_results_go_through_links_and_pipes(tmp_path: Path) -> None:
-    file, link, pipe = (tmp_path / name for name in ("rows.json", "link.json", "pipe"))
-    file.write_text("{}")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            common.write_json(file, "x", {}, {}, [{"loss": 1.5}, {"loss": 1.4}])
+    assert file.read_text() == before
+    link = tmp_path / "link.json"
     link.symlink_to(file)
-    common.write_json(link, "x", {}, {}, [{"a": 1}])
+    common.write_json(link, "x", {}, {}, [{"loss": 1.4}])
     assert link.is_symlink()
-    assert common.read_rows(file, "x", {}) == [{"a": 1}]
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    common.write_json(pipe, "x", {}, {}, [{"a": 2}])
-    assert pipe.is_fifo()
-    assert json.loads(os.read(reader, 1 << 16))["rows"] == [{"a": 2}]
-    os.close(reader)
+    assert json.loads(file.read_text())["rows"] == [{"loss": 1.4}]
 
 
-@pytest.mark.parametrize("text", ["", '{"benchmark": "x", "rows"', "[]"])
-def test_a_file_that_holds_no_results_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "rows.json"
-    file.write_text(text)
-    for read in (lambda: common.read_rows(file, "x", {}),
-                 lambda: common.refuse_other_machine(file, {})):  # fmt: skip
-        with pytest.raises(SystemExit, match=r"rows\.json: holds no results.*name another file"):
-            read()
-
-
-def test_a_place_without_results_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_row_names_the_commit_of_the_code_that_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parser = common.parser("Measures nothing.")
-    fine = tmp_path / "new" / "rows.json"
-    assert parser.parse_args(["--json", str(fine)]).json == fine
-    assert not fine.parent.exists()
-    (tmp_path / "file").write_text("")
-    for place, why in (
-        (tmp_path, "is a folder"),
-        (tmp_path / "file" / "rows.json", f"{tmp_path / 'file'} is no folder"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            parser.parse_args(["--json", str(place)])
-        assert ended.value.code == 2
-        assert f"argument --json: {place}: {why}" in capsys.readouterr().err
+    """Not the commit that the repository is at when a run of half an hour has ended."""
+
+    def git(*words: str) -> None:
+        own = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        subprocess.run(own, cwd=tmp_path, check=True, capture_output=True)
+
+    for name in ("benchmarks/common.py", "benchmarks/results/x.json", "docs/a.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "One")
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "benchmarks" / "common.py"))
+    common.commit.cache_clear()
+    try:
+        # A benchmark that goes on with committed results has changed them, and no code.
+        (tmp_path / "benchmarks/results/x.json").write_text("2")
+        (tmp_path / "docs/a.md").write_text("2")
+        first = common.commit()
+        assert first is not None
+        assert not first.endswith("+")
+        (tmp_path / "benchmarks/common.py").write_text("2")
+        git("commit", "-am", "Two")
+        assert common.commit() == first
+        common.commit.cache_clear()
+        assert common.commit() != first
+        (tmp_path / "benchmarks/common.py").write_text("3")
+        common.commit.cache_clear()
+        assert str(common.commit()).endswith("+")
+    finally:
+        common.commit.cache_clear()
 
 
-def test_numbers_of_things_are_above_0() -> None:
+def test_a_file_that_holds_no_results_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    for text, reason in (("{", "cannot be read"), ("[]", "no results of x"), ("{}", "no results")):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match=rf"rows\.json: .*{reason}"):
+            common.read_rows(file, "x", {})
+
+
+def test_rows_of_another_text_are_not_gone_on_with() -> None:
+    rows = [{"seed": 0, "text": "aa"}, {"seed": 1, "text": "bb"}, {"seed": 2}]
+    file = Path("x.json")
+    for seed, text in ((0, "aa"), (1, "bb"), (2, "cc"), (3, "dd")):
+        common.refuse_other_text(file, rows, text, {"seed": seed})
+    with pytest.raises(SystemExit, match=r"x\.json: its rows of seed 0 are of another text \(aa\)"):
+        common.refuse_other_text(file, rows, "bb", {"seed": 0})
+
+
+def test_a_number_of_runs_is_one_or_more() -> None:
     assert common.positive("3") == 3
-    for text in ("0", "-1", "2.5", "many"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"{text}: expected a whole number"):
+    for text in ("0", "-2", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{text}: give a whole number"):
             common.positive(text)
 
 
-def test_benchmarks_that_are_never_short_have_no_option_for_it() -> None:
-    parser = common.parser("Computes.", quick=False)
-    assert "--quick" not in parser.format_help()
+HOLD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from benchmarks import common
+common.read_rows(Path(sys.argv[1]), "x", {{}})
+print("begun", flush=True)
+sys.stdin.read()
+"""
 
 
-def test_a_command_that_fails_is_named_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = subprocess.CompletedProcess([], 3)
-    monkeypatch.setattr(common.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(common.CommandError, match=r"dilocox train a\.toml: ended with code 3"):
-        common.run_dilocox("train", "a.toml")
+def test_two_benchmarks_do_not_write_to_one_file(tmp_path: Path) -> None:
+    """Each writes all of its rows, so the rows of the other would be gone."""
+    script, file = tmp_path / "hold.py", tmp_path / "x.json"
+    script.write_text(HOLD.format(root=str(common.ROOT)))
+    with subprocess.Popen(
+        [sys.executable, str(script), str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        with pytest.raises(SystemExit, match=r"x\.json: another benchmark uses it"):
+            common.read_rows(file, "x", {})
+        assert common.read_rows(file, "x", {}, claimed=False) == []
+        process.communicate(b"")
+    # The end of a process frees its file, and a process may read its own file twice.
+    for _ in range(2):
+        assert common.read_rows(file, "x", {}) == []
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = common.parser("One line.")
+    assert parser.parse_args(["--json", str(tmp_path / "new" / "x.json")]).json.name == "x.json"
+    (tmp_path / "plain").write_text("")
+    for path, reason in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "plain" / "x.json", "plain is no folder that can be written to"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--json", str(path)])
+        assert reason in capsys.readouterr().err

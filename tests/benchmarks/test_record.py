@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -156,10 +157,12 @@ def test_pairs_of_another_machine_are_not_gone_on_with(
 
 
 def test_what_is_measured_is_reported_where_nothing_can_be(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The table of committed pairs needed root, token files, and their own machine."""
-    results = record.common.RESULTS / "record-cpu.json"
+    results = tmp_path / "record-cpu.json"
+    for name in ("record-cpu.json", "record-cpu-pairs.json"):
+        shutil.copy(record.common.RESULTS / name, tmp_path)
     before = results.read_bytes()
     told = ["record.py", "--pairs", "3", "--rounds", "14", "--json", str(results)]
     monkeypatch.setattr(record.cgroups, "unsupported_reason", lambda _: "no control groups")

@@ -115,11 +115,12 @@ def test_documented_commands_measure_and_do_not_stop_at_another_file() -> None:
 
 
 def test_what_is_measured_is_reported_where_no_lab_can_be_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A lab was made for nothing, and the report of committed results needed root."""
-    results = ROOT / "benchmarks" / "results" / "wan-beside-wide-cpu.json"
-    before = results.read_bytes()
+    results = tmp_path / "wide.json"
+    before = (ROOT / "benchmarks" / "results" / "wan-beside-wide-cpu.json").read_bytes()
+    results.write_bytes(before)
     told = ["--batch", "32", "--width", "256", "--allreduce", "2", "--json", str(results)]
     monkeypatch.setattr(wan_beside, "unsupported_reason", lambda: "network namespaces need root")
     monkeypatch.setattr(wan_beside, "Lab", lambda *_: pytest.fail("a lab is made"))
@@ -142,4 +143,4 @@ def test_numbers_that_measure_nothing_are_refused(
     with pytest.raises(SystemExit) as ended:
         wan_beside.main()
     assert ended.value.code == 2
-    assert f"argument {told[0]}: {told[1]}: expected a whole number" in capsys.readouterr().err
+    assert f"argument {told[0]}: {told[1]}: give a whole number" in capsys.readouterr().err
