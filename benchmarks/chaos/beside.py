@@ -33,7 +33,7 @@ from dilocox.config.run_config import load_run
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import read_log
 from dilocox.record.verify.witness_claims import Witnesses, judge_witnesses
-from dilocox.tools.testbed import LabError, Network, verify_links
+from dilocox.tools.testbed import LabError, Network, verify_links, watchdog
 from dilocox.tools.testbed.netns import inside
 from dilocox.tools.witness.asking import WitnessAddress, ask
 from dilocox.tools.witness.folder import create
@@ -208,7 +208,7 @@ def main(rounds: int, results: Path | None) -> int:
         data = [sys.executable, "-m", "dilocox", "data", "prepare",
                 str(chaos_run.run_file(root, "data", rounds))]  # fmt: skip
         subprocess.run(data, check=True, stdout=subprocess.DEVNULL)
-        with Network([HUB, SPARE, *SITES]) as network:
+        with watchdog.watched(), Network([HUB, SPARE, *SITES]) as network:
             network.shape(dict.fromkeys(SITES, RATE))
             verify_links(network)
             run = GuardedRun(network, root, "guarded", rounds)

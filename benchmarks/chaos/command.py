@@ -60,7 +60,7 @@ from dilocox.coordinator.client.enrolment import Applicant, enrol
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.errors import JoinError
-from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links
+from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links, watchdog
 from dilocox.tools.testbed.netns import inside
 
 BEFORE = 3
@@ -289,7 +289,7 @@ class Soak:
         common.say("preparing token files")
         command = [sys.executable, "-m", "dilocox", "data", "prepare", str(file)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        with Network([HUB, *SITES]) as network:
+        with watchdog.watched(), Network([HUB, *SITES]) as network:
             network.shape(dict.fromkeys(SITES, RATE))
             verify_links(network)
             if self.reference is None:
