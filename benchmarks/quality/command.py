@@ -31,7 +31,7 @@ cores.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import sys
 import tempfile
 import time
@@ -55,6 +55,7 @@ from dilocox.coordinator.controller import loss_model
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError
 
+NAME = "quality"
 LOSS_TABLE = Path(loss_model.__file__).with_name("loss_table.json")
 QUICK_STEPS = 320
 
@@ -82,7 +83,9 @@ def arguments() -> argparse.ArgumentParser:
         action="store_true",
         help="train the grid that the controller's loss table is made from, and write it",
     )
-    made.add_argument("--steps", type=int, help="shorter runs, to try the benchmark itself out")
+    made.add_argument(
+        "--steps", type=common.positive, help="shorter runs, to try the benchmark itself out"
+    )
     made.add_argument(
         "--try",
         dest="tried",
@@ -94,17 +97,40 @@ def arguments() -> argparse.ArgumentParser:
     return made
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program if options contradict each other, or if one of them cannot be read."""
+    if options.loss_table and (options.quick or options.steps):
+        parser.error(
+            "--loss-table: its runs are as long as those of the table; leave out --quick, --steps"
+        )
+    if options.loss_table and (options.only or options.tried or options.tune):
+        parser.error("--loss-table: trains its whole grid; leave out --only, --try, --tune")
+    if options.docs and (options.quick or options.steps or options.tried or options.loss_table):
+        parser.error(
+            "--docs: writes the tables of the full benchmark; leave out --quick, --steps, --try, "
+            "--loss-table"
+        )
+    if options.tune and (options.steps or options.quick):
+        parser.error("--tune: trials have steps of their own; leave out --steps, --quick")
+    if options.tune and (options.json or options.tried or options.docs):
+        parser.error(
+            "--tune: writes its trials to the file of --tuning; leave out --json, --try, --docs"
+        )
+    if options.keep and options.folder is None:
+        parser.error("--keep: run folders are kept below --folder; name it")
+    try:
+        for text in options.tried:
+            quality_rows.tried_entry(text)
+    except ValueError as error:
+        parser.error(f"--try: {error}")
+
+
 def main() -> int:
     """Train the missing rows, print and write the results. Returns 1 if a row failed."""
     parser = arguments()
     options = parser.parse_args()
     common.end_on_signals()
-    if options.loss_table and (options.quick or options.steps):
-        parser.error(
-            "--loss-table: its runs are as long as those of the table; leave out --quick, --steps"
-        )
-    if options.tune and (options.steps or options.quick):
-        parser.error("--tune: trials have steps of their own; leave out --steps, --quick")
+    check(parser, options)
     trying = bool(options.steps or options.tried)
     if options.steps is None and options.quick:
         options.steps = QUICK_STEPS
@@ -114,34 +140,45 @@ def main() -> int:
     if options.docs:
         return write_docs(options.json, common.ROOT / "docs" / "methods.md")
     with tempfile.TemporaryDirectory(prefix="dilocox-quality-") as temporary:
-        bench = Bench(options, (options.folder or Path(temporary)).resolve())
-        code = bench.tune() if options.tune else bench.measure()
+        try:
+            bench = Bench(options, (options.folder or Path(temporary)).resolve())
+            code = bench.tune() if options.tune else bench.measure()
+        except DilocoxError as error:
+            common.say(f"quality: {error}")
+            return 1
     if options.loss_table and code == 0:
-        write_loss_table(options.json)
+        try:
+            write_loss_table(options.json, options.seeds[0])
+        except ValueError as error:
+            common.say(f"quality: no loss table was written: {error}")
+            return 1
     return code
 
 
-def write_loss_table(results: Path) -> None:
-    """Write the controller's loss table anew, from the rows of the grid.
+def write_loss_table(results: Path, seed: int) -> None:
+    """Write the controller's loss table anew, from the rows of the grid of one seed.
 
     Raises the errors of `benchmarks.quality.grid.measured_table`.
     """
-    rows = [row for row in _read_rows(results) if row["label"].startswith("grid ")]
+    known = common.read_results(results, NAME)["rows"]
+    rows = [row for row in known if row["label"].startswith("grid ") and row["seed"] == seed]
     steps = sorted({row["steps"] for row in rows})
     about = (
         f"{quality_grid.ABOUT} Runs of {', '.join(map(str, steps))} steps, seed "
-        f"{rows[0]['seed']}, benchmarks/results/{results.name}."
+        f"{seed}, benchmarks/results/{results.name}."
     )
     made = quality_grid.measured_table(rows, loss_model.committed(), about)
     LOSS_TABLE.write_text(quality_grid.as_text(made), encoding="utf-8")
 
 
-def write_docs(results: Path | None, document: Path) -> int:
+def write_docs(results: Path, document: Path) -> int:
     """Write the tables of a results file into a document. Returns the exit code.
 
-    Raises `OSError` if the document does not exist.
+    Ends the program if the file holds no results, since the tables would be emptied. Raises
+    `OSError` if the document does not exist.
     """
-    known = quality_report.points(quality_report.with_gaps(_read_rows(results)))
+    rows = common.read_results(results, NAME)["rows"]
+    known = quality_report.points(quality_report.with_gaps(rows))
     text = document.read_text(encoding="utf-8")
     document.write_text(quality_docs.filled(text, known), encoding="utf-8")
     return 0
@@ -165,17 +202,20 @@ class Bench:
         Trials and shorter runs are written only to the file of --json, never to the results.
         """
         path = self._options.json
-        rows = _read_rows(path)
+        rows = common.read_rows(path, NAME, self._constants)
         tuning = self._options.tuning
         known = [quality_tuning.read(tuning, regime) for regime in (LEAD[0], LONG)]
         jobs = list(select(self._options, *known))
         if not jobs:
             common.say("quality: these options leave nothing to train")
             return 2
+        self._refuse_other_lengths(rows, jobs)
+        _name_untuned(jobs, known[0], tuning)
         for earlier in rows:
             self._learn(earlier)
         missing = [job for job in jobs if not any(self._is_of(row, job) for row in rows)]
         for number, job in enumerate(missing):
+            self._refuse_other_text(path, rows, job)
             row = self._train(job, missing[number:])
             if row is None:
                 continue
@@ -183,7 +223,7 @@ class Bench:
             rows = quality_report.with_gaps(rows)
             self._write(path, rows)
         rows = quality_report.with_gaps(rows)
-        self._show([row for row in rows if any(_same(row, job) for job in jobs)])
+        self._show([row for row in rows if any(self._is_of(row, job) for job in jobs)])
         if path is not None and missing:
             _draw(path.with_suffix(".svg"), rows)
         return 1 if self._failures else 0
@@ -191,7 +231,7 @@ class Bench:
     def tune(self) -> int:
         """Make the missing tuning trials, first of short runs, then of long runs."""
         path = self._options.tuning
-        rows = _read_rows(path)
+        rows = common.read_rows(path, NAME, self._constants)
         entries = quality_rows.tuning_entries()
         names = self._options.only or list(entries)
         if unknown := set(names) - set(entries):
@@ -217,10 +257,7 @@ class Bench:
         seed = quality_tuning.SEED if regime == LEAD[0] else quality_tuning.LONG_SEED
         while (trial := _open_trial(regime, tuned_as, entry, rows)) is not None:
             job = Job(entry, regime, *LEAD[1:], seed, trial.settings)
-            self._tokenise(job)
-            text = self._described(seed)["digest"]
-            if any(row["seed"] == seed and row["text"] != text for row in rows if row.get("text")):
-                sys.exit(f"{self._options.tuning}: trials on another text; name another file")
+            self._refuse_other_text(self._options.tuning, rows, job)
             row = self._train(job, [job])
             if row is None:
                 return False
@@ -256,6 +293,26 @@ class Bench:
             run.rename(self._folder / f"run-{time.time_ns()}")
         return row
 
+    def _refuse_other_text(self, path: Path | None, rows: Sequence[Row], job: Job) -> None:
+        """End the program if rows of the job's seed are of another text than the job's."""
+        self._tokenise(job)
+        text = self._described(job.seed)["digest"]
+        common.refuse_other_text(path, rows, text, {"seed": job.seed})
+
+    def _refuse_other_lengths(self, rows: Sequence[Row], jobs: Sequence[Job]) -> None:
+        """End the program if rows of a job's regime have another number of steps."""
+        for job in jobs:
+            wanted = self._steps(job)
+            found = {row["steps"] for row in rows if row["regime"] == job.regime} - {wanted}
+            if found:
+                sys.exit(
+                    f"{self._options.json}: holds rows of {min(found)} steps, these options ask "
+                    f"for {wanted}; name another file by --json"
+                )
+
+    def _steps(self, job: Job) -> int:
+        return int(self._options.steps or REGIMES[job.regime].steps)
+
     def _tokenise(self, job: Job) -> None:
         counts = [] if job.iid else [job.sites]
         if not all(self._tokenised.get((job.seed, count)) for count in counts or [0]):
@@ -271,36 +328,33 @@ class Bench:
         total = 0.0
         for job in jobs:
             values = self._seconds.get(job.entry.method, known)
-            steps = self._options.steps or REGIMES[job.regime].steps
-            total += steps * sum(values) / len(values)
+            total += self._steps(job) * sum(values) / len(values)
         hours, minutes = divmod(round(total / 60), 60)
         return f"about {hours}:{minutes:02d} h"
 
     def _is_of(self, row: Row, job: Job) -> bool:
         """Return whether `row` is the result of `job`, with the same settings and steps."""
-        steps = self._options.steps or REGIMES[job.regime].steps
-        return _same(row, job) and row["settings"] == job.settings_text and row["steps"] == steps
+        same = row["settings"] == job.settings_text and row["steps"] == self._steps(job)
+        return same and _same(row, job)
 
     def _write(self, path: Path | None, rows: Sequence[Row]) -> None:
-        """Write the rows atomically, so that earlier measurements are never lost."""
+        """Write the rows, with a description of the text of each seed."""
         if path is None:
             return
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        settings = self._settings()
         # Rows of seeds that are not trained now keep the description of their text.
-        settings["text"] = {**_read_text(path), **settings["text"]}
-        common.write_json(unfinished, "quality", self._on, settings, rows)
-        unfinished.replace(path)
+        texts = _read_text(path)
+        for seed, sites in sorted(self._tokenised):
+            if sites == 0:
+                texts[str(seed)] = self._described(seed)
+        common.write_json(path, NAME, self._on, {**self._constants, "text": texts}, rows)
 
     def _described(self, seed: int) -> dict[str, Any]:
         """Return a description of the text of `seed`. Its digest covers the order of training."""
         return quality_data.describe(TokenFiles.open(self._text.mixture(seed)))
 
-    def _settings(self) -> dict[str, Any]:
-        digests = {}
-        for seed, sites in sorted(self._tokenised):
-            if sites == 0:
-                digests[str(seed)] = self._described(seed)
+    @functools.cached_property
+    def _constants(self) -> dict[str, Any]:
+        """Settings of all rows that no option changes."""
         sample = Job(quality_rows.core_entries()[0], *LEAD, 0, {})
         return {
             "model": dict(quality_rows.MODEL),
@@ -311,7 +365,6 @@ class Bench:
             "warmup_steps": {name: regime.warmup_steps for name, regime in REGIMES.items()},
             "step_seconds": quality_rows.STEP_SECONDS,
             "utilisation": quality_rows.UTILISATION,
-            "text": digests,
         }
 
     def _show(self, rows: Sequence[Row]) -> None:
@@ -351,32 +404,28 @@ def _wikitext(given: Path | None) -> Path | None:
 
     Ends the program if the folder `given` has no WikiText.
     """
+    quality_data.check_wikitext(NAME, given)
     folder = given or common.ROOT.parent / "shared" / "data"
     if any(folder.glob(quality_data.WIKITEXT)):
         return folder
-    if given is not None:
-        sys.exit(f"quality: --wikitext {given}: no {quality_data.WIKITEXT} in it")
     common.say("quality: no WikiText-2 at hand, the standard library alone")
     return None
 
 
-def _read(path: Path | None) -> dict[str, Any]:
-    """Return the content that an earlier call has written. Ends the program for another file."""
-    if path is None or not path.exists():
-        return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("benchmark") != "quality":
-        common.say(f"{path}: holds results of another benchmark; name another file")
-        sys.exit(2)
-    return found
-
-
-def _read_rows(path: Path | None) -> list[Row]:
-    return list(_read(path).get("rows", []))
+def _name_untuned(jobs: Sequence[Job], trials: quality_tuning.Trials, path: Path) -> None:
+    """Print which methods have no trials: they train at a rate that was not tuned."""
+    bare = [job.entry for job in jobs if "inner.learning_rate" not in job.entry.settings]
+    for name in sorted({entry.tuned_as for entry in bare if not trials.get(entry.tuned_as)}):
+        common.say(
+            f"quality: {path} has no trials of {name}; the inner rate is "
+            f"{quality_tuning.UNTUNED_RATE:g}"
+        )
 
 
 def _read_text(path: Path) -> dict[str, Any]:
-    return dict(_read(path).get("settings", {}).get("text", {}))
+    if not path.exists():
+        return {}
+    return dict(common.read_results(path, NAME).get("settings", {}).get("text", {}))
 
 
 def _same(row: Row, job: Job) -> bool:

@@ -9,7 +9,7 @@ non-IID runs a site trains on its own parts only; in IID runs all sites share th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -60,6 +60,31 @@ def contiguous(documents: Sequence[str], parts: int) -> list[Sequence[str]]:
     return runs
 
 
+def check_wikitext(benchmark: str, folder: Path | None) -> None:
+    """End the program if `folder`, as --wikitext names it, has no WikiText."""
+    if folder is not None and not any(folder.glob(WIKITEXT)):
+        raise SystemExit(f"{benchmark}: --wikitext {folder}: no {WIKITEXT} in it; name its folder")
+
+
+def write_once(path: Path, lines: Iterable[str]) -> None:
+    """Write a file of a work folder, unless it is there already.
+
+    Ends the program if the file is there with another content: the options of this call would name
+    one text, and the rows would be of another.
+    """
+    content = "".join(f"{line}\n" for line in lines).encode()
+    if path.exists():
+        if path.read_bytes() != content:
+            raise SystemExit(
+                f"{path.parent}: holds another text than these options ask for; name another "
+                "folder by --folder, or remove this one"
+            )
+        return
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
+
+
 def read_corpus(wikitext: Path | None) -> list[str]:
     """Return all documents, in order.
 
@@ -98,15 +123,14 @@ class Text:
 
     @classmethod
     def write_parts(cls, folder: Path, parts: Callable[[], Sequence[Sequence[str]]]) -> Text:
-        """Write `PARTS` parts, each a list of documents, if they do not exist yet."""
+        """Write `PARTS` parts, each a list of documents, if they do not exist yet.
+
+        Ends the program if the folder has other documents.
+        """
         text = cls(folder)
-        if not text.part(PARTS - 1).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            for number, documents in enumerate(parts()):
-                lines = (json.dumps({"text": document}) + "\n" for document in documents)
-                unfinished = text.part(number).with_suffix(".unfinished")
-                unfinished.write_text("".join(lines), encoding="utf-8")
-                unfinished.replace(text.part(number))
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, documents in enumerate(parts()):
+            write_once(text.part(number), (json.dumps({"text": each}) for each in documents))
         return text
 
     def part(self, number: int) -> Path:

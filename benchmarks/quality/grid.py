@@ -86,10 +86,12 @@ def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
 def measured_table(rows: Sequence[Row], before: Table, about: str) -> Table:
     """Return the loss table with all cells that `rows` measure; other cells are those of `before`.
 
-    Raises `KeyError` if a run of the grid has no row, `ValueError` if a run has diverged.
+    Raises `ValueError` if a run of the grid has no row, or has diverged.
     """
     losses = {row["label"]: row["val_loss"] for row in rows}
     for entry in entries():
+        if entry.label not in losses:
+            raise ValueError(f"{entry.label} has no row: the grid is not complete")
         if losses[entry.label] is None:
             raise ValueError(f"{entry.label} has diverged: it has no loss to make a table of")
 

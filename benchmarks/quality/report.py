@@ -28,20 +28,22 @@ def cell(row: Row) -> Cell:
 def with_gaps(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with `gap`: loss over that of synchronous training, less one.
 
-    The synchronous row has the same inner optimizer, text and seed. The gap is None if one of the
-    two rows has no loss. It is None, too, if the row names its text and the synchronous row has
-    another.
+    The synchronous row has the same inner optimizer, text, steps and seed. The gap is None if one
+    of the two rows has no loss. It is None, too, if the row names its text and the synchronous row
+    has another.
     """
     baselines = {
-        (cell(row), row["seed"], row["optimizer"]): row
-        for row in rows
-        if row["label"] == BASELINES.get(row["optimizer"])
+        _baseline_key(row): row for row in rows if row["label"] == BASELINES.get(row["optimizer"])
     }
     done = []
     for row in rows:
-        base = baselines.get((cell(row), row["seed"], row["optimizer"]))
+        base = baselines.get(_baseline_key(row))
         done.append({**row, "gap": None if base is None else _gap(row, base)})
     return done
+
+
+def _baseline_key(row: Row) -> tuple[object, ...]:
+    return cell(row), row["seed"], row["optimizer"], row.get("steps")
 
 
 def _gap(row: Row, base: Row) -> float | None:

@@ -264,7 +264,10 @@ def tuning_entries() -> dict[str, Entry]:
 def tried_entry(text: str) -> Entry:
     """Return the entry of `key=value ...`: keys of the run file, `method` and `target`.
 
-    Values are read as integers, numbers, `true` or `false`, or else as text.
+    Values are read as integers, numbers, `true` or `false`, or else as text. Learning rates come
+    from the trials of the same method and inner optimizer.
+
+    Raises `ValueError` if a word is no `key=value`, or if `target` is no whole number.
     """
     settings: dict[str, Value] = {}
     for word in text.split():
@@ -274,11 +277,16 @@ def tried_entry(text: str) -> Entry:
         settings[key] = _value(value)
     method = str(settings.pop("method", "dilocox"))
     target = settings.pop("target", None)
-    tuned_as = "dilocox" if method == "dilocox" else method
+    if target is not None and (isinstance(target, bool) or not isinstance(target, int)):
+        raise ValueError(f"target={target}: write a whole number")
+    like = {entry.method: entry.tuned_as for entry in core_entries()}
+    tuned_as = like.get(method, method)
+    if settings.get("inner.optimizer") == "muon" and f"{tuned_as} muon" in tuning_entries():
+        tuned_as += " muon"
     made = Entry(text, method, settings, tuned_as, group="ablations")
     if target is None:
         return made
-    return replace(made, settings={**DECLARED, **settings}, target=int(target))
+    return replace(made, settings={**DECLARED, **settings}, target=target)
 
 
 def _value(text: str) -> Value:

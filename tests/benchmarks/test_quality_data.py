@@ -75,3 +75,18 @@ def _sequence(files: TokenFiles, split: str) -> list[int]:
 
     count = files.token_count(split)
     return [int(t) for t in files.tokens(split).gather(np.array([0]), count)[0]]
+
+
+def test_a_folder_of_another_text_is_refused(tmp_path: Path) -> None:
+    """Else the options would name one text, and the rows would be of another."""
+    folder = tmp_path / "text"
+    first, second = ([[f"{name}{part}"] for part in range(4)] for name in "ab")
+    quality_data.Text.write_parts(folder, lambda: first)
+    quality_data.Text.write_parts(folder, lambda: first)
+    with pytest.raises(SystemExit, match="holds another text than these options ask for"):
+        quality_data.Text.write_parts(folder, lambda: second)
+    assert '"a0"' in quality_data.Text(folder).part(0).read_text()
+    # A call that was killed has left the first parts alone.
+    quality_data.Text(folder).part(3).unlink()
+    quality_data.Text.write_parts(folder, lambda: first)
+    assert '"a3"' in quality_data.Text(folder).part(3).read_text()

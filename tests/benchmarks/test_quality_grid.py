@@ -77,7 +77,7 @@ def test_noise_does_not_turn_the_order_round() -> None:
 
 
 def test_a_missing_or_diverged_run_makes_no_table() -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="grid synchronous has no row"):
         quality_grid.measured_table(rows()[1:], loss_model.committed(), "")
     with pytest.raises(ValueError, match="grid H=5 none has diverged"):
         quality_grid.measured_table(rows(**{label(5, "none"): None}), loss_model.committed(), "")

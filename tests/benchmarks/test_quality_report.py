@@ -57,6 +57,9 @@ def test_gap_is_against_the_same_optimizer_text_and_seed() -> None:
     assert quality_report.with_gaps(named)[1]["gap"] == pytest.approx(0.1)
     # The same seed of another text, or in another order, is no baseline.
     assert quality_report.with_gaps([{**named[0], "text": "cd"}, named[1]])[1]["gap"] is None
+    # Nor is a run of another length.
+    long = [{**row("allreduce", 2.0, 1.0), "steps": 320}, {**row("diloco", 1.9, 9.0), "steps": 640}]
+    assert quality_report.with_gaps(long)[1]["gap"] is None
     # Nor is one that does not say, of an earlier version.
     assert quality_report.with_gaps([rows[0], named[1]])[1]["gap"] is None
 

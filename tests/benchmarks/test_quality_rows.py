@@ -87,6 +87,23 @@ def test_an_entry_is_read_from_words() -> None:
         quality_rows.tried_entry("inner_steps")
 
 
+@pytest.mark.parametrize(
+    ("words", "tuned_as"),
+    [
+        ("outer.inner_steps=5", "dilocox"),
+        ("method=opendiloco", "diloco"),
+        ("method=intellect1", "diloco"),
+        ("method=sparseloco", "sparseloco"),
+        ("method=allreduce inner.optimizer=muon", "allreduce muon"),
+        ("inner.optimizer=muon target=500", "dilocox muon"),
+        ("method=sparseloco inner.optimizer=muon", "sparseloco"),
+    ],
+)
+def test_what_is_tried_out_has_the_rates_of_its_method_s_trials(words: str, tuned_as: str) -> None:
+    assert quality_rows.tried_entry(words).tuned_as == tuned_as
+    assert tuned_as in quality_rows.tuning_entries()
+
+
 def loss(rates: Rates) -> float:
     """Best at 0.005 and .7/.7, far from the published rates; the largest rate diverges."""
     if rates.inner > 0.01:

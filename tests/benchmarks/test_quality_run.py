@@ -198,6 +198,15 @@ def test_the_picture_has_all_rows_whichever_are_asked_for(bench: Any, tmp_path: 
         (("--loss-table", "--quick"), "leave out --quick"),
         (("--loss-table", "--steps", "9"), "as long as those of the table"),
         (("--tune", "--steps", "9"), "--steps"),
+        (("--tune", "--loss-table"), "leave out --only, --try, --tune"),
+        (("--loss-table", "--only", "dilocox"), "leave out --only"),
+        (("--tune", "--json", "x.json"), "to the file of --tuning"),
+        (("--docs", "--quick"), "--docs"),
+        (("--docs", "--try", "target=500"), "--docs"),
+        (("--keep",), "--folder"),
+        (("--quick", "--steps", "0"), "0: give a whole number of 1 or more"),
+        (("--try", "inner_steps"), "write it as section.key=value"),
+        (("--try", "target=far"), "target=far: write a whole number"),
     ],
 )
 def test_options_that_would_lose_what_is_trained_are_refused(
@@ -250,3 +259,88 @@ def test_a_run_is_trained_and_one_that_diverges_is_a_row_without_loss(tmp_path: 
     assert bad["dropped"] == 2
     assert "not finite" in bad["failed"]
     assert not (tmp_path / "run").exists()
+
+
+def test_no_table_of_the_documents_is_emptied_for_want_of_results(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = tmp_path / "docs" / "methods.md"
+    document.parent.mkdir()
+    table = "<!-- quality: begin paper 4 non-iid core -->\nrow\n<!-- quality: end -->\n"
+    document.write_text(table)
+    monkeypatch.setattr(quality.common, "ROOT", tmp_path)
+    for results in ("none.json", "other.json"):
+        if results == "other.json":
+            (tmp_path / results).write_text('{"benchmark": "wan", "rows": []}')
+        with pytest.raises(SystemExit, match=f"{results}: "):
+            bench(Trained(0), "--docs", "--json", str(tmp_path / results))
+        assert document.read_text() == table
+
+
+def test_rows_of_another_length_text_or_model_are_not_gone_on_with(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half as many steps lose a fifth more: no gap to such a row says anything."""
+    file = tmp_path / "rows.json"
+    words = ("--json", str(file), "--regime", "paper", "--sites", "4", "--iid", "no")
+    words += ("--seeds", "0", "--only")
+    assert bench(Trained(100), "--quick", *words, "allreduce") == 0
+    with pytest.raises(SystemExit, match="holds rows of 320 steps, these options ask for 640"):
+        bench(Trained(0), *words, "dilocox 500x")
+    quick = ("--quick", *words)
+    with monkeypatch.context() as patched:
+        patched.setattr(quality.quality_rows, "BATCH", 64)
+        with pytest.raises(SystemExit, match=r"other settings \(batch is 32 there, 64 here\)"):
+            bench(Trained(0), *quick, "dilocox 500x")
+    # The stand-in for the text has the digest "d".
+    content = json.loads(file.read_text())
+    content["rows"][0]["text"] = "another"
+    file.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match=r"rows of seed 0 are of another text \(another\)"):
+        bench(Trained(0), *quick, "dilocox 500x")
+    # A row of another seed has another text anyway.
+    assert bench(Trained(100), *quick, "dilocox 500x", "--seeds", "1") == 0
+
+
+def test_a_row_that_failed_is_not_shown_as_it_was_before(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, tuning = tmp_path / "rows.json", tmp_path / "tuning.json"
+    words = ("--quick", "--only", "allreduce", "--json", str(file), "--tuning", str(tuning))
+    assert bench(Trained(100), *words) == 0
+    shown = capsys.readouterr()
+    assert "2.0100" in shown.out
+    assert "no trials of allreduce" in shown.err
+    trial = {"tuned_as": "allreduce", "learning_rate": 0.009, "val_loss": 1.0}
+    trial |= {"outer_learning_rate": None, "outer_momentum": None}
+    tuning.write_text(json.dumps({"rows": [trial]}))
+
+    class Busy(Trained):
+        def __call__(self, job: Job, config: Any, log: Path, keep: bool) -> dict[str, Any] | None:
+            raise DilocoxError("round 1 had 3 of 4 sites")
+
+    assert bench(Busy(0), *words) == 1
+    shown = capsys.readouterr()
+    assert "2.0100" not in shown.out
+    assert "no trials" not in shown.err
+
+
+def test_a_loss_table_is_of_one_seed_and_needs_its_whole_grid(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, made = tmp_path / "grid.json", tmp_path / "table.json"
+    monkeypatch.setattr(quality, "LOSS_TABLE", made)
+    words = ("--loss-table", "--json", str(file))
+    assert bench(Trained(100), *words, "--seeds", "3") == 0
+    first = json.loads(made.read_text())
+    assert "seed 3," in first["about"]
+    assert bench(Trained(100), *words, "--seeds", "4") == 0
+    assert bench(Trained(0), *words, "--seeds", "3") == 0
+    assert json.loads(made.read_text()) == first
+    capsys.readouterr()
+    rows = json.loads(file.read_text())
+    rows["rows"] = [{**row, "val_loss": None, "failed": "not finite"} for row in rows["rows"]]
+    file.write_text(json.dumps(rows))
+    assert bench(Trained(0), *words, "--seeds", "3") == 1
+    assert "has diverged" in capsys.readouterr().err
+    assert json.loads(made.read_text()) == first
