@@ -29,9 +29,15 @@ from benchmarks.evidence.cells import ALL, DILOCOX, Cell, Group, Source, entries
 from benchmarks.evidence.rates import START, best_rate, next_trial, trial_seed
 from benchmarks.evidence.run import Run, configuration, train
 from benchmarks.quality import tuning
-from benchmarks.quality.data import PARTS, Text, contiguous, describe, read_corpus
+from benchmarks.quality.data import (
+    PARTS,
+    Text,
+    check_wikitext,
+    contiguous,
+    describe,
+    read_corpus,
+)
 from benchmarks.quality.rows import LEAD, Settings
-from benchmarks.quality.run import Row
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError
 
@@ -43,28 +49,44 @@ QUICK_STEPS = 32
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = common.parser(__doc__ or "")
-    made.add_argument("--texts", type=Path, metavar="DIR", required=True, help="unseen texts")
+    made.add_argument("--texts", type=Path, metavar="DIR", help="unseen texts; for all but --list")
     made.add_argument("--wikitext", type=Path, metavar="DIR", help="folder of wikitext2-*.txt")
     made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep token files")
     made.add_argument(
         "--question", nargs="+", choices=("unseen", "tokens", "ladder"), help="these alone"
     )
     made.add_argument("--only", nargs="+", choices=ALL, metavar="LABEL", help="these methods alone")
-    made.add_argument("--cells", type=int, metavar="N", help="the first N cells alone")
+    made.add_argument("--cells", type=common.positive, metavar="N", help="the first N cells alone")
     made.add_argument("--list", action="store_true", help="show the results so far, train nothing")
     return made
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program if an option is missing, or would have no effect."""
+    if options.texts is None and not options.list:
+        parser.error("--texts: name the folder of the unseen texts")
+    if options.list and options.json is None:
+        parser.error("--list: name the results by --json")
+    if options.quick and options.json is not None:
+        parser.error("--quick: writes no results; leave out --json")
+    check_wikitext(NAME, options.wikitext)
+
+
 def main() -> int:
-    """Train the missing rows and print the tables. Returns 1 if a row failed."""
-    options = arguments().parse_args()
+    """Train the missing rows and print the tables. Returns 1 if a row failed or could not begin."""
+    parser = arguments()
+    options = parser.parse_args()
     common.end_on_signals()
+    check(parser, options)
     with tempfile.TemporaryDirectory(prefix="dilocox-evidence-") as temporary:
         bench = Bench(options, (options.folder or Path(temporary)).resolve())
-        if not options.list and (code := bench.measure()):
-            return code
+        try:
+            code = 0 if options.list else bench.measure()
+        except DilocoxError as error:
+            common.say(f"{NAME}: {error}")
+            code = 1
     bench.show()
-    return 0
+    return code
 
 
 class Bench:
@@ -73,14 +95,16 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
-        self._settings = {
-            "protocol": hashlib.sha256(PROTOCOL.read_bytes()).hexdigest(),
-            "wikitext": options.wikitext is not None,
+        self._settings: dict[str, Any] = {
+            "protocol": hashlib.sha256(PROTOCOL.read_bytes()).hexdigest()
         }
-        self._path: Path | None = None if options.quick else options.json
+        if not options.list:
+            self._settings["wikitext"] = options.wikitext is not None
+        self._path: Path | None = options.json
         self._rows = common.read_rows(self._path, NAME, self._settings)
         self._committed = tuning.read(common.RESULTS / "quality-tuning.json", LEAD[0])
         self._entries = entries()
+        self._texts: dict[Source, Text] = {}
         self._tokenised: set[tuple[str, int, int]] = set()
 
     @property
@@ -96,9 +120,12 @@ class Bench:
         while True:
             run = next((each for each in self._missing() if str(each) not in failed), None)
             if run is None:
-                return 1 if failed else 0
+                return 1 if failed or self._name_waiting() else 0
             steps = QUICK_STEPS if self._options.quick else None
             config = configuration(run, self._text(run), self._folder / "run", steps)
+            digest = self._described(run)["digest"]
+            key = {"source": run.cell.source, "seed": run.seed}
+            common.refuse_other_text(self._path, self._rows, digest, key)
             try:
                 row = train(run, config, self._folder / "run.log")
             except DilocoxError as error:
@@ -108,7 +135,6 @@ class Bench:
             if row is None:
                 common.say("stopped; started again, the benchmark goes on with this row")
                 return 130
-            digest = self._described(run)["digest"]
             self._rows.append({**row, "text": digest, "date": common.today()})
             self._write(on)
             reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
@@ -125,8 +151,8 @@ class Bench:
         used = sum(row["cpu_seconds"] for row in self._rows) / 2 / 3600
         print(f"\n{len(self._rows)} runs, {used:.1f} hours of both cores")
 
-    def _missing(self) -> Iterator[Run]:
-        """Yield the next run of each method and cell that is not complete."""
+    def _asked(self) -> Iterator[tuple[Group, str]]:
+        """Yield the methods and cells that the options ask for."""
         asked = self._options.only
         for group in self._groups[:1] if self._options.quick else self._groups:
             for label in group.labels:
@@ -134,9 +160,39 @@ class Bench:
                     continue
                 if self._options.quick and label not in (ALL[0], *DILOCOX):
                     continue
-                run = self._next(group, label)
-                if run is not None:
-                    yield run
+                yield group, label
+
+    def _missing(self) -> Iterator[Run]:
+        """Yield the next run of each method and cell that is not complete."""
+        for group, label in self._asked():
+            run = None if self._waits(group.cell, label) else self._next(group, label)
+            if run is not None:
+                yield run
+
+    def _waits(self, cell: Cell, label: str) -> bool:
+        """Return whether trials that decide the first rate of a method in a cell are missing."""
+        if cell.starts_at is None:
+            return False
+        before = next(group for group in groups() if group.cell == cell.starts_at)
+        done = report.trials_of(
+            self._rows, before.cell, label, trial_seed(before.cell, before.seeds)
+        )
+        start = self._start(before.cell, label)
+        open_trial = next_trial(before.cell, label, start, done) is not None
+        return open_trial or self._waits(before.cell, label)
+
+    def _name_waiting(self) -> bool:
+        """Print how many methods wait for trials of an earlier cell. Returns whether any waits."""
+        waiting = [
+            (group, label) for group, label in self._asked() if self._waits(group.cell, label)
+        ]
+        if waiting:
+            (group, label), count = waiting[0], len(waiting)
+            common.say(
+                f"{count} methods wait for trials of earlier cells, first {label} in {group.cell}; "
+                "call again, without --question and --cells"
+            )
+        return bool(waiting)
 
     def _next(self, group: Group, label: str) -> Run | None:
         """Return the next trial or row of a method in a cell. None if all are there."""
@@ -187,6 +243,8 @@ class Bench:
         return text
 
     def _written(self, source: Source) -> Text:
+        if source in self._texts:
+            return self._texts[source]
         options = self._options
 
         def parts() -> Sequence[Sequence[str]]:
@@ -196,18 +254,15 @@ class Bench:
                 return contiguous(texts.perl_documents(options.texts), PARTS)
             return contiguous(read_corpus(options.wikitext), PARTS)
 
-        return Text.write_parts(self._folder / source, parts)
+        self._texts[source] = Text.write_parts(self._folder / source, parts)
+        return self._texts[source]
 
     def _described(self, run: Run) -> dict[str, Any]:
         return describe(TokenFiles.open(self._written(run.cell.source).mixture(run.seed)))
 
     def _write(self, on: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        rows: list[Row] = self._rows
-        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
-        common.write_json(unfinished, NAME, on, self._settings, rows)
-        unfinished.replace(self._path)
+        if self._path is not None:
+            common.write_json(self._path, NAME, on, self._settings, self._rows)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from benchmarks.evidence.rates import Losses, best_rate, trial_seed
 Row = dict[str, Any]
 MARGIN = 0.01
 """Largest gap, as a share of the loss of synchronous training, that counts as equal."""
-ONE_SIDED_95 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
+ONE_SIDED_95 = {3: 2.920, 4: 2.353, 5: 2.132}
 """Quantiles of Student's t at 95 %, by number of seeds."""
-FEWEST = 3
-"""Seeds without which nothing is said to be equal."""
+FEWEST = min(ONE_SIDED_95)
+"""Seeds without which a table has no interval and no verdict."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Result:
     losses: Mapping[int, float | None]
     """Held-out loss by seed; None if training diverged."""
     gaps: Mapping[int, float]
-    """Loss over that of synchronous training with the same seed, less one."""
+    """Loss over that of synchronous training with the same seed and text, less one."""
     reduction: float | None
     at_end: bool
     """Whether the rate is the lowest or highest one that was tried, where trials end there."""
@@ -44,7 +44,10 @@ class Result:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Interval of the mean gap at 90 %, from the logarithms of the ratios of seeds."""
+        """Interval of the mean gap at 90 %, from the logarithms of the ratios of seeds.
+
+        None with fewer than `FEWEST` seeds, as the protocol demands.
+        """
         if self.gap is None or len(self.gaps) not in ONE_SIDED_95:
             return None
         logs = [math.log1p(gap) for gap in self.gaps.values()]
@@ -56,7 +59,7 @@ class Result:
     def verdict(self) -> str:
         """What two one-sided tests at 95 % say with the margin `MARGIN`."""
         found = self.interval
-        if found is None or len(self.gaps) < FEWEST:
+        if found is None:
             return ""
         low, high = found
         if low > -MARGIN and high < MARGIN:
@@ -82,7 +85,7 @@ def is_of(row: Row, cell: Cell, label: str) -> bool:
 
 def results(rows: Sequence[Row], group: Group, starts: Mapping[str, float]) -> list[Result]:
     """Return the results of a group. `starts`: the first rate of each method's trials."""
-    synchronous: Mapping[int, float | None] = {}
+    synchronous: Mapping[int, Row] = {}
     made = []
     for label in group.labels:
         tried = trials_of(rows, group.cell, label, trial_seed(group.cell, group.seeds))
@@ -96,11 +99,14 @@ def results(rows: Sequence[Row], group: Group, starts: Mapping[str, float]) -> l
         ]
         losses = {row["seed"]: row["val_loss"] for row in own}
         if label == BASELINE:
-            synchronous = losses
+            synchronous = {row["seed"]: row for row in own}
         gaps = {
-            seed: loss / base - 1
-            for seed, loss in losses.items()
-            if loss is not None and (base := synchronous.get(seed)) is not None
+            row["seed"]: row["val_loss"] / base["val_loss"] - 1
+            for row in own
+            if (base := synchronous.get(row["seed"])) is not None
+            and row["val_loss"] is not None
+            and base["val_loss"] is not None
+            and row.get("text") == base.get("text")
         }
         less = [row["reduction_total"] for row in own if row["reduction_total"]]
         ends = len(tried) > 1 and rate in (min(tried), max(tried))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from benchmarks.evidence.report import Result
 from benchmarks.evidence.run import Run, configuration
 from benchmarks.quality.data import Text
 from benchmarks.quality.run import parameters
+
+from benchmarks import common
+from dilocox.errors import DilocoxError
 
 MIDDLE = Cell("tokens", "mixed", "0.18M", per_parameter=20)
 
@@ -70,7 +74,10 @@ def result(*gaps: float) -> Result:
     ],
 )
 def test_what_is_called_equal(gaps: tuple[float, ...], verdict: str) -> None:
-    assert result(*gaps).verdict == verdict
+    found = result(*gaps)
+    assert found.verdict == verdict
+    # The protocol: with fewer than three seeds a table has the gaps alone.
+    assert (found.interval is None) == (len(gaps) < 3)
 
 
 def test_the_interval_is_that_of_student_s_t() -> None:
@@ -101,6 +108,116 @@ def test_results_take_the_best_trial_and_compare_by_seed() -> None:
     assert dict(ours.gaps) == pytest.approx({0: 0.05})
     assert ours.gap is None
     assert "+5.0%" in report.table([base, ours])
+
+
+def test_a_gap_is_to_a_synchronous_run_of_the_same_text() -> None:
+    def row(label: str, loss: float, text: str) -> dict[str, Any]:
+        named = {"label": label, "seed": 0, "learning_rate": 3e-3, "val_loss": loss, "text": text}
+        return {**MIDDLE.key, **named, "reduction_total": 2.0}
+
+    group = Group(MIDDLE, (BASELINE, "dilocox 100x"), (0,))
+    starts = dict.fromkeys(group.labels, 3e-3)
+    for text, gaps in (("a", {0: 0.5}), ("b", {})):
+        rows = [row(BASELINE, 2.0, "a"), row("dilocox 100x", 3.0, text)]
+        _, ours = report.results(rows, group, starts)
+        assert dict(ours.gaps) == gaps
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call the benchmark with stand-ins for training and text; `trained` has the runs in order."""
+    monkeypatch.setattr(command.common, "machine", dict)
+    monkeypatch.setattr(command.common, "end_on_signals", lambda: None)
+    monkeypatch.setattr(command.Bench, "_text", lambda self, run: Text(tmp_path))
+    monkeypatch.setattr(command.Bench, "_described", lambda self, run: {"digest": "d"})
+
+    def call(trained: list[Run], fail: Any, *words: str) -> int:
+        def train(run: Run, _config: Any, _log: Path) -> dict[str, Any]:
+            trained.append(run)
+            if fail(run):
+                raise DilocoxError("round 1 had 3 of 4 sites")
+            more = {"val_loss": 2.0, "reduction_total": 2.0, "failed": None, "seconds": 1.0}
+            return {**run.key, **more, "cpu_seconds": 1.0}
+
+        monkeypatch.setattr(command, "train", train)
+        monkeypatch.setattr(sys, "argv", ["evidence", *words])
+        return command.main()
+
+    return call
+
+
+def never(_run: Run) -> bool:
+    return False
+
+
+def test_no_run_starts_at_a_rate_whose_trials_are_not_complete(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, trained = tmp_path / "rows.json", list[Run]()
+    words = ("--texts", "x", "--json", str(file), "--only", BASELINE)
+    # The ladder starts at the best rate of a cell of the question of tokens.
+    assert bench(trained, never, *words, "--question", "ladder") == 1
+    assert trained == []
+    assert "wait for trials of earlier cells" in capsys.readouterr().err
+
+    def busy(run: Run) -> bool:
+        return (run.cell.per_parameter, run.rate, run.cell.source) == (4, 6e-3, "mixed")
+
+    words += ("--question", "tokens")
+    assert bench(trained, busy, *words) == 1
+    later = {run.cell.per_parameter for run in trained if run.cell.source == "mixed"}
+    assert later == {4}
+    assert "2.0000" in capsys.readouterr().out  # the tables, though a row failed
+    del trained[:]
+    assert bench(trained, never, *words) == 0
+    assert [run.rate for run in trained[:1]] == [6e-3]
+    assert {run.cell.per_parameter for run in trained} == {4, 20, 100, 400}
+
+
+def test_rows_of_another_text_are_not_gone_on_with(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of Python has another `source`."""
+    file = tmp_path / "rows.json"
+    words = ("--texts", "x", "--json", str(file), "--cells", "1", "--only", BASELINE)
+    assert bench([], lambda run: run.seed > 0, *words) == 1
+    monkeypatch.setattr(command.Bench, "_described", lambda self, run: {"digest": "e"})
+    trained = list[Run]()
+    assert bench(trained, lambda run: run.seed != 1, *words) == 1  # other seeds have other text
+    assert {run.seed for run in trained} == {1, 2}
+    with pytest.raises(SystemExit, match=r"rows of source mixed, seed 0 are of another text"):
+        bench([], never, *words[:-1], "diloco")
+
+
+def test_results_are_listed_without_their_texts(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = ("--list", "--json", str(common.RESULTS / "evidence-cpu.json"))
+    assert bench([], never, *listed) == 0
+    assert "+1.05%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        (("--json", "x.json"), "--texts"),
+        (("--list",), "name the results by --json"),
+        (("--quick", "--texts", "x", "--json", "x.json"), "leave out --json"),
+        (("--texts", "x", "--cells", "-1"), "-1: give a whole number of 1 or more"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    bench: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], mend: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        bench([], never, *words)
+    assert end.value.code == 2
+    assert mend in capsys.readouterr().err
+
+
+def test_a_folder_without_wikitext_is_no_wikitext(bench: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no wikitext2-"):
+        bench([], never, "--quick", "--texts", "x", "--wikitext", str(tmp_path))
 
 
 def test_cells_have_the_sizes_and_lengths_of_the_protocol(tmp_path: Path) -> None:
