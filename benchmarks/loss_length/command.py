@@ -12,8 +12,9 @@ library: a contiguous quarter per site, or all of it at each site (--iid).
 A row is one plan at one length and one inner learning rate. The shortest runs try four rates;
 longer ones try the best rate of the shorter ones and half of it; --rates sets others. Outer rates,
 beta and lambda (`gamma`, `mu`, `beta`, `view`) are those of the controller's table, unless --gamma
-and the other options set them. `gap` is the held-out loss over that of synchronous training of the
-same length and seed at its best rate, less one. `reduction` is the bytes that synchronous training
+and the other options set them. The table has a line for each plan and outer values, at their best
+inner rate. `gap` is the held-out loss over that of synchronous training of the same length and seed
+at its best rate, less one. `reduction` is the bytes that synchronous training
 sends over the bytes that the plan sends to three other sites (`gather`), without the flush.
 
 Rows are written as they are made; started again with the same --json, the benchmark continues. A
@@ -22,11 +23,13 @@ full run takes about an hour on two cores; --quick makes the shortest length of 
 
 from __future__ import annotations
 
+import argparse
 import functools
+import hashlib
 import itertools
-import json
 import math
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -38,8 +41,11 @@ import torch
 from benchmarks import common
 from benchmarks.loss_length.model import BATCH, HELD_OUT, LENGTH, SITES, Text, shapes
 from benchmarks.loss_length.run import SYNCHRONOUS, Outside, Plan, reduction, train
+from dilocox.errors import DilocoxError
+from dilocox.utils import processes
 
 J = TypeVar("J")
+NAME = "loss_length"
 RESULTS = common.RESULTS / "loss_length-cpu.json"
 LENGTHS = (640, 3300)
 """Inner steps of the runs."""
@@ -104,12 +110,12 @@ def jobs(
     for plan in plans:
         for number, steps in enumerate(lengths):
             rates: Sequence[float] = given or RATES
+            wanted = _outside(plan, steps, outside)
             if number and not given:
-                best_rate = _best_rate(rows, plan, lengths[number - 1], seed, iid)
+                shorter = lengths[number - 1]
+                before = Job(plan, shorter, 0.0, seed, _outside(plan, shorter, outside), iid)
+                best_rate = _best_rate(rows, before)
                 rates = (best_rate, best_rate / 2)
-            wanted = Outside.of_table(plan, steps)
-            if plan.inner_steps and outside:
-                wanted = replace(wanted, **outside)
             missing = [Job(plan, steps, rate, seed, wanted, iid) for rate in rates]
             missing = [job for job in missing if job.key not in made]
             found += missing
@@ -118,16 +124,21 @@ def jobs(
     return sorted(found, key=lambda job: job.steps)
 
 
-def _best_rate(rows: Sequence[common.Row], plan: Plan, steps: int, seed: int, iid: bool) -> float:
-    """Return the best inner rate of a plan in runs of `steps` steps."""
-    wanted = (plan.name, steps, seed, iid)
-    same = [row for row in rows if _run_of(row) == wanted]
+def _outside(plan: Plan, steps: int, given: Mapping[str, float] | None) -> Outside:
+    """Return the outer values of a plan: those of the table, or what `given` has instead."""
+    usual = Outside.of_table(plan, steps)
+    return replace(usual, **given) if plan.inner_steps and given else usual
+
+
+def _best_rate(rows: Sequence[common.Row], job: Job) -> float:
+    """Return the best inner rate of the runs that differ from `job` in this rate only."""
+    same = [row for row in rows if key_of({**row, "rate": job.rate}) == job.key]
     return float(min(same, key=loss_of)["rate"])
 
 
-def _run_of(row: common.Row) -> tuple[object, ...]:
-    """Return the fields that are equal in rows that differ in their rates only."""
-    return row["plan"], row["steps"], row["seed"], row["iid"]
+def _compared(row: common.Row) -> tuple[object, ...]:
+    """Return the fields that are equal in rows that may be compared with each other."""
+    return row["steps"], row["seed"], row["iid"]
 
 
 def loss_of(row: common.Row) -> float:
@@ -135,24 +146,41 @@ def loss_of(row: common.Row) -> float:
     return math.inf if row["loss"] is None else float(row["loss"])
 
 
+def gap_of(row: common.Row, base: common.Row | None) -> float | None:
+    """Return the loss over that of `base`, less one. None if one of the two has no loss."""
+    if base is None or row["loss"] is None or base["loss"] is None:
+        return None
+    return float(row["loss"] / base["loss"] - 1)
+
+
 def best(rows: Sequence[common.Row]) -> list[common.Row]:
-    """Return the best row of every plan, length, seed and choice of text, with its gap."""
+    """Return the row of the best inner rate, with its gap, for all that differs otherwise.
+
+    Rows of other outer values are lines of their own: the best of many values tried by hand cannot
+    be compared with a plan of which one was tried.
+    """
     chosen: dict[tuple[object, ...], common.Row] = {}
     for row in sorted(rows, key=loss_of, reverse=True):
-        chosen[_run_of(row)] = row
-    found = []
-    for (_, *same), row in chosen.items():
-        base = chosen.get((SYNCHRONOUS, *same))
-        gap = None if base is None else loss_of(row) / loss_of(base) - 1
-        found.append({**row, "gap": gap})
+        chosen[key_of({**row, "rate": None})] = row
+    bases = {_compared(row): row for row in chosen.values() if row["plan"] == SYNCHRONOUS}
+    found = [{**row, "gap": gap_of(row, bases.get(_compared(row)))} for row in chosen.values()]
     return sorted(found, key=lambda row: (row["iid"], row["steps"], row["seed"], row["reduction"]))
 
 
 _text = functools.cache(Text.read)
 
 
+def text_digest(iid: bool) -> str:
+    """Return the SHA-256 of the text. The text is another one in another version of Python."""
+    text = _text(iid)
+    digest = hashlib.sha256()
+    for part in (*text.parts, text.held_out):
+        digest.update(part.contiguous().numpy())
+    return digest.hexdigest()
+
+
 def _make(job: Job) -> common.Row:
-    text = _text(job.iid)
+    text, commit = _text(job.iid), common.commit()
     began = time.monotonic()
     found = train(text, job.plan, job.rate, job.steps, job.seed, job.outside)
     return {
@@ -167,7 +195,8 @@ def _make(job: Job) -> common.Row:
         "loss": found if math.isfinite(found) else None,
         "reduction": reduction(job.plan),
         "seconds": round(time.monotonic() - began, 1),
-        "commit": common.commit(),
+        "text": text_digest(job.iid),
+        "commit": commit,
         "date": common.today(),
     }
 
@@ -175,14 +204,26 @@ def _make(job: Job) -> common.Row:
 def made(
     make: Callable[[J], common.Row], wanted: Sequence[J], workers: int
 ) -> Iterator[common.Row]:
-    """Make the rows of the jobs by `make`, in processes, and yield each when it is complete."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
+    """Make the rows of the jobs by `make`, in processes, and yield each when it is complete.
+
+    The processes end with the caller: a row takes minutes, and nobody would write it.
+    """
+    context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
+    with ProcessPoolExecutor(workers, context, _begin, (os.getpid(),)) as pool:
         try:
             for done in as_completed([pool.submit(make, job) for job in wanted]):
                 yield done.result()
-        finally:
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                if worker not in others:
+                    worker.kill()
+            raise
+
+
+def _begin(parent: int) -> None:
+    processes.die_with(parent)
+    torch.set_num_threads(1)
 
 
 def report(rows: Sequence[common.Row]) -> str:
@@ -191,46 +232,64 @@ def report(rows: Sequence[common.Row]) -> str:
         best(rows),
         {
             "steps": ",d", "seed": "d", "iid": str, "plan": str, "reduction": ",.0f", "rate": "g",
-            "gamma": "g", "beta": "g", "view": "g", "loss": ".3f", "gap": "+.1%", "seconds": ".0f",
+            "gamma": "g", "mu": "g", "beta": "g", "view": "g", "loss": ".3f", "gap": "+.1%",
+            "seconds": ".0f",
         },
     )  # fmt: skip
+
+
+def plan(text: str) -> Plan:
+    """Return the plan that the command line writes as H:CODEC.
+
+    Raises `argparse.ArgumentTypeError`.
+    """
+    steps, _, codec = text.partition(":")
+    if not steps.isdecimal() or (int(steps) > 0 and not codec):
+        raise argparse.ArgumentTypeError(f"{text}: write H:CODEC, such as 2:topk:17")
+    made = Plan(int(steps), codec)
+    try:
+        reduction(made)
+    except DilocoxError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    return made
 
 
 def main() -> int:
     """Make what is missing, print and write the rows. Returns the exit code."""
     parser = common.parser(__doc__ or "")
-    parser.add_argument("--steps", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--steps", type=common.positive, nargs="+", metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="instead of searching")
     parser.add_argument(
-        "--plans", nargs="+", metavar="H:CODEC", help="such as 2:topk:17; 0: synchronous training"
-    )
+        "--plans", type=plan, nargs="+", metavar="H:CODEC",
+        help="such as 2:topk:17; 0: synchronous training",
+    )  # fmt: skip
     parser.add_argument("--iid", action="store_true", help="the same text at all sites")
     for field in fields(Outside):
         parser.add_argument(f"--{field.name}", type=float, help="instead of the controller's")
     options = parser.parse_args()
     common.end_on_signals()
+    if options.quick and options.steps:
+        parser.error("--quick: makes the shortest length; leave out --steps")
     given = {field.name: getattr(options, field.name) for field in fields(Outside)}
     outside = {name: value for name, value in given.items() if value is not None}
     path = options.json or (None if options.quick else RESULTS)
     plans = [Plan(0, ""), *itertools.starmap(Plan, QUICK if options.quick else PLANS)]
-    if options.plans:
-        cut = [text.partition(":") for text in options.plans]
-        plans = [Plan(int(steps), codec) for steps, _, codec in cut]
-    lengths = [LENGTHS[0]] if options.quick else options.steps
-    rows: list[common.Row] = []
-    if path is not None and path.exists():
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    plans = options.plans or plans
+    lengths = [LENGTHS[0]] if options.quick else sorted(set(options.steps or LENGTHS))
     on = common.machine()
     settings: Mapping[str, Any] = {
         "sites": SITES, "parameters": sum(map(math.prod, shapes().values())), "batch": BATCH,
         "sequence_length": LENGTH, "held_out": SITES * HELD_OUT,
     }  # fmt: skip
+    rows = common.read_rows(path, NAME, settings)
+    if jobs(rows, plans, lengths, options.seed, options.rates, outside, options.iid):
+        common.refuse_other_text(path, rows, text_digest(options.iid), {"iid": options.iid})
     while wanted := jobs(rows, plans, lengths, options.seed, options.rates, outside, options.iid):
         for number, row in enumerate(made(_make, wanted, on["cores"])):
             rows.append(row)
             if path is not None:
-                common.write_json(path, "loss_length", on, settings, rows)
+                common.write_json(path, NAME, on, settings, rows)
             reached = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
             common.say(
                 f"{row['steps']} steps, {row['plan']} at {row['rate']:g}: {reached}; "

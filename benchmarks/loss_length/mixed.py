@@ -20,12 +20,12 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.loss_length.command import loss_of, made
+from benchmarks.loss_length.command import gap_of, loss_of, made
 from benchmarks.loss_length.model import SITES, Text
 from benchmarks.loss_length.run import SYNCHRONOUS, Moments, Outside, Plan, reduction, train
 
@@ -68,6 +68,15 @@ class Job:
         }  # fmt: skip
 
 
+def is_of(row: common.Row, job: Job) -> bool:
+    """Return whether `row` is the result of `job`, with the outer values of the table of today.
+
+    Rows of earlier versions do not name these values.
+    """
+    outer = asdict(Outside.of_table(job.plan, STEPS))
+    return row.items() >= job.key.items() and all(row.get(k, v) == v for k, v in outer.items())
+
+
 def divided(content: bytes) -> tuple[bytes, bytes]:
     """Return the text to train on, and the held-out text."""
     blocks = [content[at : at + BLOCK] for at in range(0, len(content), BLOCK)]
@@ -87,12 +96,13 @@ def _content(path: Path) -> bytes:
 
 def make(domains: tuple[Path, ...], job: Job) -> common.Row:
     """Make a row. A run that diverged has the loss None."""
-    began = time.monotonic()
+    began, commit = time.monotonic(), common.commit()
     text, outside = read(domains, job.iid), Outside.of_table(job.plan, STEPS)
     loss = train(text, job.plan, job.rate, STEPS, SEED, outside, job.moments)
     return {
-        **job.key, "loss": loss if math.isfinite(loss) else None, "reduction": reduction(job.plan),
-        "seconds": round(time.monotonic() - began, 1), "commit": common.commit(),
+        **job.key, **asdict(outside), "loss": loss if math.isfinite(loss) else None,
+        "reduction": reduction(job.plan), "seconds": round(time.monotonic() - began, 1),
+        "commit": commit,
     }  # fmt: skip
 
 
@@ -101,9 +111,9 @@ def report(rows: Sequence[common.Row]) -> str:
     best: dict[tuple[object, ...], common.Row] = {}
     for row in sorted(rows, key=loss_of, reverse=True):
         best[row["iid"], row["plan"], row["moments"]] = row
-    base = {iid: loss_of(row) for (iid, plan, _), row in best.items() if plan == SYNCHRONOUS}
+    base = {iid: row for (iid, plan, _), row in best.items() if plan == SYNCHRONOUS}
     lines = [
-        {**row, "gap": loss_of(row) / base[row["iid"]] - 1 if row["iid"] in base else None}
+        {**row, "gap": gap_of(row, base.get(row["iid"]))}
         for row in sorted(best.values(), key=lambda row: (row["iid"], loss_of(row)))
     ]
     columns: dict[str, Any] = {
@@ -122,6 +132,10 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", metavar="NAME", help="such as 'H=2 topk:7'")
     options = parser.parse_args()
     common.end_on_signals()
+    names = list(dict.fromkeys(plan.name for plan, _ in PLANS))
+    for name in options.plans or ():
+        if name not in names:
+            parser.error(f"--plans {name!r}: there are {', '.join(names)}")
     missing = [str(path) for path in options.domains if not path.is_file()]
     if common.cannot("loss_length.mixed", f"no such file: {missing[0]}" if missing else None):
         return common.CANNOT
@@ -138,7 +152,7 @@ def main() -> int:
         for rate in options.rates
         if not options.plans or plan.name in options.plans
     ]
-    wanted = [job for job in wanted if not any(row.items() >= job.key.items() for row in rows)]
+    wanted = [job for job in wanted if not any(is_of(row, job) for row in rows)]
     for row in made(functools.partial(make, domains), wanted, on["cores"]):
         rows.append(row)
         common.say(f"{row['plan']}, {row['moments']}, {row['rate']:g}: {loss_of(row):.4f}")

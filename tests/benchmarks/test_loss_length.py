@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +59,155 @@ def test_longer_runs_go_by_the_best_rate_of_shorter_ones() -> None:
     assert jobs([], [SYNCHRONOUS], (640,), 0, [rate], {"beta": 0.5}) == [
         job(SYNCHRONOUS, 640, rate)
     ]
+
+
+def test_a_longer_run_goes_by_runs_of_the_same_outer_values() -> None:
+    """A rate that suits a beta that somebody tried says nothing of the table's."""
+    lengths = (640, 3300)
+    rows = [row(SPARSE, 640, rate, 3.0 - 100 * rate) for rate in loss_length.RATES]
+    lucky = {**row(SPARSE, 640, loss_length.RATES[0], 1.0), "beta": 0.5}
+    best_rate = loss_length.RATES[-1]
+    assert [each.rate for each in jobs([*rows, lucky], [SPARSE], lengths, 0)] == [
+        best_rate, best_rate / 2
+    ]  # fmt: skip
+    tried = jobs([*rows, lucky], [SPARSE], lengths, 0, outside={"beta": 0.5})
+    assert [(each.steps, each.rate) for each in tried] == [
+        (640, rate) for rate in loss_length.RATES[1:]
+    ]
+
+
+def test_the_table_does_not_take_the_best_of_all_outer_values_that_were_tried() -> None:
+    """A plan with 17 trials by hand would look better than a plan with one."""
+    rows = [row(SYNCHRONOUS, 640, 1e-3, 2.0), row(SPARSE, 640, 1e-3, 2.2)]
+    rows += [{**row(SPARSE, 640, 1e-3, 2.1), "mu": 0.7}, {**row(SPARSE, 640, 2e-3, 2.4), "mu": 0.7}]
+    found = {each["mu"]: each["gap"] for each in best(rows) if each["plan"] == SPARSE.name}
+    assert found == pytest.approx({0.5: 0.1, 0.7: 0.05})
+    assert len(loss_length.report(rows).splitlines()) == 1 + 3
+    assert "0.7" in loss_length.report(rows)
+
+
+def test_a_run_that_diverged_has_no_gap() -> None:
+    rows = [row(SYNCHRONOUS, 640, 1e-3, 2.0), row(SPARSE, 640, 1e-3, None)]
+    assert "inf" not in loss_length.report(rows)
+    rows = [row(SYNCHRONOUS, 640, 1e-3, None), row(SPARSE, 640, 1e-3, 2.0)]
+    assert "-100" not in loss_length.report(rows)
+    mixture = [{**each, "moments": "none"} for each in rows]
+    assert "-100" not in mixed.report(mixture)
+    assert "inf" not in mixed.report([{**mixture[0], "loss": 2.0}, {**mixture[1], "loss": None}])
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call the benchmark with a stand-in for its runs; `made` has their jobs."""
+
+    def main(made: list[Job], *words: str) -> int:
+        def rows_of(_make: object, wanted: Sequence[Job], _workers: int) -> Iterator[Row]:
+            for each in wanted:
+                made.append(each)
+                yield {
+                    **row(each.plan, each.steps, each.rate, 2.0), "seed": each.seed,
+                    **asdict(each.outside), "text": loss_length.text_digest(each.iid),
+                    "seconds": 1.0,
+                }  # fmt: skip
+
+        monkeypatch.setattr(loss_length, "made", rows_of)
+        monkeypatch.setattr(loss_length.common, "machine", lambda: {"cores": 1})
+        monkeypatch.setattr(loss_length.common, "end_on_signals", lambda: None)
+        monkeypatch.setattr(loss_length, "_text", lambda _iid: Text([torch.zeros(1)], TEXT[0]))
+        monkeypatch.setattr(sys, "argv", ["loss_length", *words])
+        return loss_length.main()
+
+    return main
+
+
+TEXT = {0: torch.zeros(1)}
+
+
+def test_a_file_of_other_results_is_refused_and_a_text_of_another_python(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('{"benchmark": "quality", "rows": [{"label": "x"}]}')
+    words = ("--json", str(file), "--plans", "2:topk:17", "--steps", "640", "--rates", "3e-3")
+    with pytest.raises(SystemExit, match="no results of loss_length"):
+        call([], *words)
+    file.unlink()
+    made = list[Job]()
+    assert call(made, *words) == 0
+    assert call(made, *words) == 0
+    assert len(made) == 1
+    monkeypatch.setitem(TEXT, 0, torch.ones(1))
+    with pytest.raises(SystemExit, match="of another text"):
+        call(made, *words, "--seed", "1")
+    # Committed rows name no text, and are gone on with.
+    monkeypatch.setattr(loss_length.common, "write_json", lambda *_: None)
+    again = list[Job]()
+    assert call(again, "--json", str(loss_length.RESULTS), *words[2:-1], "1e-4") == 0
+    assert len(again) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        (("--plans", "2"), "2: write H:CODEC, such as 2:topk:17"),
+        (("--plans", "x:none"), "x:none: write H:CODEC"),
+        (("--plans", "2:topq:1"), "2:topq:1: "),
+        (("--steps", "0"), "0: give a whole number of 1 or more"),
+        (("--quick", "--steps", "3300"), "--quick: makes the shortest length; leave out --steps"),
+    ],
+)
+def test_plans_and_lengths_that_cannot_be_read_are_refused(
+    call: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], mend: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        call([], *words)
+    assert end.value.code == 2
+    assert mend in capsys.readouterr().err
+
+
+def test_lengths_are_made_from_the_shortest_on(call: Any, tmp_path: Path) -> None:
+    made = list[Job]()
+    words = ("--json", str(tmp_path / "rows.json"), "--plans", "2:topk:17", "--steps", "20", "10")
+    assert call(made, *words) == 0
+    assert [each.steps for each in made] == [10] * 4 + [20] * 2
+
+
+SLOW = """
+import sys, time
+sys.path.insert(0, {root!r})
+from benchmarks import common
+from benchmarks.loss_length.command import made
+
+def slow(number):
+    print("begun", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    common.end_on_signals()
+    list(made(slow, [0, 1, 2], 1))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_who_ends_the_benchmark_waits_for_no_row_and_leaves_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.format(root=str(Path(__file__).parents[2])))
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(number)
+            # The pipe ends with the last process that can write to it. A row takes 60 s.
+            assert process.communicate(timeout=20)[0] == ""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == {signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
 
 
 def test_the_best_rate_counts_on_both_sides() -> None:
@@ -189,6 +345,32 @@ def test_held_out_blocks_are_not_trained_on(tmp_path: Path) -> None:
     assert [chr(int(part[0])) for part in own.parts] == ["\0"] * 4  # the first block is held out
     assert [len(part) for part in same.parts] == [sum(len(part) for part in own.parts)] * 4
     assert torch.equal(own.held_out, same.held_out)
+
+
+def test_rows_of_mixed_text_are_of_the_outer_values_of_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = mixed.Job(SPARSE, "rows", 1e-3, iid=False)
+    usual = Outside.of_table(SPARSE, mixed.STEPS)
+    monkeypatch.setattr(mixed, "read", lambda *_: None)
+    monkeypatch.setattr(mixed, "train", lambda *_: 2.0)
+    made = mixed.make((), job)
+    assert mixed.is_of(made, job)
+    assert not mixed.is_of({**made, "rate": 2e-3}, job)
+    # The controller's table has changed since.
+    assert not mixed.is_of({**made, "gamma": usual.gamma / 2}, job)
+    # Rows of earlier versions do not name them.
+    assert mixed.is_of({key: made[key] for key in made if not hasattr(usual, key)}, job)
+
+
+def test_a_plan_of_no_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(tmp_path / name) for name in "abcd"]
+    monkeypatch.setattr(sys, "argv", ["mixed", "--domains", *files, "--plans", "H=2 topk:8"])
+    with pytest.raises(SystemExit):
+        mixed.main()
+    assert "--plans 'H=2 topk:8': there are" in capsys.readouterr().err
 
 
 def test_a_gap_is_to_the_best_synchronous_row() -> None:
