@@ -9,7 +9,7 @@ seed, less one. `in all` is the bytes of synchronous training over the bytes tha
 verdict is that of two one-sided tests with a margin of 1 %.
 
 Every row is written when it is done; started again with the same --json, the benchmark goes on.
-All rows take about 24 hours on two cores. --list shows what is open. --quick trains three rows of
+All rows take about 24 hours on two cores. --list shows the results of --json. --quick trains three rows of
 32 steps, to try the benchmark out, and writes no results.
 """
 

@@ -37,7 +37,7 @@ from benchmarks.finetune import report, rows, study
 from benchmarks.finetune.data import Conversations
 from benchmarks.finetune.rows import ADAPTER, BATCH, RATES, SEEDS, Job
 from benchmarks.finetune.run import Row, configuration, train
-from benchmarks.quality.data import WIKITEXT
+from benchmarks.quality.data import check_wikitext
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError
 from dilocox.inner.device import cpu_multiplies_bf16
@@ -63,16 +63,38 @@ def arguments() -> argparse.ArgumentParser:
     return made
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program if options contradict each other, or name nothing."""
+    if options.quick + options.tune + options.study > 1:
+        parser.error("--quick, --tune and --study: give one of them")
+    labels = [entry.label for mode in options.modes for entry in rows.entries(mode)]
+    if options.study or options.quick:
+        labels = list(study.LABELS if options.study else QUICK)
+    for name in options.only or ():
+        if name not in labels:
+            parser.error(f"--only {name!r}: there are {', '.join(dict.fromkeys(labels))}")
+    for seed in options.seeds:
+        if seed in rows.UNQUOTED:
+            parser.error(f"--seeds {seed}: a seed of trials or of the study, which is not quoted")
+    check_wikitext(NAME, options.wikitext)
+
+
 def main() -> int:
     """Train the missing rows, print and write the results. Returns 1 if a row failed."""
-    options = arguments().parse_args()
+    parser = arguments()
+    options = parser.parse_args()
     common.end_on_signals()
+    check(parser, options)
     if common.cannot(NAME, _lacking(options.model)):
         return common.CANNOT
     if not cpu_multiplies_bf16():
         common.say("this processor has no instructions for bf16, so a row may take hours")
     with tempfile.TemporaryDirectory(prefix="dilocox-finetune-") as temporary:
-        return Bench(options, (options.folder or Path(temporary)).resolve()).measure()
+        try:
+            return Bench(options, (options.folder or Path(temporary)).resolve()).measure()
+        except DilocoxError as error:
+            common.say(f"{NAME}: {error}")
+            return 1
 
 
 def _lacking(model: Path) -> str | None:
@@ -99,18 +121,21 @@ class Bench:
             "batch": BATCH,
             "sequence_length": rows.SEQUENCE_LENGTH,
             "precision": rows.PRECISION,
-            "wikitext": options.wikitext is not None and any(options.wikitext.glob(WIKITEXT)),
+            "wikitext": options.wikitext is not None,
         }
 
     def measure(self) -> int:
         """Train all jobs that have no row yet, then print the table. Returns the exit code."""
         path = self._options.json
         known = common.read_rows(path, NAME, self._settings)
-        failures = 0
+        failures, asked = 0, 0
         for job in self._jobs(known):
+            asked += 1
             if any(all(row[key] == value for key, value in job.key.items()) for row in known):
                 continue
             self._data.tokenise(job.seed, job.sites)
+            text = self._data.described(job.seed)["digest"]
+            common.refuse_other_text(path, known, str(text), {"seed": job.seed})
             config = configuration(job, self._data, self._folder / "run", self._parameters)
             common.say(f"{job}: begins")
             try:
@@ -122,9 +147,13 @@ class Bench:
             if row is None:
                 common.say("stopped; started again, the benchmark goes on with this row")
                 return 130
-            known.append({**row, "text": self._data.described(job.seed)["digest"]})
-            self._write(path, known)
+            known.append({**row, "text": text})
+            if path is not None:
+                common.write_json(path, NAME, self._on, self._settings, known)
             common.say(f"{job}: {_result(row)}, {row['seconds']:.0f} s")
+        if not asked:
+            common.say(f"{NAME}: no rate is known; make the trials first, with --tune and --json")
+            return 2
         print(study.table(known) if self._options.study else report.table(known, self._parameters))
         return 1 if failures else 0
 
@@ -132,7 +161,7 @@ class Bench:
         options = self._options
         if options.quick:
             for entry in rows.entries("lora"):
-                if entry.label in QUICK:
+                if entry.label in QUICK and self._wanted(entry):
                     yield Job(entry, "lora", 2, SEEDS[0], RATES["lora"][1], QUICK_STEPS)
             return
         if options.study:
@@ -144,6 +173,9 @@ class Bench:
                 for entry in found:
                     yield from rows.trials(entry, mode)
                 continue
+            without = [each.label for each in found if rows.best_rate(each, mode, known) is None]
+            if without:
+                common.say(f"{NAME}, {mode}: without trials, so left out: {'; '.join(without)}")
             for sites in options.sites:
                 for job in rows.quoted(mode, sites, tuple(options.seeds), known):
                     if self._wanted(job.entry):
@@ -151,13 +183,6 @@ class Bench:
 
     def _wanted(self, entry: rows.Entry) -> bool:
         return self._options.only is None or entry.label in self._options.only
-
-    def _write(self, path: Path | None, known: list[Row]) -> None:
-        if path is None:
-            return
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        common.write_json(unfinished, NAME, self._on, self._settings, known)
-        unfinished.replace(path)
 
 
 def _parameters(data: Conversations, folder: Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.finetune.chats import Chat, of_functions, of_paragraphs
 from benchmarks.finetune.rows import SEQUENCE_LENGTH
-from benchmarks.quality.data import WIKITEXT
+from benchmarks.quality.data import WIKITEXT, write_once
 from dilocox.config.data import DataSection
 from dilocox.data import TokenFiles, prepare
 from dilocox.utils import processes
@@ -35,19 +35,19 @@ class Conversations:
     def write(cls, folder: Path, tokenizer: Path, wikitext: Path | None) -> Conversations:
         """Make the conversations, and write them below `folder` if they are not there yet.
 
-        `wikitext`: folder of WikiText-2. None: functions alone.
+        Ends the program if the folder has other conversations. `wikitext`: folder of WikiText-2.
+        None: functions alone.
         """
         made = cls(folder, tokenizer)
-        if not made.held_out_file.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            texts = sorted(wikitext.glob(WIKITEXT)) if wikitext is not None else []
-            chats = of_functions()[:MOST] + of_paragraphs(texts)[:MOST]
-            trained = [chat for chat in chats if not chat.held_out]
-            for sites in (1, 2, 4):
-                for site in range(sites):
-                    first, last = (len(trained) * n // sites for n in (site, site + 1))
-                    _write(made.part(site, sites), trained[first:last])
-            _write(made.held_out_file, [chat for chat in chats if chat.held_out])
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = sorted(wikitext.glob(WIKITEXT)) if wikitext is not None else []
+        chats = of_functions()[:MOST] + of_paragraphs(texts)[:MOST]
+        trained = [chat for chat in chats if not chat.held_out]
+        for sites in (1, 2, 4):
+            for site in range(sites):
+                first, last = (len(trained) * n // sites for n in (site, site + 1))
+                write_once(made.part(site, sites), (chat.line for chat in trained[first:last]))
+        write_once(made.held_out_file, (chat.line for chat in chats if chat.held_out))
         return made
 
     def held_out(self) -> list[Chat]:
@@ -108,9 +108,3 @@ def _tokenise(text: Conversations, seed: int, parts: list[tuple[int, int]], prog
 
 def _quiet(_step: str, _share: float) -> None:
     """Print no progress."""
-
-
-def _write(path: Path, chats: list[Chat]) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text("".join(chat.line + "\n" for chat in chats), encoding="utf-8")
-    unfinished.replace(path)

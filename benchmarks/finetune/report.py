@@ -10,33 +10,38 @@ from benchmarks import common
 from benchmarks.finetune.rows import BASELINE, UNQUOTED
 
 Row = dict[str, Any]
+CELL = ("mode", "sites", "label", "steps", "learning_rate")
+"""Fields that are equal in rows that are averaged."""
+COMPARED = ("mode", "sites", "seed", "steps", "text")
+"""Fields that are equal in a row and in the synchronous row that it is compared with."""
 
 
 def summarised(rows: Sequence[Row], parameters: Mapping[str, int]) -> list[Row]:
-    """Return one line per mode, number of sites and entry, over the seeds.
+    """Return one line per mode, number of sites, entry, steps and learning rate, over the seeds.
 
     `gap` is the mean over seeds of the loss over that of synchronous training of the same mode,
-    sites and seed, less one; `gap_spread` is the half range. `of_full` is the reduction against
-    synchronous training of all parameters. Rows of trials and of the study do not count.
+    sites, steps, seed and text, less one; `gap_spread` is the half range. Loss, gap and accuracy
+    are None if a seed lacks them: a mean of the others would look too good. `of_full` is the
+    reduction against synchronous training of all parameters. Rows of trials and of the study do not
+    count.
     """
     quoted = [row for row in rows if row["seed"] not in UNQUOTED]
-    cells: dict[tuple[str, int, str], list[Row]] = {}
+    cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in quoted:
-        cells.setdefault((row["mode"], row["sites"], row["label"]), []).append(row)
+        cells.setdefault(tuple(row[key] for key in CELL), []).append(row)
     lines = []
-    for (mode, sites, label), mine in cells.items():
-        gaps = [gap for row in mine if (gap := _gap(row, quoted)) is not None]
-        losses = [row["val_loss"] for row in mine if row["val_loss"] is not None]
-        right = [row["accuracy"] for row in mine if row["accuracy"] is not None]
+    for cell, mine in cells.items():
+        mode = cell[0]
+        gaps = _all([_gap(row, quoted) for row in mine])
+        losses = _all([row["val_loss"] for row in mine])
+        right = _all([row["accuracy"] for row in mine])
         reduction = _mean([row["reduction_total"] for row in mine if row["reduction_total"]])
         more = parameters["full"] / parameters[mode]
         lines.append(
             {
-                "mode": mode,
-                "sites": sites,
-                "label": label,
-                "seeds": len(mine),
-                "learning_rate": mine[0]["learning_rate"],
+                **dict(zip(CELL, cell, strict=True)),
+                "seeds": len({row["seed"] for row in mine}),
+                "diverged": sum(row["val_loss"] is None for row in mine) or None,
                 "val_loss": _mean(losses),
                 "gap": _mean(gaps),
                 "gap_spread": (max(gaps) - min(gaps)) / 2 if gaps else None,
@@ -54,7 +59,9 @@ def table(rows: Sequence[Row], parameters: Mapping[str, int]) -> str:
         "mode": "",
         "sites": "",
         "label": "",
+        "steps": "",
         "seeds": "",
+        "diverged": "",
         "learning_rate": "g",
         "val_loss": ".4f",
         "gap": "+.2%",
@@ -67,11 +74,18 @@ def table(rows: Sequence[Row], parameters: Mapping[str, int]) -> str:
 
 
 def _gap(row: Row, rows: Sequence[Row]) -> float | None:
-    for other in rows:
-        same = all(other[key] == row[key] for key in ("mode", "sites", "seed", "steps"))
-        if same and other["label"] == BASELINE and other["val_loss"] and row["val_loss"]:
-            return float(row["val_loss"] / other["val_loss"] - 1)
-    return None
+    """Return the gap to the best synchronous row. None if one of the two rows has no loss."""
+    same = [other for other in rows if all(other.get(key) == row.get(key) for key in COMPARED)]
+    bases = [other["val_loss"] for other in same if other["label"] == BASELINE]
+    if row["val_loss"] is None or not bases or None in bases:
+        return None
+    return float(row["val_loss"] / min(bases) - 1)
+
+
+def _all(values: Sequence[float | None]) -> list[float]:
+    """Return the values, or none if one is None."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -116,7 +116,8 @@ def best_rate(entry: Entry, mode: Mode, rows: list[dict[str, Any]]) -> float | N
     """
     losses: dict[float, float] = {}
     for row in rows:
-        if (row["label"], row["mode"], row["seed"]) == (entry.label, mode, TRIAL_SEED):
+        named = row["label"], row["mode"], row["seed"], row["steps"]
+        if named == (entry.label, mode, TRIAL_SEED, TRIAL_STEPS):
             found = row["val_loss"]
             losses[row["learning_rate"]] = float("inf") if found is None else found
     if set(losses) != set(RATES[mode]):

@@ -48,13 +48,18 @@ PLANS: Mapping[str, Settings] = {
 """By label: round, codec, outer learning rate and momentum."""
 
 
+A_FROZEN = f"{BASELINE}, A frozen"
+LABELS = (BASELINE, A_FROZEN, *PLANS)
+"""Labels of all runs of the study."""
+
+
 def jobs(rows: Sequence[Row]) -> list[Job]:
     """Return the runs of the study; none before synchronous training has its trials in `rows`."""
     baseline = entries("lora")[0]
     rate = best_rate(baseline, "lora", list(rows))
     if rate is None:
         return []
-    frozen = Entry(f"{BASELINE}, A frozen", baseline.method, {**baseline.settings, **FROZEN})
+    frozen = Entry(A_FROZEN, baseline.method, {**baseline.settings, **FROZEN})
     found = [baseline, frozen]
     found += [Entry(label, "dilocox", plan, FAST_LINK) for label, plan in PLANS.items()]
     return [Job(entry, "lora", 2, STUDY_SEED, rate, STEPS) for entry in found]

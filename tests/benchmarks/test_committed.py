@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from benchmarks.quality import command as quality
 from benchmarks.quality import data as quality_data
 from benchmarks.quality import docs as quality_docs
@@ -20,7 +21,7 @@ from benchmarks.wan import beside as wan_beside
 from benchmarks.wan import docs as wan_docs
 from benchmarks.wan import rows as wan_rows
 
-from benchmarks import plan_check
+from benchmarks import common, plan_check
 from dilocox.coordinator.controller import link_policy
 from dilocox.coordinator.controller.link_estimator import declared
 from dilocox.training.payload_sizes import payload_sizes
@@ -52,6 +53,19 @@ def test_documents_have_the_tables_of_the_results() -> None:
     assert wan_docs.filled(page("measured.md"), wan["rows"]) == page("measured.md")
     assert quality_docs.filled(page("methods.md"), quality_points()) == page("methods.md")
     assert scaling.filled(page("scaling.md"), committed("scaling")["rows"]) == page("scaling.md")
+
+
+def test_the_quality_benchmark_goes_on_with_all_of_its_committed_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of other settings are refused, so settings that changed would end the benchmark."""
+    monkeypatch.setattr(common, "machine", dict)
+    monkeypatch.setattr(Text, "write", lambda *_: Text(tmp_path))
+    bench = quality.Bench(quality.arguments().parse_args([]), tmp_path)
+    files = sorted(RESULTS.glob("quality-*.json"))
+    assert len(files) > 5
+    for file in files:
+        assert common.read_rows(file, "quality", bench._constants)
 
 
 def test_dilocox_is_below_every_method_at_its_reduction_in_short_runs() -> None:

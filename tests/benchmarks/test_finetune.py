@@ -1,10 +1,13 @@
 """`benchmarks.finetune`: its conversations, its entries, and the figures of its table."""
 
 import json
+import sys
 
 import pytest
-from benchmarks.finetune import report, rows, study
+from benchmarks.finetune import command, report, rows, study
+from benchmarks.finetune import data as finetune_data
 from benchmarks.finetune.chats import CONTINUE, QUESTION, Chat, of_functions, of_paragraphs
+from benchmarks.finetune.data import Conversations
 from benchmarks.finetune.rows import RATES, STUDY_SEED, TRIAL_SEED, Entry, Job
 
 MODULE = '''\
@@ -128,3 +131,126 @@ def test_the_study_waits_for_the_trials_and_is_not_quoted():
     assert jobs[2].seed == STUDY_SEED
     assert "+5.00%" in text
     assert "A frozen" in text
+
+
+def found(label, seed, loss, **more):
+    job = Job(Entry(label, "m"), "lora", 2, seed, 1e-3)
+    return {**job.key, "val_loss": loss, "reduction_total": 1.0, "accuracy": 0.5, **more}
+
+
+def lines_of(known):
+    lines = report.summarised(known, {"full": 1, "lora": 1})
+    return {(line["label"], line["steps"], line["learning_rate"]): line for line in lines}
+
+
+def test_rows_of_other_lengths_and_rates_are_lines_of_their_own():
+    """A quick run of 16 steps is no seed of a row of 64 steps."""
+    known = [
+        found(rows.BASELINE, 0, 2.0),
+        found("dilocox 40x", 0, 2.1),
+        found("dilocox 40x", 1, 2.0),
+        found("dilocox 40x", 0, 4.0, steps=16),
+        found("dilocox 40x", 0, 3.0, learning_rate=3e-3),
+    ]
+    lines = lines_of(known)
+    line = lines["dilocox 40x", rows.STEPS, 1e-3]
+    assert (line["seeds"], line["val_loss"]) == (2, 2.05)
+    assert lines["dilocox 40x", 16, 1e-3]["gap"] is None
+    assert lines["dilocox 40x", rows.STEPS, 3e-3]["gap"] == pytest.approx(0.5)
+
+
+def test_a_mean_without_a_seed_that_diverged_is_not_shown():
+    known = [found(rows.BASELINE, seed, 2.0) for seed in (0, 1)]
+    known += [found("x", 0, 1.9), found("x", 1, None, accuracy=None)]
+    # A seed without a synchronous row has no gap, and nothing is said of the others.
+    known += [found("y", 0, 1.9), found("y", 2, 1.9), found("z", 0, 1.9, text="another")]
+    lines = lines_of(known)
+    assert lines["x", rows.STEPS, 1e-3]["diverged"] == 1
+    for label in "xyz":
+        assert lines[label, rows.STEPS, 1e-3]["gap"] is None
+        assert lines[label, rows.STEPS, 1e-3]["gap_spread"] is None
+    assert lines["x", rows.STEPS, 1e-3]["val_loss"] is None
+    assert lines["x", rows.STEPS, 1e-3]["accuracy"] is None
+
+
+def test_a_rate_is_chosen_by_trials_alone():
+    entry = rows.entries("lora")[1]
+    made = [{**job.key, "val_loss": job.rate} for job in rows.trials(entry, "lora")]
+    longer = {**made[-1], "steps": rows.STEPS, "val_loss": 0.0}
+    assert rows.best_rate(entry, "lora", [*made, longer]) == RATES["lora"][0]
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Call the benchmark with stand-ins for text and training; `trained` has the jobs."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    data = Conversations(tmp_path, tmp_path / "model")
+    monkeypatch.setattr(command.common, "machine", dict)
+    monkeypatch.setattr(command.common, "end_on_signals", lambda: None)
+    monkeypatch.setattr(command.Conversations, "write", lambda *_: data)
+    monkeypatch.setattr(command.Conversations, "tokenise", lambda *_: None)
+    monkeypatch.setattr(command.Conversations, "held_out", lambda *_: [])
+    monkeypatch.setattr(command.Conversations, "described", lambda *_: {"digest": "d"})
+    monkeypatch.setattr(command, "_parameters", lambda *_: {"lora": 1, "full": 1})
+    monkeypatch.setattr(command, "configuration", lambda *_: None)
+
+    def call(trained, *words):
+        def train(job, _config, _log, _questions):
+            trained.append(job)
+            more = {"accuracy": None, "failed": None, "seconds": 1.0, "plans": ""}
+            return {**job.key, "val_loss": 2.0, "reduction_total": 1.0, **more}
+
+        monkeypatch.setattr(command, "train", train)
+        monkeypatch.setattr(sys, "argv", ["finetune", "--model", str(tmp_path / "model"), *words])
+        return command.main()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        (("--quick", "--tune"), "--quick, --tune and --study: give one of them"),
+        (("--only", "dilocox"), "--only 'dilocox': there are allreduce, dilocox 20x"),
+        (("--study", "--only", "dilocox 40x"), "--only 'dilocox 40x': there are allreduce"),
+        (("--seeds", "0", "1000"), "--seeds 1000: a seed of trials"),
+        (("--wikitext", "x"), "--wikitext x: no wikitext2-"),
+    ],
+)
+def test_options_that_name_nothing_are_refused(bench, capsys, words, mend):
+    with pytest.raises(SystemExit) as end:
+        bench([], *words)
+    assert mend in f"{end.value.code}{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("words", [(), ("--study",)])
+def test_without_trials_nothing_is_trained_and_that_is_said(bench, capsys, words):
+    trained = []
+    assert bench(trained, *words) == 2
+    assert trained == []
+    assert "make the trials first, with --tune" in capsys.readouterr().err
+
+
+def test_conversations_of_another_python_are_not_gone_on_with(bench, tmp_path, monkeypatch):
+    file, trained = tmp_path / "rows.json", []
+    words = ("--json", str(file), "--modes", "lora", "--only", "allreduce")
+    assert bench(trained, *words, "--tune") == 0
+    assert bench(trained, *words, "--seeds", "0", "--sites", "2") == 0
+    assert len(trained) == 4
+    monkeypatch.setattr(command.Conversations, "described", lambda *_: {"digest": "e"})
+    with pytest.raises(SystemExit, match="rows of seed 0 are of another text"):
+        bench(trained, *words, "--seeds", "0", "--sites", "4")
+    assert bench(trained, *words, "--seeds", "0", "--sites", "2") == 0
+
+
+def test_a_folder_of_other_conversations_is_refused(tmp_path, monkeypatch):
+    chats = [Chat(str(number), "answer") for number in range(64)]
+    monkeypatch.setattr(finetune_data, "of_functions", lambda: chats)
+    made = Conversations.write(tmp_path / "chats", tmp_path, None)
+    kept = [line for site in range(4) for line in made.part(site, 4).read_text().splitlines()]
+    assert len(kept) + len(made.held_out()) == 64
+    Conversations.write(tmp_path / "chats", tmp_path, None)
+    monkeypatch.setattr(finetune_data, "of_functions", lambda: chats[1:])
+    with pytest.raises(SystemExit, match="holds another text than these options ask for"):
+        Conversations.write(tmp_path / "chats", tmp_path, None)
