@@ -9,8 +9,8 @@ seed, less one. `in all` is the bytes of synchronous training over the bytes tha
 verdict is that of two one-sided tests with a margin of 1 %.
 
 Every row is written when it is done; started again with the same --json, the benchmark goes on.
-All rows take about 24 hours on two cores. --list shows the results of --json. --quick trains three rows of
-32 steps, to try the benchmark out, and writes no results.
+All rows take about 24 hours on two cores. --list shows the results of --json, and needs no texts.
+--quick trains three rows of 32 steps, to try the benchmark out, and writes no results.
 """
 
 from __future__ import annotations
@@ -95,13 +95,15 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
+        if not options.list:
+            common.claim(folder)
         self._settings: dict[str, Any] = {
             "protocol": hashlib.sha256(PROTOCOL.read_bytes()).hexdigest()
         }
         if not options.list:
             self._settings["wikitext"] = options.wikitext is not None
         self._path: Path | None = options.json
-        self._rows = common.read_rows(self._path, NAME, self._settings)
+        self._rows = common.read_rows(self._path, NAME, self._settings, claimed=not options.list)
         self._committed = tuning.read(common.RESULTS / "quality-tuning.json", LEAD[0])
         self._entries = entries()
         self._texts: dict[Source, Text] = {}

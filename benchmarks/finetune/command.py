@@ -109,6 +109,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
+        common.claim(folder)
         self._on = common.machine()
         model = options.model.resolve()
         self._data = Conversations.write(folder / "chats", model, options.wikitext)

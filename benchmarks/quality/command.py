@@ -190,6 +190,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
+        common.claim(folder)
         self._on = common.machine()
         self._text = Text.write(folder / "text", _wikitext(options.wikitext))
         self._tokenised: dict[tuple[int, int], bool] = {}

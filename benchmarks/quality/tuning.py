@@ -83,8 +83,10 @@ def open_long_trials(start: Rates, done: Losses) -> list[Rates]:
     `start` has the rates of short runs. Inner rates are doubled, or else halved, while the loss
     falls.
     """
+    if start not in done:
+        return [start]
     for factor in (2.0, 0.5):
-        tried, best = start, math.inf
+        tried, best = replace(start, inner=_round(factor * start.inner)), done[start]
         while tried in done and done[tried] < best:
             best = done[tried]
             tried = replace(tried, inner=_round(factor * tried.inner))

@@ -150,6 +150,11 @@ def test_rates_of_long_runs_are_doubled_as_long_as_that_is_better() -> None:
         ({0.004: 1.0, 0.008: 1.1, 0.002: 0.8, 0.001: 0.9}, [0.004, 0.008, 0.002, 0.001]),
         ({0.004: 1.0, 0.008: math.inf, 0.002: 1.0}, [0.004, 0.008, 0.002]),
         ({0.004: 1.0, 0.008: 0.9, 0.016: 0.9}, [0.004, 0.008, 0.016]),
+        # A rate that diverges in long runs has lower ones beside it.
+        (
+            {0.004: math.inf, 0.008: math.inf, 0.002: 1.0, 0.001: 1.1},
+            [0.004, 0.008, 0.002, 0.001],
+        ),
     ],
 )
 def test_rates_of_long_runs_are_halved_where_twice_is_not_better(
