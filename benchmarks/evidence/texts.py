@@ -136,10 +136,15 @@ def write(domain: Domain, folder: Path, most: int | None) -> Path:
         for command in (["apt-get", "download", wanted], ["dpkg-deb", "-x", "PACKAGE", "files"]):
             found = [str(path) for path in where.glob("*.deb")]
             line = [word.replace("PACKAGE", found[0]) if found else word for word in command]
-            done = subprocess.run(line, cwd=where, capture_output=True, text=True, check=False)
+            try:
+                done = subprocess.run(line, cwd=where, capture_output=True, text=True, check=False)
+            except FileNotFoundError:
+                raise SystemExit(
+                    f"{wanted}: {line[0]} was not found; make the texts on Debian 12"
+                ) from None
             if done.returncode:
-                said = done.stderr.strip().splitlines()[-1:]
-                raise SystemExit(f"{wanted}: {' '.join(line)} failed: {' '.join(said)}")
+                said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+                raise SystemExit(f"{wanted}: {' '.join(line)} failed: {said[0]}")
         text = "\n\n".join(_spread([domain.read(p) for p in domain.files(where / "files")], most))
     if most is not None and len(text) < most:
         raise SystemExit(f"{wanted}: has {len(text)} characters of text, {most} are needed")

@@ -269,3 +269,15 @@ def test_a_domain_is_taken_evenly_from_its_package() -> None:
     made = list(texts._spread([str(number) * 98 for number in range(10)], 500))
     assert [text[0] for text in made] == ["0", "2", "4", "6", "8"]
     assert list(texts._spread(["ab", "cd"], None)) == ["ab", "cd"]
+
+
+def test_texts_need_the_tools_of_debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"perl-doc=.*: apt-get was not found; .* on Debian 12"):
+        texts.write(texts.PERL, tmp_path, None)
+    (tmp_path / "apt-get").write_text("#!/bin/sh\nexit 100\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    with pytest.raises(SystemExit, match=r"apt-get download perl-doc=.* failed: exit code 100"):
+        texts.write(texts.PERL, tmp_path, None)
+    assert not (tmp_path / "perl.txt").exists()
