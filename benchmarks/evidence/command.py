@@ -95,7 +95,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
-        if not options.list:
+        if options.folder is not None and not options.list:
             common.claim(folder)
         self._settings: dict[str, Any] = {
             "protocol": hashlib.sha256(PROTOCOL.read_bytes()).hexdigest()
@@ -149,7 +149,8 @@ class Bench:
             known = report.results(self._rows, group, starts)
             known = [result for result in known if result.losses]
             if known:
-                print(f"\n{group.cell}\n{report.table(known)}")
+                lines = report.mixed_commits(self._rows, group)
+                print("\n".join([f"\n{group.cell}", report.table(known), *lines]))
         used = sum(row["cpu_seconds"] for row in self._rows) / 2 / 3600
         print(f"\n{len(self._rows)} runs, {used:.1f} hours of both cores")
 

@@ -115,6 +115,24 @@ def results(rows: Sequence[Row], group: Group, starts: Mapping[str, float]) -> l
     return made
 
 
+def mixed_commits(rows: Sequence[Row], group: Group) -> list[str]:
+    """Return a line for each seed whose rows in the group's cell are of several commits.
+
+    Gaps of such a seed may be of the engine's change, and not of the methods.
+    """
+    found: dict[int, set[str]] = {}
+    for row in rows:
+        if row["seed"] in group.seeds and any(
+            is_of(row, group.cell, each) for each in group.labels
+        ):
+            found.setdefault(row["seed"], set()).add(str(row.get("commit")))
+    return [
+        f"rows of seed {seed} are of several commits: {', '.join(sorted(names))}"
+        for seed, names in sorted(found.items())
+        if len(names) > 1
+    ]
+
+
 def table(known: Sequence[Result]) -> str:
     """Return the results of one cell as text."""
     lines = []

@@ -109,7 +109,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
-        common.claim(folder)
+        if options.folder is not None:
+            common.claim(folder)
         self._on = common.machine()
         model = options.model.resolve()
         self._data = Conversations.write(folder / "chats", model, options.wikitext)

@@ -190,7 +190,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
-        common.claim(folder)
+        if options.folder is not None:
+            common.claim(folder)
         self._on = common.machine()
         self._text = Text.write(folder / "text", _wikitext(options.wikitext))
         self._tokenised: dict[tuple[int, int], bool] = {}

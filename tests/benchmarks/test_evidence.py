@@ -123,6 +123,19 @@ def test_a_gap_is_to_a_synchronous_run_of_the_same_text() -> None:
         assert dict(ours.gaps) == gaps
 
 
+def test_rows_of_several_commits_are_named_beside_their_table() -> None:
+    """The protocol: runs of one cell and seed are made at one commit where possible."""
+    group = Group(MIDDLE, (BASELINE, "dilocox 100x"), (0, 1))
+    rows = [
+        {**MIDDLE.key, "label": label, "seed": seed, "learning_rate": 3e-3, "commit": commit}
+        for label, seed, commit in (
+            (BASELINE, 0, "aa"), (BASELINE, 1, "aa"), ("dilocox 100x", 0, "aa"),
+            ("dilocox 100x", 1, "bb+"), ("dilocox 100x", 1000, "cc"), ("diloco", 0, "dd"),
+        )
+    ]  # fmt: skip
+    assert report.mixed_commits(rows, group) == ["rows of seed 1 are of several commits: aa, bb+"]
+
+
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call the benchmark with stand-ins for training and text; `trained` has the runs in order."""
