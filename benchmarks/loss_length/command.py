@@ -175,7 +175,7 @@ def text_digest(iid: bool) -> str:
     text = _text(iid)
     digest = hashlib.sha256()
     for part in (*text.parts, text.held_out):
-        digest.update(part.contiguous().numpy())
+        digest.update(part.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
