@@ -363,7 +363,8 @@ def refuse_other_text(
     seed: rows that differ in them do not count. Rows of earlier versions name no text.
     """
     for row in rows:
-        if row.get("text", text) != text and all(row.get(k) == v for k, v in key.items()):
+        other = row.get("text") not in (None, text)
+        if other and all(row.get(k) == v for k, v in key.items()):
             named = ", ".join(f"{k} {v}" for k, v in key.items())
             raise SystemExit(
                 f"{path}: its rows of {named} are of another text ({row['text'][:12]}) than this "

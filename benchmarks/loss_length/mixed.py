@@ -20,7 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,13 @@ def make(domains: tuple[Path, ...], job: Job) -> common.Row:
 
 
 def report(rows: Sequence[common.Row]) -> str:
-    """Return the best row of each plan as a table."""
+    """Return the row of the best inner rate, for all that differs otherwise, as a table."""
     best: dict[tuple[object, ...], common.Row] = {}
-    for row in sorted(rows, key=loss_of, reverse=True):
-        best[row["iid"], row["plan"], row["moments"]] = row
-    base = {iid: row for (iid, plan, _), row in best.items() if plan == SYNCHRONOUS}
+    outer = [field.name for field in fields(Outside)]
+    ordered = sorted(rows, key=loss_of, reverse=True)
+    for row in ordered:
+        best[row["iid"], row["plan"], row["moments"], *map(row.get, outer)] = row
+    base = {row["iid"]: row for row in ordered if row["plan"] == SYNCHRONOUS}
     lines = [
         {**row, "gap": gap_of(row, base.get(row["iid"]))}
         for row in sorted(best.values(), key=lambda row: (row["iid"], loss_of(row)))

@@ -150,6 +150,7 @@ def test_a_file_that_holds_no_results_is_refused_by_name(tmp_path: Path) -> None
 
 def test_rows_of_another_text_are_not_gone_on_with() -> None:
     rows = [{"seed": 0, "text": "aa"}, {"seed": 1, "text": "bb"}, {"seed": 2}]
+    rows += [{"seed": 3, "text": None}]
     file = Path("x.json")
     for seed, text in ((0, "aa"), (1, "bb"), (2, "cc"), (3, "dd")):
         common.refuse_other_text(file, rows, text, {"seed": seed})

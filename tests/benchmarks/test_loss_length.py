@@ -364,6 +364,16 @@ def test_rows_of_mixed_text_are_of_the_outer_values_of_the_table(
     assert mixed.is_of({key: made[key] for key in made if not hasattr(usual, key)}, job)
 
 
+def test_the_table_of_mixed_text_does_not_take_the_best_of_several_outer_values() -> None:
+    base = {"plan": mixed.SYNCHRONOUS, "moments": "none", "iid": False, "rate": 1e-3}
+    sparse = {**base, "plan": SPARSE.name, "moments": "rows", "reduction": 500.0}
+    rows = [{**base, "loss": 2.0}, {**sparse, "loss": 2.2, "gamma": 1.9, "mu": 0.5}]
+    rows += [{**sparse, "loss": 2.1, "gamma": 1.2, "mu": 0.5}]
+    text = mixed.report(rows)
+    assert "+10.0%" in text
+    assert "+5.0%" in text
+
+
 def test_a_plan_of_no_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
