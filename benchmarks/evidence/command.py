@@ -128,6 +128,8 @@ class Bench:
             digest = self._described(run)["digest"]
             key = {"source": run.cell.source, "seed": run.seed}
             common.refuse_other_text(self._path, self._rows, digest, key)
+            if not self._options.quick:
+                self._refuse_other_settings(run, config.total_steps)
             try:
                 row = train(run, config, self._folder / "run.log")
             except DilocoxError as error:
@@ -141,6 +143,24 @@ class Bench:
             self._write(on)
             reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
             common.say(f"{run}: {reached}, {row['seconds']:.0f} s")
+
+    def _refuse_other_settings(self, run: Run, steps: int) -> None:
+        """End the program if rows of the run's cell have other steps, or outer rates, than it."""
+        rows = [row for row in self._rows if report.is_of(row, run.cell, row["label"])]
+        for row in rows:
+            if row.get("steps", steps) != steps:
+                raise SystemExit(
+                    f"{self._path}: {run.cell}: has rows of {row['steps']} steps, and this call "
+                    f"would train {steps}; name another file by --json"
+                )
+            had = [row.get(f"outer_{name}") for name in ("learning_rate", "momentum")]
+            own = [run.outer.get(f"outer.{name}") for name in ("learning_rate", "momentum")]
+            if row["label"] == run.entry.label and None not in (*had, *own) and had != own:
+                raise SystemExit(
+                    f"{self._path}: {row['label']}, {run.cell}: has rows with the outer rates "
+                    f"{had[0]:g}/{had[1]:g}, and this call has {own[0]:g}/{own[1]:g}; restore "
+                    "results/quality-tuning.json, or name another file by --json"
+                )
 
     def show(self) -> None:
         """Print the table of every cell that has rows, and the machine time in all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import sys
 from pathlib import Path
@@ -200,6 +201,32 @@ def test_rows_of_another_text_are_not_gone_on_with(
     assert {run.seed for run in trained} == {1, 2}
     with pytest.raises(SystemExit, match=r"rows of source mixed, seed 0 are of another text"):
         bench([], never, *words[:-1], "diloco")
+
+
+def test_rows_of_other_lengths_or_outer_rates_are_not_gone_on_with(
+    bench: Any, tmp_path: Path
+) -> None:
+    """The file names neither, and both may change between two calls."""
+    file = tmp_path / "rows.json"
+    words = ("--texts", "x", "--json", str(file), "--cells", "1", "--only", "diloco")
+    for field, mend in (
+        ({"steps": 320}, "has rows of 320 steps, and this call would train 640"),
+        (
+            {"steps": 640, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
+            "outer rates 0.7/0.9, and this call has 0.8/0.5",
+        ),
+        ({"steps": 640, "outer_learning_rate": 0.8, "outer_momentum": 0.5}, None),
+    ):
+        file.unlink(missing_ok=True)
+        assert bench([], lambda run: run.seed > 0, *words) == 1
+        content = json.loads(file.read_text())
+        content["rows"] = [{**row, **field} for row in content["rows"]]
+        file.write_text(json.dumps(content))
+        if mend is None:
+            assert bench([], never, *words) == 0
+        else:
+            with pytest.raises(SystemExit, match=mend):
+                bench([], never, *words)
 
 
 def test_results_are_listed_without_their_texts(
