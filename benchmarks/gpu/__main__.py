@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path
 import benchmarks.gpu as package
 from benchmarks.gpu import logs, wheels
 from benchmarks.gpu.parts import PARTS, Part, selected
-from benchmarks.gpu.results import FAIL, Results, Row, summary, table
+from benchmarks.gpu.results import FAIL, PASS, Results, Row, summary, table
 from benchmarks.gpu.runner import ROOT, Job, Setting, order, run_all, run_part
 
 MARGIN = 5.0
@@ -75,6 +76,16 @@ def commit() -> str | None:
     return said.stdout.strip()
 
 
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end the call as Ctrl-C does: with its parts and its files."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGHUP, leave)
+
+
 def run(
     jobs: Sequence[Job], results: Results, setting: Setting, again: bool, first: Part = PARTS[0]
 ) -> None:
@@ -84,9 +95,9 @@ def run(
     probe = Results(None, "", None)
     run_part(first, list(first.rows), probe, setting)
     found = probe.rows[FIRST]
-    if found["verdict"] == FAIL:
+    if found["verdict"] != PASS:
         said = logs.tail(setting.work / FIRST / "log.txt", logs.LAST)
-        raise SystemExit(f"{said}\nthe machine could not be asked: {found['message']}")
+        raise SystemExit(f"{said}\nthe machine could not be asked: {found['message']}".lstrip())
     results.set_head(found["figures"])
     results.add(first, {key: found[key] for key in ROW})
     known = replace(setting, scale=found["figures"]["scale"])
@@ -119,7 +130,8 @@ def main(words: Sequence[str] | None = None) -> int:
     results = Results(options.json, told(words), options.commit or commit())
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-    work = options.keep or Path(tempfile.mkdtemp(prefix="dilocox-gpu-"))
+    # Parts run in the repository, so no path may be relative.
+    work = (options.keep or Path(tempfile.mkdtemp(prefix="dilocox-gpu-"))).absolute()
     try:
         path = ""
         if options.wheels is not None:
@@ -128,7 +140,7 @@ def main(words: Sequence[str] | None = None) -> int:
         together = options.together or max(1, len(os.sched_getaffinity(0)) // 4)
         deadline = began + 60.0 * options.minutes - MARGIN
         setting = Setting(
-            options.scale, work.absolute(), deadline, path, together, show,
+            options.scale, work, deadline, path, together, show,
             None if options.json is None else options.json.absolute().with_suffix(".log"),
         )  # fmt: skip
         run(jobs, results, setting, options.again)
@@ -142,4 +154,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

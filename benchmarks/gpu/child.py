@@ -1,10 +1,15 @@
-"""The inside of a part's process: `python -m benchmarks.gpu.child JOB.json`."""
+"""The inside of a part's process: `python -m benchmarks.gpu.child JOB.json PIPE`.
+
+PIPE is the number of an open file descriptor: the reading end of a pipe of the call.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
+import resource
+import signal
 import sys
 import time
 import traceback
@@ -31,18 +36,24 @@ class Outcome:
 class Context:
     """The argument of a part's function.
 
-    `scale` is one of `SCALES`. `folder` belongs to the part, `shared` to all parts. `notes` are
-    figures that a later check of the same process needs.
+    `scale` is one of `SCALES`. `folder` belongs to the part, `shared` to all parts. `known` are
+    the figures of the part's rows that were measured before this process, by row.
     """
 
     def __init__(
-        self, scale: str, folder: Path, shared: Path, wanted: list[str], rows: Path
+        self,
+        scale: str,
+        folder: Path,
+        shared: Path,
+        wanted: list[str],
+        rows: Path,
+        known: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         self.scale = scale
         self.folder = folder
         self.shared = shared
         self.wanted = wanted
-        self.notes: dict[str, Any] = {}
+        self.known = known or {}
         self._rows = rows
 
     @property
@@ -103,8 +114,31 @@ def _plain(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def end_with(pipe: int) -> None:
+    """Let all processes of this process group end as soon as the other end of `pipe` is closed.
+
+    A call that is killed cannot end its parts, and their runs would keep the GPU from the next
+    call. A process that watches the pipe ends them.
+    """
+    child = os.fork()
+    if child:
+        os.close(pipe)
+        os.waitpid(child, 0)
+        return
+    # A child of the part could disturb code that waits for all of its children.
+    if os.fork() == 0:
+        for number in (signal.SIGABRT, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        os.read(pipe, 1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(0)
+
+
 def main() -> int:
     """Run the part that the job file names."""
+    end_with(int(sys.argv[2]))
+    # A part that is killed writes its stacks. A dump of its memory could fill the disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     context = Context(
         _scale(job["scale"]),
@@ -112,6 +146,7 @@ def main() -> int:
         Path(job["shared"]),
         job["wanted"],
         Path(job["rows"]),
+        job["known"],
     )
     module, _, name = job["function"].partition(":")
     getattr(importlib.import_module(module), name)(context)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import product, sizes
+from benchmarks.gpu import product, runs, sizes
 from benchmarks.gpu.child import Context, Outcome
 
 TOO_MUCH = 1 << 46
@@ -37,11 +37,15 @@ def _memory(context: Context) -> Outcome:
     starts.unlink(missing_ok=True)
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.faults", str(path), str(starts)],
-        capture_output=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     ended = time.time()
+    # The log of this part is all that is left of the run if it fails in another way.
+    print(done.stdout, flush=True)
+    if not starts.exists():
+        return Outcome(False, f"no step began; {runs.last_line(done)}")
     times = [float(line) for line in starts.read_text(encoding="ascii").splitlines()]
-    lines = [line for line in done.stderr.splitlines() if line.startswith("dilocox: ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("dilocox: ")]
     said = lines[-1] if lines else f"exit code {done.returncode} and no line"
     found = {"exit": done.returncode, "starts": len(times), "seconds_to_exit": ended - times[0]}
     # The run may be over before the second of its two sites begins its first step.

@@ -1,8 +1,9 @@
 """Two sites on one GPU and a link on which gradients take many times as long as a step.
 
 Both sites share the GPU in every measurement, with and without a network, so the shares compare
-equal work. The kernel paces every connection (SO_MAX_PACING_RATE), which needs neither namespaces
-nor `tc`. `gradients_over_step` says what the link really was.
+equal work. Without a network only the time counts in which both train. The kernel paces every
+connection (SO_MAX_PACING_RATE), which needs neither namespaces nor `tc`. `gradients_over_step` says
+what the link really was.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import os
 import statistics
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from benchmarks.gpu import product, runs, sizes
 from benchmarks.gpu.child import Context, Outcome
 
@@ -24,6 +27,9 @@ ALONE_STEPS = {"gpu": 30, "cpu": 10, "tiny": 4}
 """Inner steps of a round of the sites without a network."""
 STEPS = {"gpu": 240, "cpu": 40, "tiny": 12}
 """Inner steps of a run over the link. The first half is not measured."""
+ALONE_ROUNDS = 6
+TOGETHER = 1 / 3
+"""Least part of the measured time of the sites without a network in which both must train."""
 NONE = {"method": "diloco", "slots": 1, "overlap": "none"}
 
 
@@ -70,7 +76,12 @@ class Bench:
                 each.kill()
         if any(codes):
             raise RuntimeError(f"the sites alone: exit codes {codes}")
-        return sum(speed(self.context.folder / f"{name}-{site}", site, 1) for site in SITES)
+        folders = {site: self.context.folder / f"{name}-{site}" for site in SITES}
+        found = speed_together(folders, 1)
+        if found is None and self.context.cuda:
+            raise RuntimeError("the sites alone hardly trained at the same time")
+        # On a CPU the runs are shorter than the differences of their starts.
+        return found or sum(speed(folder, site, 1) for site, folder in folders.items())
 
     def together(self, name: str, bits: float, **sections: Any) -> Path:
         """Train both sites in one run over a link of `bits` per second, and return the run
@@ -94,6 +105,25 @@ def speed(folder: Path, site: str, first: int) -> float:
         return float(later[-1]["tokens_per_second"])
     seconds = later[-1]["time"] - before[-1]["time"]
     return float(sum(each["tokens"] for each in later) / seconds)
+
+
+def speed_together(folders: Mapping[str, Path], first: int) -> float | None:
+    """Return the tokens/s of all sites together, from the rounds from `first` on.
+
+    `folders`: the folder of each site's own run. Only the time counts in which all sites train: a
+    site that has begun earlier has the GPU for itself until then. None if this time is too short.
+    """
+    courses = []
+    for site, folder in folders.items():
+        every = sorted(runs.rounds(folder, site), key=lambda each: each["round"])
+        every = every[:-1] if len(every) - first > 2 else every
+        courses.append(common.course_of(every)[first - 1 :])
+    begin, end = max(each[0][0] for each in courses), min(each[-1][0] for each in courses)
+    longest = max(each[-1][0] - each[0][0] for each in courses)
+    if end - begin < TOGETHER * longest:
+        return None
+    tokens = (common.tokens_at(each, end) - common.tokens_at(each, begin) for each in courses)
+    return sum(tokens) / (end - begin)
 
 
 def first_after(folder: Path, steps: int) -> int:
@@ -131,7 +161,7 @@ def run(context: Context) -> None:
 def no_network(bench: Bench) -> Outcome:
     """Measure tokens/s without a network, and set the rate of the link with the ratio `RATIO`."""
     scale = bench.context.scale
-    outer = {**NONE, "inner_steps": ALONE_STEPS[scale], "rounds": 4}
+    outer = {**NONE, "inner_steps": ALONE_STEPS[scale], "rounds": ALONE_ROUNDS}
     found = bench.alone("alone", outer)
     shape = sizes.LINK[scale]
     step = len(SITES) * shape.tokens / found
@@ -181,14 +211,17 @@ def allreduce(bench: Bench) -> Outcome:
     shape = sizes.LINK[bench.context.scale]
     outer = {"method": "allreduce", "inner_steps": 1, "rounds": 2}
     folder = bench.together("allreduce", bench.notes["bits"], outer=outer)
-    ends = {site: runs.rounds(folder, site) for site in SITES}
+    alone, ends = bench.notes["alone"], {site: runs.rounds(folder, site) for site in SITES}
     found = sum(each[1]["tokens"] / (each[1]["time"] - each[0]["time"]) for each in ends.values())
     figures = {
         "tokens_per_second": found,
-        "share_of_no_network": found / bench.notes["alone"],
+        "share_of_no_network": found / alone,
         "gradients_over_step": len(SITES) * shape.tokens / found / bench.notes["step"],
         "payload_bytes_per_step": ends[SITES[0]][1]["payload_bytes"],
     }
-    if "two-steps" in bench.notes:
-        figures["two_steps_over_allreduce"] = bench.notes["two-steps"] / found
+    # An earlier process may have measured two steps, at its own speed without a network.
+    earlier = bench.context.known.get("link, two steps", {}).get("share_of_no_network")
+    share = bench.notes["two-steps"] / alone if "two-steps" in bench.notes else earlier
+    if share is not None:
+        figures["two_steps_over_allreduce"] = share / figures["share_of_no_network"]
     return Outcome(None, "", figures)

@@ -25,7 +25,10 @@ def run(context: Context) -> None:
     )  # fmt: skip
     product.prepare(path, context.shared)
     context.check("mixed sites", lambda: _train(context, path))
-    context.check("mixed sites, verify", lambda: runs.verified(path.parent / "mixed"))
+    context.check(
+        "mixed sites, verify",
+        lambda: runs.verified(runs.there(path, "mixed", lambda: _train(context, path))),
+    )
 
 
 def _train(context: Context, path: Path) -> Outcome:

@@ -123,7 +123,7 @@ PARTS: tuple[Part, ...] = (
         aims=(("boundary and landing", Aim("share_of_round", "<", 0.01)),),
     ),
     Part(
-        "memory", f"{_HERE}.faults:memory", ("out of memory",), 30, 120,
+        "memory", f"{_HERE}.faults:memory", ("out of memory",), 60, 120,
         "out of memory on purpose: exit, message, time, number of starts", (12,),
     ),
     Part(
@@ -134,12 +134,11 @@ PARTS: tuple[Part, ...] = (
     Part(
         "layouts", f"{_HERE}.layouts:run",
         ("two stages", "two stages, verify", "two shards", "two shards, verify", "a rank dies"),
-        70, 200, "two sites of two stages, of two shards, and a rank that dies (staged)", (6, 11),
-        alone=False,
+        170, 330, "two sites of two stages, of two shards, and a rank that dies (staged)", (6, 11),
     ),
     Part(
-        "mixed", f"{_HERE}.mixed:run", ("mixed sites", "mixed sites, verify"), 40, 120,
-        "one site on the GPU and one on the CPUs in one run, verified", (13,), alone=False,
+        "mixed", f"{_HERE}.mixed:run", ("mixed sites", "mixed sites, verify"), 60, 150,
+        "one site on the GPU and one on the CPUs in one run, verified", (13,),
     ),
     Part(
         "speed-1.3b", f"{_HERE}.speed:larger", ("speed 1.3B",), 60, 150,

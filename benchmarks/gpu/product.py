@@ -105,7 +105,7 @@ def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
 
     with ExitStack() as stack:
         stack.enter_context(
-            patch.object(builder, "open_weights", lambda *_, **__: _Drawn(shapes_of, device))
+            patch.object(builder.ModelPlan, "weights", lambda *_: _Drawn(shapes_of, device))
         )
         stack.enter_context(patch.object(builder, "build_states", lambda *_, **__: []))
         torch.manual_seed(7)

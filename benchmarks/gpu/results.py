@@ -24,10 +24,16 @@ def today() -> str:
 
 
 def is_done(row: Row | None) -> bool:
-    """Return whether a later call may skip the row: it passed, or it has figures."""
+    """Return whether a later call may skip the row: it passed, or it has figures.
+
+    A row that lacks the figure of an aim is not done, because nobody knows whether the aim is met.
+    """
     if row is None:
         return False
-    return row["verdict"] == PASS or (row["verdict"] == INFO and bool(row["figures"]))
+    if row["verdict"] == PASS:
+        return True
+    aimed = all(aim["figure"] in row["figures"] for aim in row.get("aims", ()))
+    return row["verdict"] == INFO and bool(row["figures"]) and aimed
 
 
 def judged(aims: Sequence[Aim], figures: Mapping[str, Any]) -> list[dict[str, Any]]:

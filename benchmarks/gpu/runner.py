@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.gpu import logs
@@ -26,6 +27,8 @@ SLOWER = 3.0
 """Factor of a part's limit on a CPU."""
 GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL, and after SIGKILL."""
+ENDED = "the call was ended"
+"""Message of rows that a signal to the call left out."""
 Job = tuple[Part, list[str]]
 
 
@@ -44,6 +47,8 @@ class Setting:
     show: Callable[[Row], None] = lambda row: None
     logs: Path | None = None
     """File that gets the ends of all logs."""
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Set if the call ends before its time. All parts end then."""
 
 
 def order(jobs: Sequence[Job], results: Results, again: bool) -> list[Job]:
@@ -72,8 +77,13 @@ def run_all(jobs: Sequence[Job], results: Results, setting: Setting) -> None:
         after = jobs[at + 1][0] if at + 1 < len(jobs) else None
         if after is None or job[0].alone or after.alone:
             with ThreadPoolExecutor(max_workers=max(1, setting.together)) as pool:
-                for done in [pool.submit(run_part, *each, results, setting) for each in wave]:
-                    done.result()
+                try:
+                    for done in [pool.submit(run_part, *each, results, setting) for each in wave]:
+                        done.result()
+                except BaseException:
+                    # Leaving the pool waits for its threads, which wait for their parts.
+                    setting.stopped.set()
+                    raise
             wave = []
 
 
@@ -87,6 +97,9 @@ def run_part(part: Part, names: list[str], results: Results, setting: Setting) -
         return
     waiting = list(names)
     while waiting:
+        if setting.stopped.is_set():
+            _rest(part, waiting, results, setting, LEFT_OUT, ENDED, 0.0)
+            return
         if setting.deadline - time.monotonic() < _least(part, setting.scale):
             _rest(part, waiting, results, setting, LEFT_OUT, "no time left in this call", 0.0)
             return
@@ -114,38 +127,32 @@ def _attempt(part: Part, waiting: list[str], results: Results, setting: Setting)
     told = {
         "function": part.function, "wanted": waiting, "scale": setting.scale,
         "folder": str(folder), "shared": str(setting.work), "rows": str(rows),
+        "known": {row: results.rows[row]["figures"] for row in part.rows if row in results.rows},
     }  # fmt: skip
     job.write_text(json.dumps(told), encoding="utf-8")
     own = part.limit * (1 if setting.scale in ("auto", "gpu") else SLOWER)
     limit = min(own, setting.deadline - began)
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.child", str(job)],
-            cwd=ROOT,
-            env=environment(setting.path),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
     def add(row: Row) -> None:
         waiting.remove(row["name"])
         setting.show(results.add(part, row))
 
     follower = _Follower(rows, waiting, add)
-    try:
-        killed = follower.until_end(process, began + limit)
-    except BaseException:
-        _end(process)
-        raise
-    _end(process, stacks=killed)
+    with _lifeline() as pipe:
+        process = _start(job, log, pipe, setting.path)
+        try:
+            killed = follower.until_end(process, began + limit, setting.stopped)
+        except BaseException:
+            _end(process)
+            raise
+        _end(process, stacks=killed)
     took = time.monotonic() - began
     if not killed:
         follower.read()
     begun = follower.begun if follower.begun in waiting else None
-    if killed and limit < own:
-        _rest(part, waiting, results, setting, LEFT_OUT, "the call's time was over", took)
+    if killed and (limit < own or setting.stopped.is_set()):
+        why = ENDED if setting.stopped.is_set() else "the call's time was over"
+        _rest(part, waiting, results, setting, LEFT_OUT, why, took)
         waiting.clear()
     elif waiting:
         code = process.returncode
@@ -161,6 +168,32 @@ def _attempt(part: Part, waiting: list[str], results: Results, setting: Setting)
     if setting.logs is not None:
         logs.append(setting.logs, part.name, folder)
     return bool(waiting)
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[int]:
+    """Yield the reading end of a pipe. Its other end closes with the context or this process."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(writing)
+        os.close(reading)
+
+
+def _start(job: Path, log: Path, pipe: int, path: str) -> subprocess.Popen[bytes]:
+    """Start a part's process, which ends with `pipe`. `path`: further folders of PYTHONPATH."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.child", str(job), str(pipe)],
+            cwd=ROOT,
+            env=environment(path),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(pipe,),
+        )
 
 
 class _Follower:
@@ -186,14 +219,17 @@ class _Follower:
             elif row["name"] in self._waiting:
                 self._add(row)
 
-    def until_end(self, process: subprocess.Popen[bytes], until: float) -> bool:
-        """Read rows until the process has ended. Returns True if its time was over before."""
+    def until_end(
+        self, process: subprocess.Popen[bytes], until: float, stopped: threading.Event
+    ) -> bool:
+        """Read rows until the process has ended. Returns True if its time was over before, or if
+        `stopped` is set."""
         while True:
             ended = process.poll() is not None
             self.read()
             if ended:
                 return False
-            if time.monotonic() > until:
+            if time.monotonic() > until or stopped.is_set():
                 return True
             time.sleep(LOOK)
 

@@ -52,7 +52,7 @@ def begin(
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
     """Return the last line that a command printed."""
-    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    lines = ((done.stderr or "").strip() or done.stdout.strip()).splitlines()
     return lines[-1].strip()[:300] if lines else "it printed nothing"
 
 
@@ -128,14 +128,14 @@ def two(context: Context) -> None:
     )  # fmt: skip
     product.prepare(path, context.shared)
     context.check("two sites", lambda: trained(path, "two"))
-    context.check("two sites, verify", lambda: verified(_there(path, "two")))
+    context.check("two sites, verify", lambda: verified(there(path, "two", lambda: train(path))))
 
 
-def _there(path: Path, name: str) -> Path:
-    """Return the folder of a finished run. Trains the run if no earlier row has done so."""
+def there(path: Path, name: str, train: Callable[[], object]) -> Path:
+    """Return the folder of a finished run. Calls `train` if no earlier row has trained the run."""
     folder = path.parent / name
     if not (folder / "summary.json").exists():
-        train(path)
+        train()
     return folder
 
 

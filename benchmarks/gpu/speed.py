@@ -141,6 +141,12 @@ def loop(shape: Shape, cuda: bool, compiled: bool) -> Side:
     before = _held(cuda)
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
+    # A site that was built before in this process has switched kernels of attention off.
+    for enable in (
+        torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_math_sdp, torch.backends.cuda.enable_cudnn_sdp,
+    ):  # fmt: skip
+        enable(True)
     recipe = Recipe(
         batch=shape.rows, micro_batch=shape.micro, learning_rate=1e-4, betas=(0.9, 0.95), eps=1e-8,
         weight_decay=0.1, clip=1.0, warmup_steps=20, total_steps=1000, final_fraction=0.1,

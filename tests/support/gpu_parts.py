@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 from benchmarks.gpu.child import Context, Outcome
@@ -39,6 +41,19 @@ def stuck(context: Context) -> None:
     """A row that never ends, before another one."""
     context.check("endless", _sleeps)
     context.check("later", lambda: Outcome(True))
+
+
+def tells(context: Context) -> None:
+    """A row that tells the figures that were known before."""
+    context.check("second", lambda: Outcome(True, f"first: {context.known['first']}"))
+
+
+def family(context: Context) -> None:
+    """A row that never ends, in a process that has started another one, as parts start runs."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (context.folder / "pids.part").write_text(f"{os.getpid()} {other.pid}")
+    (context.folder / "pids.part").rename(context.folder / "pids")
+    context.check("endless", _sleeps)
 
 
 def _sleeps() -> Outcome:
