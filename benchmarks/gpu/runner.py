@@ -27,6 +27,8 @@ SLOWER = 3.0
 """Factor of a part's limit on a CPU."""
 GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL, and after SIGKILL."""
+WRITES = 1.0
+"""Longest time in seconds that a process may write its stacks before the next one is asked."""
 ENDED = "the call was ended"
 """Message of rows that a signal to the call left out."""
 Job = tuple[Part, list[str]]
@@ -240,11 +242,46 @@ def _end(process: subprocess.Popen[bytes], stacks: bool = False) -> None:
     `stacks`: every process first writes the stacks of its threads (PYTHONFAULTHANDLER). A process
     that the system does not end, such as one that waits for a driver, is left running.
     """
-    for number in (signal.SIGABRT if stacks else signal.SIGTERM, signal.SIGKILL):
+    if stacks:
+        _write_stacks(process.pid)
+    for number in (signal.SIGKILL,) if stacks else (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
+
+
+def _write_stacks(group: int) -> None:
+    """Let the processes of a group write their stacks and end, one after the other.
+
+    Children come before their parents, because the end of a parent kills the ranks that it has
+    forked (`dilocox.utils.processes.die_with`).
+    """
+    end = time.monotonic() + GRACE
+    asked: set[int] = set()
+    while time.monotonic() < end:
+        parents = {pid: up for pid, up in _members(group).items() if pid not in asked}
+        last = [pid for pid in parents if pid not in parents.values()]
+        if not last:
+            return
+        asked.add(last[0])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(last[0], signal.SIGABRT)
+        until = time.monotonic() + WRITES
+        while last[0] in _members(group) and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _members(group: int) -> dict[int, int]:
+    """Return the living processes of a process group, with their parents."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                if int(fields[2]) == group and fields[0] != "Z":
+                    found[int(entry.name)] = int(fields[1])
+    return found
 
 
 def _row(name: str, verdict: str, message: str, seconds: float) -> Row:

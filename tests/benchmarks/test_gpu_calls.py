@@ -73,6 +73,18 @@ def test_parts_and_their_runs_end_with_a_call_that_is_killed(number: int, tmp_pa
         assert (row["verdict"], row["message"]) == ("LEFT OUT", "the call was ended")
 
 
+def test_ranks_of_a_part_that_hangs_write_their_stacks_before_their_parents_end(
+    tmp_path: Path,
+) -> None:
+    """The end of its parent kills a rank at once, so the rank has to be asked first."""
+    part = Part("hangs", f"{HERE}:hanging_rank", ("endless",), 1, 4.0, "hangs")
+    asked = Setting("tiny", tmp_path, time.monotonic() + 60.0, logs=tmp_path / "rows.log")
+    run_all([(part, ["endless"])], Results(None, "", None), asked)
+    written = (tmp_path / "rows.log").read_text()
+    assert "in _slow_to_tell" in written
+    assert "in _sleeps" in written
+
+
 def test_a_call_without_time_for_the_machine_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="machine could not be asked: no time left in this call"):
         command.main(["--minutes", "0.05", "--scale", "tiny", "--json", str(tmp_path / "r.json")])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 
 from benchmarks.gpu.child import Context, Outcome
+
+from dilocox.utils import processes
 
 
 def quick(context: Context) -> None:
@@ -54,6 +57,22 @@ def family(context: Context) -> None:
     (context.folder / "pids.part").write_text(f"{os.getpid()} {other.pid}")
     (context.folder / "pids.part").rename(context.folder / "pids")
     context.check("endless", _sleeps)
+
+
+def hanging_rank(context: Context) -> None:
+    """A row that never ends, and a rank that is slow to write where it hangs."""
+    processes.start(_slow_to_tell, name="rank")
+    context.check("endless", _sleeps)
+
+
+def _slow_to_tell() -> None:
+    """Sleep; write the stacks half a second after the signal to do so."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGABRT])
+    while signal.SIGABRT not in signal.sigpending():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGABRT])
+    time.sleep(600.0)
 
 
 def _sleeps() -> Outcome:
