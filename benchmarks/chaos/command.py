@@ -129,7 +129,7 @@ def disk_full(run: Run, _site: str, _draw: random.Random) -> None:
             "word of a checkpoint that was not written",
         )
     finally:
-        filler.unlink()
+        filler.unlink(missing_ok=True)
 
 
 def rogue(run: Run, site: str, _draw: random.Random) -> None:
@@ -268,13 +268,11 @@ class Soak:
         self.faults = [row for row in found["rows"] if "fault" in row]
 
     def keep(self) -> None:
-        """Write all finished parts to the file, atomically."""
+        """Write all finished parts to the file."""
         if self._file is None:
             return
         settings = {**vars(self.extent), "reference": self.reference}
-        unfinished = self._file.with_name(f".{self._file.name}.unfinished")
-        common.write_json(unfinished, "chaos-parts", self.on, settings, [*self.parts, *self.faults])
-        unfinished.replace(self._file)
+        common.write_json(self._file, "chaos-parts", self.on, settings, [*self.parts, *self.faults])
 
     def run(self, root: Path) -> None:
         """Measure the missing parts. Raises `LabError`, or `HangError` if the undisturbed run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,14 @@ def test_parts_that_are_there_are_not_made_again(
     assert made == [1]
     with pytest.raises(SystemExit):
         chaos.Soak(chaos.Extent(seed=6, parts=2, faults=3, rounds=10), results)
+
+
+def test_a_disk_on_which_no_file_can_be_made_is_full_too(tmp_path: Path) -> None:
+    said = iter(["", "paris: checkpoint 8 was not written"])
+    run = MagicMock(over=False, said=lambda: next(said))
+    run.folder.return_value = tmp_path / "full"  # nothing can be made in a folder that is not there
+    run.until = lambda ready, what: ready()
+    chaos.disk_full(run, chaos.SMALL_DISK, random.Random(0))
 
 
 def test_one_line_and_code_3_where_networks_cannot_be_made(

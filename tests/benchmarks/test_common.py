@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -47,6 +48,36 @@ def test_rows_are_flat(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["rows"] == [{"ratio": 0.9, "note": None}]
     with pytest.raises(TypeError, match="row value nested is a list"):
         common.write_json(file, "x", {}, {}, [{"nested": [1]}])
+
+
+def test_a_call_that_ends_while_it_writes_leaves_the_earlier_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal may come at any time (`end_on_signals`), and the file holds hours of rows."""
+    file = tmp_path / "x.json"
+    common.write_json(file, "x", {}, {"seed": 0}, [{"ratio": 0.9}])
+
+    def half(path: Path, text: str, **_: str) -> int:
+        with path.open("w", encoding="utf-8") as out:
+            out.write(text[: len(text) // 2])
+        raise SystemExit(143)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        with pytest.raises(SystemExit):
+            common.write_json(file, "x", {}, {"seed": 0}, [{"ratio": 0.9}, {"ratio": 0.8}])
+    assert common.read_rows(file, "x", {"seed": 0}) == [{"ratio": 0.9}]
+
+
+def test_a_device_is_written_and_stays_a_device() -> None:
+    other, device = os.openpty()
+    try:
+        common.write_json(Path(os.ttyname(device)), "x", {}, {}, [])
+        assert Path(os.ttyname(device)).is_char_device()
+        assert os.read(other, 1) == b"{"
+    finally:
+        os.close(device)
+        os.close(other)
 
 
 def test_table_aligns_and_shows_what_is_missing() -> None:
