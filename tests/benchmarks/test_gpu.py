@@ -174,7 +174,15 @@ def test_a_crash_and_a_hang_cost_one_row_and_leave_their_logs(tmp_path: Path) ->
 def test_a_call_with_no_time_left_leaves_parts_out_and_keeps_earlier_rows(tmp_path: Path) -> None:
     results = Results(None, "", None)
     results.add(QUICK, row("passes", "FAIL"))
-    run_all([(QUICK, list(QUICK.rows))], results, setting(tmp_path, seconds=1.0))
+    shown: list[tuple[str, str]] = []
+
+    def show(row: dict[str, Any]) -> None:
+        assert table([row])
+        shown.append((row["name"], row["verdict"]))
+
+    run_all([(QUICK, list(QUICK.rows))], results, setting(tmp_path, seconds=1.0, show=show))
+    # What is shown is what this call did.
+    assert shown == [(name, "LEFT OUT") for name in QUICK.rows]
     assert results.rows["passes"]["verdict"] == "FAIL"
     assert results.rows["figures"]["verdict"] == "LEFT OUT"
     assert results.rows["figures"]["message"] == "no time left in this call"
