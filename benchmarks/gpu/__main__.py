@@ -111,7 +111,10 @@ def show(row: Row) -> None:
 
 def told(words: Sequence[str]) -> str:
     """Return the command without the folders of this machine."""
-    plain = [Path(word).name if word.startswith("/") else word for word in words]
+    plain = []
+    for word in words:
+        key, equals, value = word.rpartition("=")
+        plain.append(f"{key}{equals}{Path(value).name if value.startswith('/') else value}")
     return shlex.join(["python", "-m", "benchmarks.gpu", *plain])
 
 

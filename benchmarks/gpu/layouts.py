@@ -78,7 +78,7 @@ def _dies(context: Context) -> Outcome:
     path = sizes.run_file(
         context.folder, "dies", sizes.SITE["tiny"], context.shared, context.scale,
         site={"shards": 2, "batch_size": 8},
-        network={"heartbeat": 2.0}, outer={"rounds": 6, "inner_steps": 4},
+        outer={"rounds": 6, "inner_steps": 4},
     )  # fmt: skip
     product.prepare(path, context.shared)
     with product.ranks_share_gpu(context.cuda):

@@ -85,6 +85,13 @@ def test_ranks_of_a_part_that_hangs_write_their_stacks_before_their_parents_end(
     assert "in _sleeps" in written
 
 
+def test_the_command_has_no_folder_of_this_machine() -> None:
+    told = command.told(
+        ["--json=/home/me/gpu.json", "--wheels", "/tmp/whl", "--only", "codec int4"]
+    )
+    assert told == "python -m benchmarks.gpu --json=gpu.json --wheels whl --only 'codec int4'"
+
+
 def test_a_call_without_time_for_the_machine_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="machine could not be asked: no time left in this call"):
         command.main(["--minutes", "0.05", "--scale", "tiny", "--json", str(tmp_path / "r.json")])
