@@ -55,7 +55,7 @@ STEP_LIMIT, START_LIMIT = 30.0, 300.0
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = common.parser(__doc__ or "")
-    made.add_argument("--texts", type=Path, metavar="DIR", required=True, help="unseen texts")
+    made.add_argument("--texts", type=Path, metavar="DIR", help="unseen texts; for all but --list")
     made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep token files")
     made.add_argument("--text", nargs="+", choices=get_args(Source), help="these texts alone")
     made.add_argument("--plain", action="store_true", help="only runs whose time does not count")
@@ -63,19 +63,36 @@ def arguments() -> argparse.ArgumentParser:
     return made
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program if an option is missing, or would have no effect."""
+    if options.texts is None and not options.list:
+        parser.error("--texts: name the folder of the unseen texts")
+    if options.list and options.json is None:
+        parser.error("--list: name the results by --json")
+    if options.quick and options.json is not None:
+        parser.error("--quick: writes no results; leave out --json")
+    if options.quick and options.plain:
+        parser.error("--quick: makes timed runs alone; leave out --plain")
+
+
 def main() -> int:
     """Make the missing runs and print the tables. Returns 1 if a run failed."""
-    options = arguments().parse_args()
+    parser = arguments()
+    options = parser.parse_args()
     common.end_on_signals()
+    check(parser, options)
     timed = not (options.plain or options.list)
     if timed and common.cannot(NAME, unsupported_reason()):
         return common.CANNOT
     with tempfile.TemporaryDirectory(prefix="dilocox-time-to-loss-") as temporary:
         bench = Bench(options, (options.folder or Path(temporary)).resolve())
-        if not options.list and (code := bench.measure()):
-            return code
+        try:
+            code = 0 if options.list else bench.measure()
+        except DilocoxError as error:
+            common.say(f"{NAME}: {error}")
+            code = 1
     bench.show()
-    return 0
+    return code
 
 
 class Bench:
@@ -88,8 +105,12 @@ class Bench:
             "protocol": hashlib.sha256(PROTOCOL.read_bytes()).hexdigest(),
             "ratio": RATIO,
         }
-        self._path: Path | None = None if options.quick else options.json
-        self._rows: list[Row] = common.read_rows(self._path, NAME, self._settings)
+        if options.folder is not None and not options.list:
+            common.claim(folder)
+        self._path: Path | None = options.json
+        self._rows: list[Row] = common.read_rows(
+            self._path, NAME, self._settings, claimed=not options.list
+        )
         committed = tuning.read(common.RESULTS / "quality-tuning.json", LEAD[0])
         self._entries = cases.entries()
         self._rates = {
@@ -108,6 +129,9 @@ class Bench:
             case = next((each for each in self._missing() if str(each) not in failed), None)
             if case is None:
                 return 1 if failed else 0
+            digest = self._digest(case)
+            key = {"source": case.source, "seed": case.seed}
+            common.refuse_other_text(self._path, self._rows, digest, key)
             common.say(f"{case}: begins")
             try:
                 row = self._train(case)
@@ -118,7 +142,7 @@ class Bench:
             if row is None:
                 common.say("stopped; started again, the benchmark goes on with this run")
                 return 130
-            self._rows.append({**row, "text": self._digest(case)})
+            self._rows.append({**row, "text": digest})
             self._write(on)
             reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
             common.say(f"{case}: {reached}, {row['seconds'] or 0:.0f} s")
@@ -206,6 +230,8 @@ class Bench:
         return Text.write_parts(self._folder / source, parts)
 
     def _digest(self, case: Case) -> str:
+        """Return the digest of the token files of a run, which are written if they are missing."""
+        self._text(case)
         files = TokenFiles.open(self._written(case.source).mixture(case.seed))
         return str(describe(files)["digest"])
 
@@ -223,8 +249,5 @@ class Bench:
         return found
 
     def _write(self, on: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
-        common.write_json(unfinished, NAME, on, self._settings, self._rows)
-        unfinished.replace(self._path)
+        if self._path is not None:
+            common.write_json(self._path, NAME, on, self._settings, self._rows)
