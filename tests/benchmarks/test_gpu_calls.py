@@ -52,6 +52,7 @@ def living(pid: int) -> bool:
         return False
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_parts_and_their_runs_end_with_a_call_that_is_killed(number: int, tmp_path: Path) -> None:
     """Their session is their own, so nothing else ends them, and they would keep the GPU."""
@@ -73,6 +74,7 @@ def test_parts_and_their_runs_end_with_a_call_that_is_killed(number: int, tmp_pa
         assert (row["verdict"], row["message"]) == ("LEFT OUT", "the call was ended")
 
 
+@pytest.mark.waits
 def test_ranks_of_a_part_that_hangs_write_their_stacks_before_their_parents_end(
     tmp_path: Path,
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_call_without_time_for_the_machine_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "r.json").exists()
 
 
+@pytest.mark.waits
 def test_a_site_is_built_as_the_product_builds_it(tmp_path: Path) -> None:
     """The adapter to the product follows its changes: no GPU is needed to see that it does."""
     words = ["--scale", "tiny", "--minutes", "5", "--json", str(tmp_path / "gpu.json")]
