@@ -145,6 +145,7 @@ def main(words: Sequence[str] | None = None) -> int:
         setting = Setting(
             options.scale, work, deadline, path, together, show,
             None if options.json is None else options.json.absolute().with_suffix(".log"),
+            options.keep is None,
         )  # fmt: skip
         run(jobs, results, setting, options.again)
     finally:

@@ -217,6 +217,18 @@ def test_a_process_knows_the_figures_of_earlier_ones(tmp_path: Path) -> None:
     assert results.rows["second"]["message"] == "first: {'speed': 2.0}"
 
 
+@pytest.mark.parametrize("clear", [True, False])
+def test_the_runs_of_a_part_do_not_fill_the_disk_of_the_next_one(
+    clear: bool, tmp_path: Path
+) -> None:
+    work, log = tmp_path / "work", tmp_path / "rows.log"
+    asked = Setting("tiny", work, time.monotonic() + 60.0, logs=log, clear=clear)
+    quick = Part("quick", f"{HERE}:quick", ("passes",), 1, 60, "rows")
+    run_all([(quick, ["passes"])], Results(None, "", None), asked)
+    assert (work / "quick" / "log.txt").exists() is not clear
+    assert work.exists()
+
+
 def test_the_plain_loop_has_all_kernels_of_attention_after_a_site() -> None:
     """A deterministic site on a GPU switches cuDNN's attention off in its process."""
     before = speed.Flags.now()
