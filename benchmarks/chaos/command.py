@@ -336,12 +336,15 @@ def started(network: Network, root: Path, name: str, rounds: int) -> Iterator[Ru
 def main() -> int:
     """Measure what is missing, print and write. Returns the exit code."""
     parser = common.parser(__doc__ or "")
-    parser.add_argument("--seed", type=int, default=0, help="of the schedule (0)")
+    parser.add_argument("--seed", type=int, help="of the schedule (0)")
     parser.add_argument("--parts", type=int, help="runs (1 with --quick, else 9)")
     parser.add_argument("--faults", type=int, help="per part at most (9 with --quick, else 12)")
     parser.add_argument("--rounds", type=int, help="per part (200 with --quick, else 300)")
     parser.add_argument("--beside", action="store_true", help="a run with standby and witness")
     options = parser.parse_args()
+    for name in ("seed", "parts", "faults") if options.beside else ():
+        if getattr(options, name) is not None:
+            parser.error(f"--{name}: has no meaning with --beside; leave it out")
     common.end_on_signals()
     if common.cannot("chaos", unsupported_reason()):
         return common.CANNOT
@@ -351,7 +354,7 @@ def main() -> int:
         return beside.main(options.rounds or beside.ROUNDS, options.json)
     usual = QUICK if options.quick else FULL
     extent = Extent(
-        options.seed,
+        options.seed or 0,
         options.parts or usual.parts,
         options.faults or usual.faults,
         options.rounds or usual.rounds,

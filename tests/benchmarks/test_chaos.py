@@ -135,6 +135,18 @@ def test_one_line_and_code_3_where_networks_cannot_be_made(
     assert said == ["chaos: cannot be measured here: network namespaces need root"]
 
 
+@pytest.mark.parametrize("word", ["--seed", "--parts", "--faults"])
+def test_options_of_the_long_run_are_refused_with_the_short_one(
+    word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chaos.py", "--beside", word, "2"])
+    monkeypatch.setattr(chaos, "unsupported_reason", lambda: "network namespaces need root")
+    with pytest.raises(SystemExit) as ended:
+        chaos.main()
+    assert ended.value.code == 2
+    assert f"{word}: has no meaning with --beside" in capsys.readouterr().err
+
+
 def test_each_run_has_a_small_disk_of_its_own(tmp_path: Path) -> None:
     need_mounts(tmp_path)
     folder = tmp_path / "oslo"
