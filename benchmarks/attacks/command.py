@@ -190,6 +190,7 @@ class Bench:
 
     def keep(self, row: common.Row) -> None:
         """Add a row, and write all rows."""
+        row["commit"] = common.commit()
         row["over_clean"] = over_clean(row, self.reference(row))
         self.rows.append(row)
         if self.options.json is not None:

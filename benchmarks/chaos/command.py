@@ -313,7 +313,8 @@ class Soak:
             faults = chaos_rows.fault_rows(blows, run.records())
         self.faults += [{"part": part, **fault} for fault in faults]
         seconds = round(time.monotonic() - began)
-        self.parts.append({"part": part, "seed": seed, "seconds": seconds, **row})
+        about = {"part": part, "seed": seed, "commit": common.commit(), "seconds": seconds}
+        self.parts.append({**about, **row})
         self.keep()
         common.say(f"part {part}: {len(faults)} faults, {seconds} s")
 

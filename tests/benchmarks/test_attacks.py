@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 from benchmarks.attacks import command as attacks
 from benchmarks.attacks.lm import Text
@@ -23,6 +25,15 @@ def test_what_the_checks_find_never_counts(name: str, code: str) -> None:
     out = course.tally.share(ATTACKERS) + course.refused / (course.tally.exchanges * 2)
     assert out == 1.0
     assert course.tally.share(SITES[:6]) == 0.0
+
+
+def test_a_row_has_the_commit_that_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an earlier call are kept, and the head of the file has the commit of the last."""
+    monkeypatch.setattr(attacks.common, "commit", lambda: "abc")
+    bench = attacks.Bench(argparse.Namespace(json=None), {}, {}, attacks.QUICK, [])
+    bench.keep({"kind": "in-process", "attack": "none", "rule": "mean", "loss": 2.0})
+    assert bench.rows[0]["commit"] == "abc"
+    assert bench.rows[0]["over_clean"] == 1.0
 
 
 def test_a_loss_above_knowing_nothing_is_ruined() -> None:

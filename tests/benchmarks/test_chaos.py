@@ -135,6 +135,21 @@ def test_one_line_and_code_3_where_networks_cannot_be_made(
     assert said == ["chaos: cannot be measured here: network namespaces need root"]
 
 
+def test_a_part_has_the_commit_that_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of an earlier call are kept, and the head of the file has the commit of the last."""
+    monkeypatch.setattr(chaos.common, "machine", dict)
+    monkeypatch.setattr(chaos.common, "commit", lambda: "abc")
+    monkeypatch.setattr(chaos, "started", MagicMock())
+    monkeypatch.setattr(chaos, "torment", MagicMock(side_effect=chaos.HangError("no round")))
+    monkeypatch.setattr(chaos_rows, "fault_rows", lambda *_: [])
+    soak = chaos.Soak(chaos.Extent(seed=5, parts=1, faults=3, rounds=10), None)
+    soak._part(MagicMock(), tmp_path, 0, 2.0)
+    (part,) = soak.parts
+    assert (part["hangs"], part["commit"]) == (1, "abc")
+
+
 @pytest.mark.parametrize("word", ["--seed", "--parts", "--faults"])
 def test_options_of_the_long_run_are_refused_with_the_short_one(
     word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
