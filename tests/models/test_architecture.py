@@ -92,6 +92,28 @@ def test_layers_with_attributes_of_their_own_are_refused() -> None:
     assert "layers differ in" in _refusal(model_type="gemma4_text", vocabulary=None)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing", "No such file or directory"),
+        ("empty", "No such file or directory"),
+        ("file/below", "Not a directory"),
+        ("far/below/missing", "No such file or directory"),
+    ],
+)
+def test_a_folder_without_a_configuration_is_told_in_few_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    for place in (str(tmp_path / name), f"./{name}", name if name.count("/") > 1 else f"./{name}"):
+        with pytest.raises(ModelError) as caught:
+            load_model_config(ModelSection(path=place), None)
+        said = f"model.path {place}: no usable configuration there ({reason}); give a folder"
+        assert str(caught.value).startswith(said)
+
+
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     keys = {"model_type": "own", "auto_map": {"AutoConfig": "code.OwnConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(keys))

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dilocox.errors import DataError
+from dilocox.utils.file_errors import names_folder
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of a trained tokenizer."""
@@ -87,8 +88,7 @@ def train_tokenizer(
 
 def names_missing_folder(place: str) -> bool:
     """Returns whether `place` can only be the name of a folder, but the folder does not exist."""
-    folder = place.startswith(("/", ".", "~")) or place.count("/") > 1
-    return folder and not Path(place).expanduser().is_dir()
+    return names_folder(place) and not Path(place).expanduser().is_dir()
 
 
 def load_tokenizer(name: str, folder: Path) -> Encoder:

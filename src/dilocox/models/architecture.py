@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilocox.config.run_config import ModelSection
 from dilocox.errors import ModelError
+from dilocox.utils.file_errors import names_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,16 +92,26 @@ def one_line(error: BaseException) -> str:
 def _from_path(path: str, revision: str | None) -> PretrainedConfig:
     from transformers import AutoConfig
 
+    place = os.path.expanduser(path)
+    if names_folder(path) and not os.path.isfile(place):
+        try:
+            with open(os.path.join(place, "config.json"), "rb"):
+                pass
+        except OSError as error:  # transformers would take the folder for a name on the hub
+            raise _unusable(path, error.strerror or str(error)) from None
     try:
         # Code that comes with a model is never run. With False, transformers does not ask the user
         # for permission to run it either.
-        place = os.path.expanduser(path)
         return AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds of errors here
-        raise ModelError(
-            f"model.path {path}: no usable configuration there ({one_line(error)}); give a folder "
-            "with a config.json, or a hub name that this machine can reach"
-        ) from None
+        raise _unusable(path, one_line(error)) from None
+
+
+def _unusable(path: str, reason: str) -> ModelError:
+    return ModelError(
+        f"model.path {path}: no usable configuration there ({reason}); give a folder with a "
+        "config.json, or a hub name that this machine can reach"
+    )
 
 
 def _inline(architecture: dict[str, Any], vocabulary_size: int | None) -> PretrainedConfig:

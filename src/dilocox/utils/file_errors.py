@@ -1,4 +1,4 @@
-"""One line, with the remedy, on an error of the system about a file or folder of the user's."""
+"""Files and folders that the user names: which names are folders, and why one cannot be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MENDS = {
     errno.EACCES: _RIGHT,
     errno.EPERM: _RIGHT,
     errno.EROFS: "name a place that can be written to",
-    errno.ENOENT: "make it, or name another place",
+    errno.ENOENT: "check its name",
     errno.EEXIST: "move it away, or name another place",
     errno.ENOTDIR: "a part of its path is a file, so name another place",
     errno.EISDIR: "it is a folder, so name a file",
@@ -22,6 +22,11 @@ _MENDS = {
     errno.EDQUOT: _ROOM,
 }
 """Remedies by error number."""
+
+
+def names_folder(place: str) -> bool:
+    """Return whether `place` can only be a folder, because no name on a hub has this form."""
+    return place.startswith(("/", ".", "~")) or place.count("/") > 1
 
 
 def file_problem(error: BaseException) -> str | None:
