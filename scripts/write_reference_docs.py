@@ -43,7 +43,7 @@ command also takes `--debug`, which shows where an error comes from.
 | 0 | done |
 | 1 | failed; one line on standard error says why, and `--debug` shows where |
 | 2 | the command line is not one that dilocox takes |
-| 3 | of `verify`, `audit`, `auditor`: not all was judged; of `attest`: nothing filed; of `status`: stopped, or the site left |
+| 3 | not all judged (`verify`, `audit`, `auditor`) or filed (`attest`); `status`: stopped or left |
 | 130 | asked to go (Ctrl-C, SIGTERM) |
 
 ## Examples
