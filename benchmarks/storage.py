@@ -122,11 +122,11 @@ class Storage:
             outside, env=self._settings, text=True, stdin=quiet, stdout=quiet, stderr=quiet
         )
 
-    def size(self, name: str) -> int:
-        """Return the bytes that are published of run `name`."""
+    def size(self, name: str) -> int | None:
+        """Return the bytes that are published of run `name`. None if the server does not say."""
         ask = ["-c", f"import s3fs; print(s3fs.S3FileSystem().du('runs/{name}'))"]
         text, _ = self._start(HUB, ask, subprocess.PIPE).communicate()
-        return int(text or 0)
+        return int(text) if text.strip() else None
 
     def _start(self, host: str, arguments: Sequence[str], output: Any) -> subprocess.Popen[str]:
         return self._lab.start(
@@ -257,8 +257,8 @@ def measure(root: Path, pairs: int, apart: bool) -> tuple[list[common.Row], comm
         (stretches,) = beside
         size = storage.size(config.folder.name)
         rows = list(stretches.pairs(lab.quotas[SITES[0]]))
-    seconds = stretches.beside_seconds
-    return rows, {"published_bytes": size, "published_mbit": round(size * 8e-6 / seconds, 3)}
+    rate = None if size is None else round(size * 8e-6 / stretches.beside_seconds, 3)
+    return rows, {"published_bytes": size, "published_mbit": rate}
 
 
 def summary(rows: Sequence[common.Row]) -> common.Row:
@@ -315,12 +315,13 @@ def main() -> int:
             return 1
     print(common.table(rows, COLUMNS))
     found = summary(rows) | published
+    rate = found["published_mbit"]
+    sent = "an unknown number of bytes" if rate is None else f"{rate:.2f} Mbit/s"
     print(
         f"ratio: median {found['ratio']['median']:.4f} ({found['ratio']['low']:.4f} to "
         f"{found['ratio']['high']:.4f}), mean {found['ratio']['mean']:.4f}, standard error "
         f"{found['ratio']['standard_error']:.4f}; the publisher took "
-        f"{found['publisher_cpu_share']:.2%} of the site's processor time, and sent "
-        f"{found['published_mbit']:.2f} Mbit/s"
+        f"{found['publisher_cpu_share']:.2%} of the site's processor time, and sent {sent}"
     )
     # The committed file has all pairs; fewer must not replace it.
     path = options.json or (None if pairs < PAIRS or options.apart else RESULTS)

@@ -14,6 +14,8 @@ import pytest
 from benchmarks import storage
 from dilocox.config.run_config import RunConfig
 
+storage_size = storage.Storage.size
+
 
 class FakeLab:
     """A lab without hosts."""
@@ -130,6 +132,25 @@ def test_a_publisher_that_fails_ends_the_benchmark(
     monkeypatch.setattr(sys, "argv", ["storage"])
     assert storage.main() == 1
     assert "publishing has failed" in capsys.readouterr().err
+
+
+def test_a_size_that_cannot_be_read_is_not_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    publisher: Publisher,
+) -> None:
+    """It was filed as 0 bytes and 0 Mbit/s. The pairs of an hour are kept."""
+    ended = SimpleNamespace(communicate=lambda: ("", None))
+    silent: Any = SimpleNamespace(_start=lambda *_: ended)
+    assert storage_size(silent, "beside") is None
+    file = tmp_path / "found.json"
+    monkeypatch.setattr(storage.Storage, "size", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["storage", "--json", str(file)])
+    assert storage.main() == 0
+    found = json.loads(file.read_text())["settings"]["found"]
+    assert (found["published_bytes"], found["published_mbit"]) == (None, None)
+    assert "and sent an unknown number of bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("told", "pairs"), [([], 3), (["--pairs", "2"], None)])
