@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.wan.grid import ALONE, BY_NAME, NONE
 
 Row = dict[str, Any]
-_MARKED = re.compile(r"(<!-- wan: begin (\d+) (\d+) -->\n).*?(<!-- wan: end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- wan: begin (\d+) (\d+) -->\n)(.*?)(<!-- wan: end -->)", re.DOTALL)
 HEAD = """\
 | method | tokens/s | speed kept | over AllReduce | H | payload | on the wire | of the link |
 |---|---|---|---|---|---|---|---|
@@ -24,14 +24,15 @@ NOTHING = "Not measured yet.\n"
 def filled(text: str, known: Sequence[Row]) -> str:
     """Return the document `text` with the tables of `known` in their places.
 
-    A line above each table describes link and blocks.
+    A line above each table describes link and blocks. A table of a link without rows stays as it
+    is.
     """
 
     def table(found: re.Match[str]) -> str:
-        begin, sites, ratio, end = found.groups()
+        begin, sites, ratio, before, end = found.groups()
         inside = [r for r in known if (r["sites"], r["ratio"]) == (int(sites), int(ratio))]
         if not inside:
-            return begin + NOTHING + end
+            return begin + (before or NOTHING) + end
         return begin + about(inside) + "\n" + HEAD + "".join(map(_line, inside)) + end
 
     return _MARKED.sub(table, text)
