@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import shutil
 import signal
@@ -45,8 +44,6 @@ def arguments() -> argparse.ArgumentParser:
     add("--wheels-line", action="store_true", help="print the download command of the wheels")
     add("--scale", choices=["auto", "gpu", "cpu", "tiny"], default="auto",
         help="sizes; auto: gpu where PyTorch sees one, else cpu")  # fmt: skip
-    add("--together", type=int, metavar="N",
-        help="parts beside each other, of those that measure no time (cores / 4)")  # fmt: skip
     add("--commit", metavar="NAME", help="the commit, where there is no git")
     add("--keep", type=Path, metavar="FOLDER", help="work there, and keep logs and run folders")
     return parser
@@ -140,10 +137,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.wheels is not None:
             wheels.install(options.wheels, work / "wheels")
             path = str(work / "wheels")
-        together = options.together or max(1, len(os.sched_getaffinity(0)) // 4)
         deadline = began + 60.0 * options.minutes - MARGIN
         setting = Setting(
-            options.scale, work, deadline, path, together, show,
+            options.scale, work, deadline, path, show,
             None if options.json is None else options.json.absolute().with_suffix(".log"),
             options.keep is None,
         )  # fmt: skip

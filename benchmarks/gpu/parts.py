@@ -41,8 +41,6 @@ class Part:
 
     `function` is `module:name` of a callable that takes a `child.Context`. `seconds` is the
     duration of the part on one H100 or H200, `limit` the seconds after which its process is killed.
-    A part that is `alone` has the machine for itself: it measures time, takes all of the GPU's
-    memory, compiles, or comes first.
     """
 
     name: str
@@ -53,7 +51,6 @@ class Part:
     about: str
     checks: tuple[int, ...] = ()
     """Numbers of the checks in the list of GPU findings."""
-    alone: bool = True
     aims: tuple[tuple[str, Aim], ...] = ()
     """Pairs (row, aim)."""
     gpu_only: bool = False
@@ -86,7 +83,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "nccl", f"{_HERE}.nccl:run", ("nccl, one rank", "nccl, a peer dies"), 25, 90,
-        "NCCL of one rank, FSDP2, and the time to exit when a peer dies", (6,), alone=False,
+        "NCCL of one rank, FSDP2, and the time to exit when a peer dies", (6,),
         gpu_only=True,
     ),
     Part(

@@ -181,7 +181,7 @@ def compute_dtype(cuda: bool) -> torch.dtype:
 
 
 def prepare(run_file: Path, shared: Path) -> None:
-    """Make the run's token files. Parts that run at the same time make them once."""
+    """Make the token files of the run. Processes that run at the same time make them once."""
     import dilocox
     from dilocox.training.launch.data_preparation import prepare_data
     from dilocox.training.launch.forking import stay_forkable

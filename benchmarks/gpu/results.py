@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def judged(aims: Sequence[Aim], figures: Mapping[str, Any]) -> list[dict[str, An
 class Results:
     """The rows measured so far. Every change rewrites the file as a whole, atomically.
 
-    Threads may share one object. Raises `SystemExit` for a file of another benchmark.
+    Raises `SystemExit` for a file of another benchmark.
     """
 
     def __init__(self, path: Path | None, command: str, commit: str | None) -> None:
@@ -55,7 +54,6 @@ class Results:
         self.rows: dict[str, Row] = {}
         self._command = command
         self._commit = commit
-        self._lock = threading.Lock()
         if path is not None and path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             if found.get("benchmark") != "gpu":
@@ -65,15 +63,14 @@ class Results:
 
     def set_head(self, head: Mapping[str, Any]) -> None:
         """Set the facts of this machine. Raises `SystemExit` if the file is of another machine."""
-        with self._lock:
-            for fact in SAME if self.head else ():
-                if self.head.get(fact) != head.get(fact):
-                    raise SystemExit(
-                        f"{self.path}: has rows with {fact} {self.head.get(fact)}, here it is "
-                        f"{head.get(fact)}; name another file by --json"
-                    )
-            self.head = dict(head)
-            self._write()
+        for fact in SAME if self.head else ():
+            if self.head.get(fact) != head.get(fact):
+                raise SystemExit(
+                    f"{self.path}: has rows with {fact} {self.head.get(fact)}, here it is "
+                    f"{head.get(fact)}; name another file by --json"
+                )
+        self.head = dict(head)
+        self._write()
 
     @property
     def on_gpu(self) -> bool:
@@ -85,21 +82,20 @@ class Results:
 
         A row that a call leaves out does not replace an earlier measurement.
         """
-        with self._lock:
-            name = row["name"]
-            if row["verdict"] == LEFT_OUT and name in self.rows:
-                return self.rows[name]
-            aims = part.aims_of(name) if self.on_gpu and row["verdict"] != LEFT_OUT else []
-            made = {
-                "part": part.name,
-                **row,
-                "aims": judged(aims, row["figures"]),
-                "commit": self._commit,
-                "date": today(),
-            }
-            self.rows[name] = made
-            self._write()
-            return made
+        name = row["name"]
+        if row["verdict"] == LEFT_OUT and name in self.rows:
+            return self.rows[name]
+        aims = part.aims_of(name) if self.on_gpu and row["verdict"] != LEFT_OUT else []
+        made = {
+            "part": part.name,
+            **row,
+            "aims": judged(aims, row["figures"]),
+            "commit": self._commit,
+            "date": today(),
+        }
+        self.rows[name] = made
+        self._write()
+        return made
 
     def _write(self) -> None:
         if self.path is None:

@@ -55,23 +55,12 @@ def test_every_check_of_the_list_has_rows_and_every_name_is_one() -> None:
 
 def test_a_run_from_end_to_end_comes_first_and_two_machines_hold_all_parts() -> None:
     assert [part.name for part in PARTS[:3]] == ["machine", "two", "audit"]
-    seconds: list[float] = []
-    wave: list[float] = []
-    for part in PARTS:
-        if part.alone:
-            seconds += [max(wave)] if wave else []
-            seconds, wave = [*seconds, part.seconds], []
-        else:
-            wave.append(part.seconds)
+    seconds = [part.seconds for part in PARTS]
     # Twice: a call of 9 minutes, and what is left of 15 after the start of the machine.
     for left in (9 * 60 - 10, 255) * 2:
         while seconds and left >= seconds[0]:
             left -= seconds.pop(0)
     assert not seconds
-
-
-def test_what_takes_all_of_the_memory_of_the_gpu_runs_alone() -> None:
-    assert part_of("out of memory").alone
 
 
 def test_aims_are_those_that_are_asked_for() -> None:

@@ -69,9 +69,6 @@ def test_parts_and_their_runs_end_with_a_call_that_is_killed(number: int, tmp_pa
     while any(map(living, family)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(living, family))
-    if number != signal.SIGKILL:
-        (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
-        assert (row["verdict"], row["message"]) == ("LEFT OUT", "the call was ended")
 
 
 @pytest.mark.waits
