@@ -227,7 +227,7 @@ def main(rounds: int, results: Path | None) -> int:
     faults = chaos_rows.fault_rows(blows, records)
     seconds = round(time.monotonic() - began)
     # There is no run without faults to compare the loss with: its ratio means nothing here.
-    row = chaos_rows.part_row(summary, ledger, float(summary["val_loss_last"]))
+    row = chaos_rows.part_row(summary, ledger, float(summary["val_loss_last"]), records)
     part = {"part": 0, "seconds": seconds, **row, "loss_ratio": None}
     found = chaos_rows.rows_of([kind for kind, _ in KINDS], faults, [part])
     common.say(f"witness: {told}")

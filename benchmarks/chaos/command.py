@@ -17,8 +17,8 @@ contribute; the next one when all contribute again. The seed decides the order o
 Figures per fault: `stall_seconds` is the longest time without a round at any site without the
 fault (at any site, if the coordinator had the fault), less the usual time of a round.
 `recovery_seconds` is the time until every site has contributed to a round that began after the
-fault. The row `run` has figures for all runs together: hangs, divergence (the coordinator compares
-all anchors every round), rounds, and rounds of a site that were begun and discarded. It also has
+fault. The row `run` has figures for all runs together: hangs, divergence (of the anchors that sites
+show after the same round), rounds, and rounds of a site that were begun and discarded. It also has
 the sequences trained on twice or not accounted for, and the held-out loss over that of the run
 without faults.
 
@@ -306,7 +306,8 @@ class Soak:
         with started(network, root, f"disturbed-{part}", extent.rounds) as run:
             try:
                 torment(run, schedule(seed, extent.faults), seed, blows)
-                row = chaos_rows.part_row(run.finish(), run.ledger(), reference)
+                summary = run.finish()
+                row = chaos_rows.part_row(summary, run.ledger(), reference, run.records())
             except HangError as error:
                 common.say(f"part {part}: {error}")
                 row = dict(chaos_rows.HUNG)

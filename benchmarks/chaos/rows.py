@@ -59,12 +59,27 @@ def fault_rows(blows: Sequence[Blow], records: Sequence[Record]) -> list[Row]:
     ]
 
 
-def part_row(summary: Record, ledger: Sequence[Record], reference: float) -> Row:
+def anchors_differ(records: Sequence[Record]) -> bool:
+    """Return whether two sites have shown different anchors after the same round.
+
+    The coordinator declares a site lost whose anchor differs from that of most sites, and the run
+    goes on. So its end does not tell.
+    """
+    shown: dict[int, dict[str, str]] = {}
+    for record in records:
+        if record["kind"] == "round" and record.get("site") and record.get("anchor_digest"):
+            shown.setdefault(record["round"], {})[record["site"]] = record["anchor_digest"]
+    return any(len(set(found.values())) > 1 for found in shown.values())
+
+
+def part_row(
+    summary: Record, ledger: Sequence[Record], reference: float, records: Sequence[Record]
+) -> Row:
     """Return the results of one run. `reference`: held-out loss of the run without faults."""
     thrown = {(e["site"], e["round"]) for e in ledger if e["state"] == "returned"}
     return {
         "hangs": 0,
-        "diverged": int(summary["phase"] != "finished"),
+        "diverged": int(summary["phase"] != "finished" or anchors_differ(records)),
         "rounds": summary["rounds"],
         "discarded": len(thrown),
         "tokens_doubled": summary["sequences_doubled"],

@@ -77,7 +77,7 @@ def test_the_run_as_a_whole() -> None:
         {"site": "oslo", "round": 4, "state": "returned"},
         {"site": "oslo", "round": 5, "state": "committed"},
     ]
-    part = chaos_rows.part_row(summary, ledger, 2.0)
+    part = chaos_rows.part_row(summary, ledger, 2.0, [])
     assert part["discarded"] == 2
     assert part["loss_ratio"] == pytest.approx(1.01)
     parts = [
@@ -89,6 +89,25 @@ def test_the_run_as_a_whole() -> None:
     assert (row["hangs"], row["diverged"], row["tokens_lost"]) == (1, 0, 1)
     assert (row["rounds"], row["discarded"], row["minutes"]) == (180, 4, 3.0)
     assert (row["loss_ratio"], row["loss_ratio_worst"]) == (1.02, 1.03)
+
+
+def test_a_site_with_other_weights_counts_though_the_run_goes_on_without_it() -> None:
+    """The coordinator declares such a site lost, and it may join again."""
+    summary = {
+        "phase": "finished", "rounds": 2, "sequences_doubled": 0, "sequences_missing": 0,
+        "val_loss_last": 2.0,
+    }  # fmt: skip
+
+    def shown(site: str, number: int, digest: str | None) -> dict[str, Any]:
+        return {**report(site, number, float(number)), "anchor_digest": digest}
+
+    same = [shown(site, 0, "a") for site in chaos_run.SITES]
+    behind = [shown("lyon", 1, "b"), shown("paris", 1, None)]
+    assert chaos_rows.part_row(summary, [], 2.0, same + behind)["diverged"] == 0
+    odd = [*same, *behind, shown("oslo", 1, "c")]
+    assert chaos_rows.part_row(summary, [], 2.0, odd)["diverged"] == 1
+    # A site that trains a round again reports it again.
+    assert chaos_rows.part_row(summary, [], 2.0, [*odd, shown("oslo", 1, "b")])["diverged"] == 0
 
 
 def test_parts_that_are_there_are_not_made_again(
