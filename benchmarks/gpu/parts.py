@@ -106,7 +106,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "link", f"{_HERE}.link:run",
-        ("link, no network", "link, two steps", "link, allreduce", "link, as shipped"), 235, 330,
+        ("link, no network", "link, two steps", "link, allreduce", "link, as shipped"), 245, 330,
         "a link on which gradients take 400 times as long as a step", (10,),
         aims=(
             ("link, two steps", Aim("share_of_no_network", ">=", 0.99)),
