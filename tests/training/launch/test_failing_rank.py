@@ -72,6 +72,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+def test_a_log_that_cannot_be_written_is_the_reason(
+    site: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    ended, _ = site()
+    assert ended.code == 1
+    assert ended.reason.startswith("paris stage ")
+    assert f": {tmp_path / 'logs'}: cannot be used (File exists); move it away, or" in ended.reason
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_its_group_is_not_waited_for(site: Any, tmp_path: Path) -> None:
     ended, seconds = site()
     assert seconds < LONG / 4

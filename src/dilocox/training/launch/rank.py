@@ -99,7 +99,11 @@ def run_rank(job: RankJob, errors: Errors) -> int:
     process group, since destroying a group waits for its peers, which may be in a collective until
     the time limit. The caller ends the process by `processes.exit_now`.
     """
-    set_up_log(job)
+    try:
+        set_up_log(job)
+    except OSError as error:  # without a log, a traceback would go to the terminal
+        errors(f"{job.place}: {file_problem(error) or error}", False)
+        return 1
     try:
         with tracing.recording(job.trace):
             train_rank(job, errors)
