@@ -409,6 +409,8 @@ def test_an_auditor_shows_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (code, text.strip()) == (0, s.Signer.from_hex(key.read_text().strip()).public)
     assert key.stat().st_mode & 0o077 == 0
     assert ended("auditor", "--show-key", "--key", str(key), capsys=capsys)[1] == text
+    with pytest.raises(RecordError, match=r": cannot be used \(Is a directory\); name another"):
+        ended("auditor", "--show-key", "--key", str(tmp_path), capsys=capsys)
     for words in (["--show-key"], ["--show-key", "--key", str(key), str(tmp_path)], []):
         with pytest.raises(ConfigError):
             ended("auditor", *words, capsys=capsys)

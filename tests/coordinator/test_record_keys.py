@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
+from dilocox.coordinator.identity import write_private
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.record_keys import RecordKey, key_file
 from dilocox.coordinator.server import events as e
@@ -129,3 +132,15 @@ def driver_csr(driver: Driver) -> str:
     from tests.support.coordinator_driver import CSR
 
     return CSR + "\n" * sum(driver.incarnations.values())
+
+
+def test_a_full_disk_leaves_no_part_of_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_private(tmp_path / "key", b"secret")
+    assert not list(tmp_path.iterdir())

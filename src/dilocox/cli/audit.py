@@ -300,7 +300,10 @@ def _signer(path: Path | None) -> Signer:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_private(path, f"{fresh}\n".encode())
         return Signer.from_hex(path.read_text(encoding="utf-8").strip())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        reason = error.strerror
+        raise RecordError(f"--key {path}: cannot be used ({reason}); name another file") from None
+    except ValueError as error:
         raise RecordError(f"--key {path}: not a key ({error}); name another file") from None
 
 

@@ -8,6 +8,7 @@ server before it sends its token.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import ipaddress
@@ -82,14 +83,22 @@ def server_names(network: NetworkSection) -> list[str]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write `content` to `path` with mode 0600, replacing an existing file atomically."""
+    """Write `content` to `path` with mode 0600, replacing an existing file atomically.
+
+    Raises `OSError` if the file cannot be written; then no partial file is left.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def new_request(site: str) -> tuple[str, str]:

@@ -316,6 +316,8 @@ def test_a_pretended_machine_is_kept(tmp_path: Path) -> None:
     (tmp_path / "machine/simulated-machine.key").write_text("x")
     with pytest.raises(AttestationError, match="not a pretended machine"):
         Collector.simulated(tmp_path / "machine")
+    with pytest.raises(AttestationError, match=r"key: cannot be used \(File exists\)$"):
+        Collector.simulated(tmp_path / "machine/simulated-machine.key")
 
 
 @pytest.mark.parametrize("fault", ["dead", "silent", "nonsense"])

@@ -78,7 +78,9 @@ class SimulatedMachine:
                 write_private(folder / KEY_FILE, _pem(made.key))
             key = serialization.load_pem_private_key((folder / KEY_FILE).read_bytes(), None)
             chain = read_certificates((folder / CHAIN_FILE).read_bytes(), str(folder))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise AttestationError(f"{folder}: cannot be used ({error.strerror})") from None
+        except ValueError as error:
             raise AttestationError(f"{folder}: not a pretended machine ({error})") from None
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         return cls(key, tuple(chain))
