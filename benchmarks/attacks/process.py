@@ -229,6 +229,8 @@ def main(number: int, folder: Path, rounds: int) -> None:
     ):
         dilocox.train(config, overwrite=True)
     summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
+    if summary["phase"] == "stopped":
+        sys.exit(f"{case.name}: the run was stopped: {summary['reason']}")
     row = row_of(config.folder, summary)
     model = config.folder / "model"
     row["target_loss"] = round(attacks_texts.target_loss(model), 3) if model.is_dir() else None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.attacks import command as attacks
+from benchmarks.attacks import process
 from benchmarks.attacks.lm import Text
 from benchmarks.attacks.moves import MOVES
 from benchmarks.attacks.sites import ATTACKERS, SITES, Course, Length
@@ -34,6 +38,21 @@ def test_a_row_has_the_commit_that_it_measured(monkeypatch: pytest.MonkeyPatch) 
     bench.keep({"kind": "in-process", "attack": "none", "rule": "mean", "loss": 2.0})
     assert bench.rows[0]["commit"] == "abc"
     assert bench.rows[0]["over_clean"] == 1.0
+
+
+def test_a_run_that_was_interrupted_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later call would not make the run again."""
+
+    def interrupted(config: Any, **_: Any) -> None:
+        config.folder.mkdir(parents=True)
+        content = {"phase": "stopped", "reason": "interrupted"}
+        (config.folder / "summary.json").write_text(json.dumps(content))
+
+    monkeypatch.setattr(process.dilocox, "train", interrupted)
+    with pytest.raises(SystemExit, match="real: none: the run was stopped: interrupted"):
+        process.main(0, tmp_path, 4)
 
 
 def test_a_loss_above_knowing_nothing_is_ruined() -> None:
