@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -117,4 +118,6 @@ def test_a_proxy_that_is_written_wrongly_is_no_reason_to_fail(
         monkeypatch.setenv(name, "http://proxy:port")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    # urllib keeps the opener of its first request, and with it the proxies of that moment.
+    monkeypatch.setattr(urllib.request, "_opener", None)
     assert not setup_venv.reachable("https://download.pytorch.org/whl/cpu/torch/")

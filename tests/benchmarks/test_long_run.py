@@ -83,6 +83,7 @@ def test_memory_of_all_children_counts() -> None:
         long_run.time.sleep(3 * long_run.LOOK)
         for child in started:
             child.communicate("\n")
-    assert set(peaks) == {child.pid for child in started}
-    assert all(50e6 < peak < 120e6 for peak in peaks.values())
-    assert long_run.peak_mb(peaks) - long_run.peak_mb() >= 100
+    # This process may have other children: workers that tests share.
+    own = {child.pid: peaks[child.pid] for child in started}
+    assert all(50e6 < peak < 120e6 for peak in own.values())
+    assert long_run.peak_mb(own) - long_run.peak_mb() >= 100

@@ -161,7 +161,7 @@ def test_a_site_has_its_weights_before_it_enrols(
     monkeypatch.setattr(preflight, "prepare_data", later)
     monkeypatch.setattr(local, "keep_site", later)
     pickled(whole)
-    endpoint = Endpoint.at("localhost:1", "paris", "t")
+    endpoint = Endpoint.at("localhost:1", "paris", f"dilocox1-{64 * '0'}-{32 * '0'}")
     with pytest.raises(ModelError, match="pickled"):
         local.join(config(whole, tmp_path), site="paris", endpoint=endpoint, debug=False)
 

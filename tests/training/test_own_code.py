@@ -166,7 +166,7 @@ def test_a_join_from_python_takes_them(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_join_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = Hooks(loss=own_functions.loss)
     monkeypatch.setattr(preflight, "check_driver", lambda _: None)
-    endpoint = Endpoint.at("localhost:1", "lyon", "t")
+    endpoint = Endpoint.at("localhost:1", "lyon", f"dilocox1-{64 * '0'}-{32 * '0'}")
     with pytest.raises(ConfigError, match="this site uses its own loss; set it in the run file"):
         local.join(a_run(), site="lyon", endpoint=endpoint, debug=False, hooks=hooks)
 

@@ -52,7 +52,7 @@ def nothing() -> None:
     return
 
 
-ENDPOINT = Endpoint.at("localhost:1", "paris", "t")
+ENDPOINT = Endpoint.at("localhost:1", "paris", TOKEN)
 NOTHING = torchrun.Preparation(check=nothing, fetch=nothing)
 
 
