@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import long_run
+from benchmarks import common, long_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +38,7 @@ def test_other_processes_start_on_the_folder_that_was_named(
         commands.append(command)
         return SimpleNamespace(stdout=json.dumps({"case": "restart"}))
 
+    common.commit()  # asks git once in a process, and not the function below
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(long_run, "drive", lambda *_: [])
     monkeypatch.setattr(long_run.subprocess, "run", ran)
