@@ -166,10 +166,16 @@ class Bench:
         return asked[:1] if self._options.quick else asked
 
     def _missing(self) -> Iterator[Case]:
-        """Yield the runs that can be made next, the most wanted one first."""
+        """Yield the runs that can be made next, the most wanted one first.
+
+        A trial that failed is made again in the next call. Until then its text has no other runs,
+        since the rate of synchronous training is not known.
+        """
         for source in self._sources:
-            if not self._options.quick:
-                yield from cases.trials(self._rows, source, self._rates)
+            trial = next(cases.trials(self._rows, source, self._rates), None)
+            if trial is not None and not self._quick:
+                yield trial
+                continue
             done = cases.tried(self._rows, source)
             rate = best_rate(self._rates[BASELINE].inner, done)
             for seed in SEEDS[source][: 1 if self._options.quick else None]:

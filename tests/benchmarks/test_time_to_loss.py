@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from benchmarks.time_to_loss import cases, command, report, run
 from benchmarks.time_to_loss.cases import BASELINE, OURS, UNDECLARED, Case, Chosen
 
 from benchmarks import common
+from dilocox.errors import DilocoxError
 
 RATES = {label: Chosen(3e-3, {}) for label in cases.entries()}
 Row = dict[str, Any]
@@ -162,3 +166,64 @@ def test_committed_rows_are_of_the_protocol_as_it_is() -> None:
     for path in common.RESULTS.glob("time_to_loss*.json"):
         found = json.loads(path.read_text(encoding="utf-8"))
         assert found["settings"]["protocol"] == digest, path.name
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call the benchmark with stand-ins for training and text; `made` has the runs in order."""
+    monkeypatch.setattr(command.common, "machine", dict)
+    monkeypatch.setattr(command.common, "end_on_signals", lambda: None)
+    monkeypatch.setattr(command, "unsupported_reason", lambda: None)
+    monkeypatch.setattr(command.Bench, "_text", lambda self, case: None)
+    monkeypatch.setattr(command.Bench, "_digest", lambda self, case: "d")
+
+    def call(made: list[Case], fail: Any, *words: str) -> int:
+        def train(_bench: object, case: Case) -> Row:
+            made.append(case)
+            if fail(case):
+                raise DilocoxError("round 1 had 1 of 2 sites")
+            more = {"failed": None, "seconds": 1.0, "cpu_seconds": 1.0}
+            return row(case, 2.0 + abs(math.log(case.rate / 3e-3)), **more)
+
+        monkeypatch.setattr(command.Bench, "_train", train)
+        monkeypatch.setattr(sys, "argv", ["time_to_loss", "--texts", "x", *words])
+        return command.main()
+
+    return call
+
+
+def test_no_timed_run_is_made_at_a_rate_whose_trials_are_not_complete(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.Bench, "show", lambda self: None)
+    words = ("--json", str(tmp_path / "rows.json"), "--text", "perl")
+    made: list[Case] = []
+    assert bench(made, lambda case: case.rate == 3e-3, *words) == 1
+    assert {case.kind for case in made} == {"plain"}
+    made = []
+    bench(made, lambda case: case.kind == "link", *words)
+    assert [case.rate for case in made if case.kind == "reference"] == [3e-3] * 3
+
+
+def test_rows_of_another_text_are_not_gone_on_with(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.json"
+    words = ("--json", str(file), "--text", "perl", "--plain")
+    bench([], lambda case: case.label != BASELINE or case.rate > 2e-3, *words)
+    monkeypatch.setattr(command.Bench, "_digest", lambda self, case: "e")
+    with pytest.raises(SystemExit, match="rows of source perl, seed 0 are of another text"):
+        bench([], lambda case: False, *words)
+
+
+def test_results_are_listed_while_the_runs_go_on(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held(path: Path) -> None:
+        raise SystemExit(f"{path}: another benchmark uses it")
+
+    monkeypatch.setattr(common, "claim", held)
+    words = ("--json", str(tmp_path / "rows.json"))
+    assert bench([], lambda case: False, "--list", *words) == 0
+    with pytest.raises(SystemExit, match="another benchmark uses it"):
+        bench([], lambda case: False, "--plain", *words)
