@@ -1,13 +1,16 @@
-"""What README, results.md and measured.md say of losses are the figures of committed results."""
+"""What README, pages and notes say of losses are the figures of committed results."""
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.finetune import report as finetune_report
+from benchmarks.loss_length import command as loss_length
 from benchmarks.quality import report as quality_report
 from benchmarks.quality.rows import LEAD
 
@@ -178,3 +181,85 @@ def test_results_have_the_losses_of_long_runs(rows: list[dict[str, Any]]) -> Non
             percent(value, 1, "") for value in (statistics.fmean(gaps), min(gaps), max(gaps))
         )
         assert f"{mean} % ({least}, {most}) at {reduction}" in text
+
+
+def test_readme_results_and_notes_have_the_losses_of_fine_tuning() -> None:
+    content = committed("finetune-cpu")
+    known, settings = content["rows"], content["settings"]
+    parameters = {"full": settings["parameters"], "lora": settings["adapter_parameters"]}
+    lines = finetune_report.summarised(known, parameters)
+    assert {(line["mode"], line["steps"], line["seeds"]) for line in lines} == {("lora", 64, 3)}
+    notes, results, told = page("docs/notes/finetune.md"), page("docs/results.md"), []
+    for line in lines:
+        own = [row for row in known if row["steps"] == line["steps"]
+               and (row["sites"], row["label"]) == (line["sites"], line["label"])]  # fmt: skip
+        for row in own:
+            assert f"{row['val_loss']:.4f} |" in notes
+            assert f"{round(64 * row['accuracy'])} of 64 |" in notes
+        if line["label"] == "allreduce":
+            continue
+        base = {row["seed"]: row["val_loss"] for row in known if row["steps"] == line["steps"]
+                and (row["sites"], row["label"]) == (line["sites"], "allreduce")}  # fmt: skip
+        gaps = [row["val_loss"] / base[row["seed"]] - 1 for row in own]
+        least, most = (percent(gap, 1) for gap in (min(gaps), max(gaps)))
+        mean, fewer = percent(line["gap"], 1), f"{line['of_full']:,.0f}x"
+        cells = f"{mean} % ({least}, {most}) | {line['reduction']:.0f}x | {fewer}"
+        assert f"| {line['sites']} | {cells} |" in results
+        told.append((mean, fewer.removesuffix("x")))
+    (two, fewer), (four, less) = told
+    readme = f"{two} % loss at two sites, {four} % at four; {fewer}x and {less}x fewer bytes"
+    assert readme in page("README.md")
+
+
+def plan_of(words: str) -> str:
+    """The name of a simulated plan that the notes write as `2 of topk:8` or `20 dense steps`."""
+    steps, codec = words.replace("dense steps", "of none").replace("`", "").split(" of ")
+    return f"H={steps} {codec}"
+
+
+def test_notes_have_the_losses_of_simulated_plans() -> None:
+    """Each figure is of one row, at its best inner rate, of one setting of the outer values."""
+    lines = loss_length.best(committed("loss_length-cpu")["rows"])
+    known = {
+        (line["plan"], line["steps"], f"{percent(line['gap'], 1)} %", line["rate"])
+        for line in lines
+        if line["seed"] == 0 and not line["iid"]
+    }
+    text = page("docs/notes/quality.md")
+    head = "| plan | in all | 640 steps | 3,300 steps |\n|---|---|---|---|\n"
+    (table,) = (part.split("\n\n")[0] for part in text.split(head)[1:])
+    told = 0
+    for line in table.splitlines()[1:]:
+        words, fewer, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        plan = plan_of(words)
+        assert fewer == f"{next(each['reduction'] for each in lines if each['plan'] == plan):,.0f}x"
+        for steps, cell in zip((640, 3300), cells, strict=True):
+            if cell:
+                gap, rate = re.findall(r"^(\S+ %) \(([\de.-]+)", cell)[0]
+                assert (plan, steps, gap, float(rate)) in known
+                told += 1
+    assert told > 25
+
+
+def test_notes_have_the_losses_of_text_that_differs_by_site() -> None:
+    rows = committed("loss_length_mixed-cpu")["rows"]
+    text = page("docs/notes/quality.md")
+    ways = {row["moments"]: math.inf for row in rows}
+    for row in rows:
+        if row["plan"] != "synchronous":
+            ways[row["moments"]] = min(ways[row["moments"]], row["loss"])
+    base = min(row["loss"] for row in rows if row["plan"] == "synchronous")
+    assert f"synchronous training has {base:.3f} at the best of three rates" in text
+    for loss in ways.values():
+        assert f" | {loss:.3f} | {percent(loss / base - 1, 1)} % |" in text
+
+
+def test_notes_have_the_loss_of_a_momentum_in_bf16() -> None:
+    text = " ".join(page("docs/notes/wan.md").split())
+    for row in committed("momentum_dtype-cpu")["rows"]:
+        middle, low = (100 * row[key] for key in ("difference", "difference_low"))
+        rates = f"{row['outer_learning_rate']} and {row['outer_momentum']}"
+        told = re.search(rf"{rates}[^%]*?by ({middle:.3f}) % \(({low:.2f}) to \+(\S+) %\)", text)
+        assert told is not None, rates
+        digits = len(told[3].partition(".")[2])
+        assert told[3] == f"{100 * row['difference_high']:.{digits}f}"
