@@ -170,7 +170,9 @@ def commit() -> str | None:
     try:
         name = _git("describe", "--always", "--exclude=*")
         code = [":(top)", *(f":(top,exclude){folder}" for folder in NOT_CODE)]
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *code)
+        changed = _git(
+            "--no-optional-locks", "status", "--porcelain", "--untracked-files=no", "--", *code
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{name}+" if changed else name
