@@ -208,6 +208,12 @@ def test_sampling_follows_the_models_own_distribution(run_folder: Path) -> None:
 def test_what_cannot_be_sampled(run_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokens 0: give 1 or more"):
         generate(run_folder, "x", tokens=0)
+    for device in ("banana", "cuda:99"):
+        with pytest.raises(ConfigError, match=f"generate: device '{device}' cannot be used"):
+            generate(run_folder, "x", device=device)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ConfigError, match=f"seed {seed}: give a number of at most 64 bits"):
+            generate(run_folder, "x", seed=seed)
     with pytest.raises(ConfigError, match="temperature -1: give 0"):
         generate(run_folder, "x", temperature=-1)
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")

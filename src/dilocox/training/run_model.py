@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilocox.errors import CheckpointError, ConfigError
+from dilocox.training.device_check import check_device
 from dilocox.utils.adapter_files import is_adapter_folder
 from dilocox.utils.storage import unsafe_reason
 
@@ -180,9 +181,9 @@ def generate(
 
     Raises:
         CheckpointError: there is no model, or the model cannot be loaded.
-        ConfigError: a number is out of range, or `prompt` is empty and the model has no
-            end-of-text token. Or, with `chat`, the model has no chat template, or the template
-            refuses the messages.
+        ConfigError: a number is out of range, the device cannot be used, or `prompt` is empty and
+            the model has no end-of-text token. Or, with `chat`, the model has no chat template, or
+            the template refuses the messages.
     """
     if tokens < 1:
         raise ConfigError(f"tokens {tokens}: give 1 or more")
@@ -190,7 +191,10 @@ def generate(
         raise ConfigError(
             f"temperature {temperature:g}: give 0 (always the most likely token) or more"
         )
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"seed {seed}: give a number of at most 64 bits")
     folder = model_folder(model)
+    check_device(device, "generate")
     asked = None
     if chat:
         # Imported only now: a coordinator runs without numpy, which the import needs.

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import ConfigError
+from dilocox.training.device_check import check_device
 from dilocox.training.launch.console import Display
 from dilocox.training.tasks.beside import options_of
-from dilocox.training.tasks.harness import check_device, check_installed, check_tasks, split_tasks
+from dilocox.training.tasks.harness import check_installed, check_tasks, split_tasks
 from dilocox.utils import processes
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.errors import CheckpointError, ConfigError, EvaluationError
+from dilocox.training.device_check import check_device
 from dilocox.training.run_model import model_folder
 from dilocox.training.tasks.agreed_file import run_agreed
 from dilocox.training.tasks.own_function import (
@@ -104,18 +105,6 @@ def check_tasks(options: TaskOptions, asked: str = "evaluation.tasks") -> list[s
                 )
             found[name] = given
     return list(found)
-
-
-def check_device(device: str, asked: str) -> None:
-    """Raise `ConfigError` if nothing can be computed on `device`, PyTorch's name of a device."""
-    import torch
-
-    try:
-        torch.empty(1, device=torch.device(device))
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"{asked}: device {device!r} cannot be used ({reason_of(error)}); cpu works everywhere"
-        ) from None
 
 
 def split_tasks(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
