@@ -75,7 +75,7 @@ RUN_ELSEWHERE = {
     "python -m benchmarks.single_site --own-loop --pairs 30": "tests/benchmarks",
     "python -m benchmarks.single_site --own-loop --threads 1 --pairs 22": "tests/benchmarks",
     "python -m benchmarks.evidence.texts DIR": "tests/benchmarks",
-    "python -m benchmarks.evidence --texts DIR": "tests/benchmarks",
+    "python -m benchmarks.evidence --texts DIR --wikitext DIR --json FILE": "tests/benchmarks",
     "python -m benchmarks.finetune --model DIR --wikitext DIR --modes lora": "tests/benchmarks",
     "python -m benchmarks.overlap --quick": "tests/benchmarks",
     "python -m benchmarks.wan --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
@@ -89,7 +89,9 @@ RUN_ELSEWHERE = {
         "tests/benchmarks"
     ),
     "python -m benchmarks.wan.beside --ratio 40 --blocks 2 --json NEW.json": "tests/benchmarks",
-    "python -m benchmarks.wan.beside --ratio 4000 --batch 4 --json NEW.json": "tests/benchmarks",
+    "python -m benchmarks.wan.beside --ratio 4000 --batch 4 --blocks 2 --json NEW.json": (
+        "tests/benchmarks"
+    ),
     QUALITY: "tests/benchmarks",
     "python -m benchmarks.gpu --minutes 9 --json FILE": "tests/benchmarks",
     "python scripts/draw_measured.py": "tests/test_docs.py",
