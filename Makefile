@@ -123,5 +123,6 @@ $(DOCS)/.ready: pyproject.toml constraints.txt
 		"$$(sed -n 's/^docs = \["\(.*\)"\]/\1/p' pyproject.toml)"
 	@touch $@
 
+# What can be made again. The folders of runs stay: they hold models, records and keys.
 clean:
-	rm -rf $(VENV) $(LOWEST) $(HIGHEST) $(AUDIT) $(DOCS) runs build/site
+	rm -rf $(VENV) $(LOWEST) $(HIGHEST) $(AUDIT) $(DOCS) build/site
