@@ -12,7 +12,7 @@ median with a bootstrap interval. The first round of DiLoCo and the first half o
 dilocox, in which it measures the link, do not count. Loss is not measured here; the last lines have
 the predicted loss of each plan of dilocox.
 
-Three blocks take about 40 minutes on two cores; --quick makes one block of shorter runs. Every
+Three blocks take about 30 minutes on two cores; --quick makes one block of shorter runs. Every
 measurement is written when it is done. Started again with the same --json, the benchmark goes on.
 It needs Linux, root, iproute2 and control groups; without them it prints one line and exits with
 code 3.

@@ -103,6 +103,7 @@ RUN_ELSEWHERE = {
     "python -m benchmarks.attacks": "tests/benchmarks",
     "python -m benchmarks.uneven --inner-steps 40 --rounds 8": "tests/benchmarks",
     "python -m benchmarks.chaos --parts 9": "tests/benchmarks",
+    "python -m benchmarks.published_grid --json NEW.json": "tests/benchmarks",
     "python -m benchmarks.long_run --rounds 10000": "tests/benchmarks",
     "python -m pytest tests/e2e/test_wire_bytes.py": "itself",
     "python -m pytest tests/e2e/test_resume.py": "itself",
