@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,15 @@ def test_other_breaks_are_no_ends_of_lines(tmp_path: Path) -> None:
     assert lines_of_text("") == []
     (tmp_path / "file").write_bytes(f"{text}\n".encode() + b"\xff\n")
     assert read_json_lines(tmp_path / "file") == [text, "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.fixture(autouse=True)
+def _usual_recursion() -> Iterator[None]:
+    """Packages that other tests of a worker import may have raised Python's limit."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
 
 
 @pytest.mark.parametrize(
