@@ -30,8 +30,8 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.wan import run as wan_run
-from benchmarks.wan.grid import SITES, VOCABULARY, Settings, link_of
-from benchmarks.wan.rows import TOKENS
+from benchmarks.wan.grid import CONGESTION, SITES, VOCABULARY, Settings, link_of
+from benchmarks.wan.rows import TOKENS, interval
 from dilocox.errors import DilocoxError
 from dilocox.models import count_parameters, load_model_config
 from dilocox.tools.testbed import Lab
@@ -45,8 +45,6 @@ INNER_STEPS = 128
 BLOCKS = 3
 DILOCO_ROUNDS, DILOCOX_STEPS = 4, 1200
 QUICK_ROUNDS, QUICK_STEPS = 2, 400
-CONGESTION = "cubic"
-"""As in the WAN benchmark, where several flows share a narrow link."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +90,13 @@ def rows(runs: Sequence[Row]) -> list[Row]:
             if not own:
                 continue
             shares = [run["tokens_per_second"] / without[run["block"]] for run in own]
-            interval = common.median_interval(shares)
-            several = len(shares) > 1
             found.append(
                 {
                     "published_link": cell.published_link,
                     "ratio": cell.ratio,
                     "method": method,
                     "published": cell.published_share if method == DILOCO else None,
-                    "share": round(interval.median, 4),
-                    "share_low": round(interval.low, 4) if several else None,
-                    "share_high": round(interval.high, 4) if several else None,
+                    **interval("share", shares, 4),
                     "inner_steps": statistics.median(run["inner_steps"] for run in own),
                     "payload_bytes": round(statistics.median(r["payload_bytes"] for r in own)),
                     "blocks": len(own),

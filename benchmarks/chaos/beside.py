@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -205,9 +204,7 @@ def main(rounds: int, results: Path | None) -> int:
     root = Path(tempfile.mkdtemp(prefix="dilocox-chaos-"))
     on, began = common.machine(), time.monotonic()
     try:
-        data = [sys.executable, "-m", "dilocox", "data", "prepare",
-                str(chaos_run.run_file(root, "data", rounds))]  # fmt: skip
-        subprocess.run(data, check=True, stdout=subprocess.DEVNULL)
+        common.run_dilocox("data", "prepare", str(chaos_run.run_file(root, "data", rounds)))
         with watchdog.watched(), Network([HUB, SPARE, *SITES]) as network:
             network.shape(dict.fromkeys(SITES, RATE))
             verify_links(network)
@@ -219,7 +216,7 @@ def main(rounds: int, results: Path | None) -> int:
                 ledger, records = run.ledger(), run.records()
             finally:
                 run.close()
-    except (LabError, HangError) as error:
+    except (LabError, HangError, common.CommandError) as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 1
     finally:

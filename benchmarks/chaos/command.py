@@ -42,7 +42,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -275,8 +274,10 @@ class Soak:
         common.write_json(self._file, "chaos-parts", self.on, settings, [*self.parts, *self.faults])
 
     def run(self, root: Path) -> None:
-        """Measure the missing parts. Raises `LabError`, or `HangError` if the undisturbed run
-        hangs."""
+        """Measure the missing parts.
+
+        Raises `LabError` and `CommandError`, and `HangError` if the undisturbed run hangs.
+        """
         extent = self.extent
         missing = [
             part for part in range(extent.parts) if all(row["part"] != part for row in self.parts)
@@ -285,8 +286,7 @@ class Soak:
             return
         file = chaos_run.run_file(root, "data", extent.rounds)
         common.say("preparing token files")
-        command = [sys.executable, "-m", "dilocox", "data", "prepare", str(file)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        common.run_dilocox("data", "prepare", str(file))
         with watchdog.watched(), Network([HUB, *SITES]) as network:
             network.shape(dict.fromkeys(SITES, RATE))
             verify_links(network)
@@ -365,7 +365,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="dilocox-chaos-"))
     try:
         soak.run(root)
-    except (LabError, HangError) as error:
+    except (LabError, HangError, common.CommandError) as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 1
     finally:

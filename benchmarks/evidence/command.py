@@ -19,26 +19,19 @@ import argparse
 import hashlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.evidence import report, texts
-from benchmarks.evidence.cells import ALL, DILOCOX, Cell, Group, Source, entries, groups
+from benchmarks.evidence import report
+from benchmarks.evidence.cells import ALL, DILOCOX, Cell, Group, entries, groups
 from benchmarks.evidence.rates import START, best_rate, next_trial, trial_seed
 from benchmarks.evidence.run import Run, configuration, train
+from benchmarks.evidence.work_texts import WorkTexts, check_options
 from benchmarks.quality import tuning
-from benchmarks.quality.data import (
-    PARTS,
-    Text,
-    check_wikitext,
-    contiguous,
-    describe,
-    read_corpus,
-)
+from benchmarks.quality.data import check_wikitext
 from benchmarks.quality.rows import LEAD, Settings
-from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError
 
 NAME = "evidence"
@@ -63,12 +56,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End the program if an option is missing, or would have no effect."""
-    if options.texts is None and not options.list:
-        parser.error("--texts: name the folder of the unseen texts")
-    if options.list and options.json is None:
-        parser.error("--list: name the results by --json")
-    if options.quick and options.json is not None:
-        parser.error("--quick: writes no results; leave out --json")
+    check_options(parser, options)
     check_wikitext(NAME, options.wikitext)
 
 
@@ -106,8 +94,7 @@ class Bench:
         self._rows = common.read_rows(self._path, NAME, self._settings, claimed=not options.list)
         self._committed = tuning.read(common.RESULTS / "quality-tuning.json", LEAD[0])
         self._entries = entries()
-        self._texts: dict[Source, Text] = {}
-        self._tokenised: set[tuple[str, int, int]] = set()
+        self._texts = WorkTexts(folder, options.texts, options.wikitext)
 
     @property
     def _groups(self) -> list[Group]:
@@ -124,9 +111,12 @@ class Bench:
             if run is None:
                 return 1 if failed or self._name_waiting() else 0
             steps = QUICK_STEPS if self._options.quick else None
-            config = configuration(run, self._text(run), self._folder / "run", steps)
-            digest = self._described(run)["digest"]
-            key = {"source": run.cell.source, "seed": run.seed}
+            cell = run.cell
+            counts = [] if cell.same_text else [cell.sites]
+            text = self._texts.tokenised(cell.source, run.seed, counts)
+            config = configuration(run, text, self._folder / "run", steps)
+            digest = self._texts.digest(cell.source, run.seed)
+            key = {"source": cell.source, "seed": run.seed}
             common.refuse_other_text(self._path, self._rows, digest, key)
             if not self._options.quick:
                 self._refuse_other_settings(run, config.total_steps)
@@ -254,34 +244,6 @@ class Bench:
         seed = trial_seed(before.cell, before.seeds)
         done = report.trials_of(self._rows, before.cell, label, seed)
         return best_rate(self._start(before.cell, label), done)
-
-    def _text(self, run: Run) -> Text:
-        """Return the text of a run, with token files."""
-        text = self._written(run.cell.source)
-        counts = [] if run.cell.same_text else [run.cell.sites]
-        key = (run.cell.source, run.seed, 0 if run.cell.same_text else run.cell.sites)
-        if key not in self._tokenised:
-            text.tokenise(run.seed, counts)
-            self._tokenised.add(key)
-        return text
-
-    def _written(self, source: Source) -> Text:
-        if source in self._texts:
-            return self._texts[source]
-        options = self._options
-
-        def parts() -> Sequence[Sequence[str]]:
-            if source == "mixed":
-                return texts.mixed_parts(options.texts)
-            if source == "perl":
-                return contiguous(texts.perl_documents(options.texts), PARTS)
-            return contiguous(read_corpus(options.wikitext), PARTS)
-
-        self._texts[source] = Text.write_parts(self._folder / source, parts)
-        return self._texts[source]
-
-    def _described(self, run: Run) -> dict[str, Any]:
-        return describe(TokenFiles.open(self._written(run.cell.source).mixture(run.seed)))
 
     def _write(self, on: dict[str, Any]) -> None:
         if self._path is not None:

@@ -6,13 +6,14 @@ Pure: what to train next follows from the rows that are there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from benchmarks.evidence.cells import Cell
 from benchmarks.evidence.rates import next_trial, rounded
 from benchmarks.quality.rows import Entry, Settings, core_entries
+from benchmarks.quality.tuning import Rates
 
 Row = dict[str, Any]
 Source = Literal["perl", "mixed"]
@@ -96,16 +97,8 @@ def declared(case: Case, link: str, step_seconds: float) -> Settings:
     return {"control.link": link, "control.step_seconds": step_seconds}
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The learning rates of a method in results/quality-tuning.json."""
-
-    inner: float
-    outer: Settings
-
-
-Rates = dict[str, Chosen]
-"""By label."""
+Known = Mapping[str, Rates]
+"""Rates of the quality benchmark, by label."""
 
 
 def of(rows: Sequence[Row], case: Case) -> Row | None:
@@ -114,11 +107,10 @@ def of(rows: Sequence[Row], case: Case) -> Row | None:
     return next((row for row in rows if all(row[k] == v for k, v in key.items())), None)
 
 
-def trials(rows: Sequence[Row], source: Source, rates: Rates) -> Iterator[Case]:
-    """Yield the next trial of synchronous training with the first seed, if one is missing."""
+def trial(rows: Sequence[Row], source: Source, rates: Known) -> Case | None:
+    """Return the next trial of synchronous training with the first seed. None: all are made."""
     rate = next_trial(_cell(source), BASELINE, rates[BASELINE].inner, tried(rows, source))
-    if rate is not None:
-        yield Case("plain", source, BASELINE, SEEDS[source][0], rate)
+    return None if rate is None else Case("plain", source, BASELINE, SEEDS[source][0], rate)
 
 
 def _cell(source: Source) -> Cell:
@@ -135,7 +127,7 @@ def tried(rows: Sequence[Row], source: Source) -> dict[float, float]:
     }
 
 
-def rivals(rows: Sequence[Row], source: Source, rates: Rates, loss: float) -> Iterator[Case]:
+def rivals(rows: Sequence[Row], source: Source, rates: Known, loss: float) -> Iterator[Case]:
     """Yield the missing runs of the other methods: at two rates, and longer above `loss`."""
     seed = SEEDS[source][0]
     for label in RIVALS:
@@ -155,10 +147,8 @@ def rivals(rows: Sequence[Row], source: Source, rates: Rates, loss: float) -> It
                 break
 
 
-def timed(
-    rows: Sequence[Row], source: Source, seed: int, rate: float, ours: float
-) -> Iterator[Case]:
-    """Yield the next timed run of a seed, if one is missing.
+def timed(rows: Sequence[Row], source: Source, seed: int, rate: float, ours: float) -> Case | None:
+    """Return the next timed run of a seed. None: all are made.
 
     `rate` and `ours`: inner learning rates of synchronous training and of dilocox. First comes
     synchronous training, then dilocox, then longer runs of dilocox until one reaches the loss. The
@@ -167,18 +157,16 @@ def timed(
     reference = Case("reference", source, BASELINE, seed, rate)
     known = of(rows, reference)
     if known is None:
-        yield reference
-        return
+        return reference
     for length in (1.0, *LENGTHS):
         case = Case("link", source, OURS, seed, ours, length)
         if of(rows, case) is None:
-            yield case
-            return
+            return case
         if _reached(rows, case, known["val_loss"]):
             break
     undeclared = Case("link", source, UNDECLARED, seed, ours)
-    if (source, seed) == ("perl", SEEDS["perl"][0]) and of(rows, undeclared) is None:
-        yield undeclared
+    wanted = (source, seed) == ("perl", SEEDS["perl"][0]) and of(rows, undeclared) is None
+    return undeclared if wanted else None
 
 
 def _reached(rows: Sequence[Row], case: Case, loss: float) -> bool:

@@ -25,22 +25,19 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks import common
-from benchmarks.evidence import texts
 from benchmarks.evidence.rates import best_rate
+from benchmarks.evidence.work_texts import WorkTexts, check_options
 from benchmarks.quality import tuning
-from benchmarks.quality.data import PARTS, Text, contiguous, describe
+from benchmarks.quality.data import Text
 from benchmarks.quality.rows import LEAD
 from benchmarks.time_to_loss import cases, report
 from benchmarks.time_to_loss.cases import BASELINE, OURS, RATIO, SEEDS, SITES, Case, Row, Source
 from benchmarks.time_to_loss.run import configuration, train_in_lab, train_plain
 from benchmarks.wan.grid import link_of
-from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError
 from dilocox.tools.testbed import Lab
 from dilocox.tools.testbed.testbed import unsupported_reason
@@ -65,12 +62,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End the program if an option is missing, or would have no effect."""
-    if options.texts is None and not options.list:
-        parser.error("--texts: name the folder of the unseen texts")
-    if options.list and options.json is None:
-        parser.error("--list: name the results by --json")
-    if options.quick and options.json is not None:
-        parser.error("--quick: writes no results; leave out --json")
+    check_options(parser, options)
     if options.quick and options.plain:
         parser.error("--quick: makes timed runs alone; leave out --plain")
 
@@ -114,12 +106,10 @@ class Bench:
         committed = tuning.read(common.RESULTS / "quality-tuning.json", LEAD[0])
         self._entries = cases.entries()
         self._rates = {
-            label: cases.Chosen(
-                rates.inner, {k: v for k, v in rates.settings.items() if k.startswith("outer.")}
-            )
+            label: tuning.chosen(entry, committed.get(entry.tuned_as, {}))
             for label, entry in self._entries.items()
-            for rates in [tuning.chosen(entry, committed.get(entry.tuned_as, {}))]
         }
+        self._texts = WorkTexts(folder, options.texts)
 
     def measure(self) -> int:
         """Make all runs that have no row yet. Returns the exit code."""
@@ -129,12 +119,13 @@ class Bench:
             case = next((each for each in self._missing() if str(each) not in failed), None)
             if case is None:
                 return 1 if failed else 0
-            digest = self._digest(case)
+            text = self._texts.tokenised(case.source, case.seed, [len(SITES)])
+            digest = self._texts.digest(case.source, case.seed)
             key = {"source": case.source, "seed": case.seed}
             common.refuse_other_text(self._path, self._rows, digest, key)
             common.say(f"{case}: begins")
             try:
-                row = self._train(case)
+                row = self._train(case, text)
             except DilocoxError as error:
                 common.say(f"{case}: {error}")
                 failed.add(str(case))
@@ -171,42 +162,33 @@ class Bench:
         A trial that failed is made again in the next call. Until then its text has no other runs,
         since the rate of synchronous training is not known.
         """
+        quick = self._options.quick
         for source in self._sources:
-            trial = next(cases.trials(self._rows, source, self._rates), None)
-            if trial is not None and not self._quick:
+            trial = None if quick else cases.trial(self._rows, source, self._rates)
+            if trial is not None:
                 yield trial
                 continue
             done = cases.tried(self._rows, source)
-            rate = best_rate(self._rates[BASELINE].inner, done)
-            for seed in SEEDS[source][: 1 if self._options.quick else None]:
+            rate, ours = best_rate(self._rates[BASELINE].inner, done), self._rates[OURS].inner
+            for seed in SEEDS[source][: 1 if quick else None]:
                 if not self._options.plain:
-                    ours = self._rates[OURS].inner
-                    wanted = cases.timed(self._rows, source, seed, rate, ours)
-                    yield from (case for case in wanted if case.length == 1 or not self._quick)
-                if seed == SEEDS[source][0] and source == "perl" and done and not self._quick:
-                    loss = min(done.values())
-                    yield from cases.rivals(self._rows, source, self._rates, loss)
+                    case = cases.timed(self._rows, source, seed, rate, ours)
+                    if case is not None and not (quick and case.length > 1):
+                        yield case
+                if seed == SEEDS[source][0] and source == "perl" and not quick:
+                    yield from cases.rivals(self._rows, source, self._rates, min(done.values()))
 
-    @property
-    def _quick(self) -> bool:
-        return bool(self._options.quick)
-
-    def _train(self, case: Case) -> Row | None:
+    def _train(self, case: Case, text: Text) -> Row | None:
         """Make a run and return its row; None if an interrupt stopped it. Raises `DilocoxError`."""
-        entry, text = self._entries[case.label], self._text(case)
-        if self._quick:
-            case = replace(case, length=case.length * QUICK_STEPS / cases.STEPS)
         link, step = self._link(case) if case.kind == "link" else ("none", math.inf)
-        settings = {**entry.settings, **cases.declared(case, link, step)}
         config = configuration(
-            case, entry.method, self._rates[case.label], settings, text, self._folder
-        )
-        if self._quick:
-            case = replace(case, length=1.0)
+            case, self._entries[case.label], self._rates[case.label],
+            cases.declared(case, link, step), text, self._folder,
+            QUICK_STEPS if self._options.quick else None,
+        )  # fmt: skip
         if case.kind == "plain":
             return train_plain(case, config, self._folder / "run.log")
-        with ExitStack() as stack:
-            lab = stack.enter_context(Lab(list(SITES), link))
+        with Lab(list(SITES), link) as lab:
             return train_in_lab(case, config, lab, START_LIMIT + STEP_LIMIT * config.total_steps)
 
     def _link(self, case: Case) -> tuple[str, float]:
@@ -220,26 +202,6 @@ class Bench:
         step = reference.computing / reference.steps
         rate = link_of(RATIO, known["parameters"], len(SITES), step)
         return f"{rate / 1e3:.3f}kbit", round(step, 4)
-
-    def _text(self, case: Case) -> Text:
-        """Return the text of a run, with token files."""
-        text = self._written(case.source)
-        text.tokenise(case.seed, [len(SITES)])
-        return text
-
-    def _written(self, source: Source) -> Text:
-        def parts() -> Sequence[Sequence[str]]:
-            if source == "mixed":
-                return texts.mixed_parts(self._options.texts)
-            return contiguous(texts.perl_documents(self._options.texts), PARTS)
-
-        return Text.write_parts(self._folder / source, parts)
-
-    def _digest(self, case: Case) -> str:
-        """Return the digest of the token files of a run, which are written if they are missing."""
-        self._text(case)
-        files = TokenFiles.open(self._written(case.source).mixture(case.seed))
-        return str(describe(files)["digest"])
 
     def _machine(self) -> dict[str, Any]:
         """Return the machine of the file: that of its timed runs, or else this one.

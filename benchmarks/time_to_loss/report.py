@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.time_to_loss.cases import BASELINE, OURS, RIVALS, SEEDS, STEPS, UNDECLARED, Source
-from benchmarks.time_to_loss.run import Curve, read
+from benchmarks.time_to_loss.curve import read, seconds_to, steps_to
 
 Row = dict[str, Any]
 AIM = 1.05
@@ -40,37 +40,6 @@ def reference_of(row: Row) -> Reference:
         bytes_per_step=row["payload_bytes"] / row["steps"],
         steps=row["steps"],
     )
-
-
-def seconds_to(points: Curve, loss: float) -> float | None:
-    """Return the seconds after which a run has `loss`, interpolated between evaluations.
-
-    None if no evaluation has it.
-    """
-    found = _first(points, loss)
-    return None if found is None else found[0]
-
-
-def steps_to(points: Curve, loss: float) -> float | None:
-    """Return the inner steps after which a run has `loss`. None if no evaluation has it."""
-    found = _first(points, loss)
-    return None if found is None else found[1]
-
-
-def _first(points: Curve, loss: float) -> tuple[float, float] | None:
-    """Return (seconds, steps) at which a curve first comes down to `loss`."""
-    before = None
-    for seconds, step, value in points:
-        if value <= loss:
-            if before is None or before[2] == value:
-                return seconds, float(step)
-            share = (before[2] - loss) / (before[2] - value)
-            return (
-                before[0] + share * (seconds - before[0]),
-                before[1] + share * (step - before[1]),
-            )
-        before = (seconds, step, value)
-    return None
 
 
 def bound(row: Row, reference: Reference, link: float) -> float | None:

@@ -6,12 +6,11 @@ import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import dilocox
 from benchmarks.common import today
 from benchmarks.quality.data import Text
-from benchmarks.quality.rows import MODEL
+from benchmarks.quality.rows import MODEL, Entry, Settings
 from benchmarks.quality.run import (
     Row,
     cpu_seconds,
@@ -22,35 +21,39 @@ from benchmarks.quality.run import (
     run_once,
     set_keys,
 )
-from benchmarks.time_to_loss.cases import BATCH, EVALUATE, HELD_OUT, SITES, WARMUP, Case, Chosen
+from benchmarks.quality.tuning import Rates
+from benchmarks.time_to_loss.cases import BATCH, EVALUATE, HELD_OUT, SITES, WARMUP, Case
+from benchmarks.time_to_loss.curve import Record, curve, written
+from benchmarks.wan.run import LINK_TIMEOUT
 from dilocox.config.run_config import RunConfig
-from dilocox.errors import DilocoxError
 from dilocox.tools.testbed import Lab
 from dilocox.tools.testbed.run import Run, check, finish, in_lab
 
-Record = dict[str, Any]
-START, RUNNING = "message", "running"
-"""Kind and text of the record with which training begins."""
-LINK_TIMEOUT = 1800.0
-"""Link time-out in seconds, as in the WAN benchmark."""
-
 
 def configuration(
-    case: Case, method: str, chosen: Chosen, settings: dict[str, Any], text: Text, folder: Path
+    case: Case,
+    entry: Entry,
+    rates: Rates,
+    declared: Settings,
+    text: Text,
+    folder: Path,
+    steps: int | None = None,
 ) -> RunConfig:
     """Return the run file of `case`, with its run folder below `folder`.
 
-    Raises `ConfigError`.
+    `rates`: those of the quality benchmark, of which the outer ones count. `declared`: more keys of
+    the run file. `steps` replaces the number of steps of the case. Raises `ConfigError`.
     """
-    raw = run_file("time-to-loss", MODEL, method, text, folder / "run", case.seed, len(SITES),
+    raw = run_file("time-to-loss", MODEL, entry.method, text, folder / "run", case.seed, len(SITES),
                    same_text=False)  # fmt: skip
-    raw["data"]["validation_sequences"] = HELD_OUT
     share = BATCH // len(SITES)
+    raw["data"]["validation_sequences"] = HELD_OUT
     raw["site"].update(batch_size=share, micro_batch_size=share)
-    raw["inner"].update(learning_rate=case.rate, warmup_steps=WARMUP)
-    raw["outer"]["steps"] = case.steps
+    raw["inner"]["warmup_steps"] = WARMUP
+    raw["outer"]["steps"] = steps or case.steps
     raw["network"] = {**raw["network"], "link_timeout": LINK_TIMEOUT}
-    set_keys(raw, {**chosen.outer, **settings})
+    set_keys(raw, {**rates.settings, "inner.learning_rate": case.rate})
+    set_keys(raw, {**entry.settings, **declared})
     interval = dilocox.resolve_run(raw).outer.inner_steps
     raw["evaluation"]["every_rounds"] = max(1, round(EVALUATE / interval))
     return dilocox.resolve_run(raw)
@@ -117,34 +120,3 @@ def _by_site(records: Sequence[Record], field: str) -> list[float]:
         if record["kind"] in ("round", "flush") and record.get("site"):
             found[record["site"]] += record[field]
     return list(found.values())
-
-
-Curve = list[tuple[float, int, float]]
-"""(seconds since training began, inner steps, held-out loss) of each evaluation, in order."""
-
-
-def curve(records: Sequence[Record]) -> Curve:
-    """Return the evaluations of a run. Raises `DilocoxError` if training never began."""
-    began = [
-        record["time"]
-        for record in records
-        if (record["kind"], record.get("text")) == (START, RUNNING)
-    ]
-    if not began:
-        raise DilocoxError("the run's metrics do not say when training began")
-    return [
-        (record["time"] - began[0], int(record["step"]), float(record["val_loss"]))
-        for record in records
-        if record["kind"] == "evaluation"
-    ]
-
-
-def written(points: Curve) -> str:
-    """Return a curve as text: `seconds/step/loss`, separated by spaces."""
-    return " ".join(f"{seconds:.2f}/{step}/{loss:.8f}" for seconds, step, loss in points)
-
-
-def read(text: str) -> Curve:
-    """Return the curve that `written` has written."""
-    points = (word.split("/") for word in text.split())
-    return [(float(seconds), int(step), float(loss)) for seconds, step, loss in points]

@@ -62,6 +62,7 @@ from benchmarks.wan import run as wan_run
 from benchmarks.wan.grid import (
     ALONE,
     BY_NAME,
+    CONGESTION,
     FULL,
     MODEL,
     NONE,
@@ -91,9 +92,6 @@ RESULTS = common.RESULTS / "wan-cpu.json"
 PATIENCE, START_LIMIT = 5.0, 300.0
 """A run of the engine is aborted after `PATIENCE` times its expected time plus `START_LIMIT`
 seconds."""
-CONGESTION = "cubic"
-"""Congestion control of all TCP among more than two sites, of methods and peers alike. Where
-several flows share a narrow link, `bbr` leaves a fifth of it empty (docs/notes/exchange.md)."""
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -154,6 +154,9 @@ PROBE_ROUNDS, PROBE_STEPS = 2, 50
 """Length of the run that measures the time of a step before there is a link."""
 ALONE_WARM_UP = 50
 """Steps of the peers' loop without exchange that are not measured."""
+CONGESTION = "cubic"
+"""Congestion control of all TCP among more than two sites, of methods and peers alike. Where
+several flows share a narrow link, `bbr` leaves a fifth of it empty (docs/notes/exchange.md)."""
 START_SECONDS = 15.0
 """Seconds to start and end a measurement: processes, imports, evaluation."""
 FLUSH_BITS = 8.2

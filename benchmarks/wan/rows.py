@@ -66,8 +66,8 @@ def _row(inside: Sequence[Row], method: str, parameters: int) -> Row:
         "link": show_rate(first["link_asked_bits_per_second"]),
         "sites": sites,
         "tokens_per_second": round(statistics.median(speed), 2),
-        **_interval("share_of_no_network", shares(inside, own), 5),
-        **_interval("speedup_vs_allreduce", _speedups(inside, speed), 2),
+        **interval("share_of_no_network", shares(inside, own), 5),
+        **interval("speedup_vs_allreduce", _speedups(inside, speed), 2),
         "payload_bytes": _median(own, "payload_bytes", 0),
         "wire_bytes": _median(own, "wire_bytes", 0),
         "efficiency": _median(_with_efficiency(inside, own), "efficiency", 3),
@@ -152,7 +152,7 @@ def _speedups(inside: Sequence[Row], speed: Sequence[float]) -> list[float]:
     return [value / base for value in speed]
 
 
-def _interval(name: str, values: Sequence[float], digits: int) -> Row:
+def interval(name: str, values: Sequence[float], digits: int) -> Row:
     """Return the median, and the interval if there are two or more values."""
     if not values:
         return {name: None, f"{name}_low": None, f"{name}_high": None}

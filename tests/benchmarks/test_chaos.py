@@ -128,7 +128,7 @@ def test_parts_that_are_there_are_not_made_again(
     made: list[int] = []
     monkeypatch.setattr(chaos.Soak, "_part", lambda self, net, root, part, ref: made.append(part))
     monkeypatch.setattr(chaos, "Network", MagicMock())
-    monkeypatch.setattr(chaos.subprocess, "run", MagicMock())
+    monkeypatch.setattr(chaos.common, "run_dilocox", MagicMock())
     again.run(tmp_path)
     assert made == [1]
     with pytest.raises(SystemExit):

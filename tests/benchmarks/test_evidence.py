@@ -14,6 +14,7 @@ from benchmarks.evidence import cells, command, rates, report, texts
 from benchmarks.evidence.cells import BASELINE, Cell, Group
 from benchmarks.evidence.report import Result
 from benchmarks.evidence.run import Run, configuration
+from benchmarks.evidence.work_texts import WorkTexts
 from benchmarks.quality.data import Text
 from benchmarks.quality.run import parameters
 
@@ -142,8 +143,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call the benchmark with stand-ins for training and text; `trained` has the runs in order."""
     monkeypatch.setattr(command.common, "machine", dict)
     monkeypatch.setattr(command.common, "end_on_signals", lambda: None)
-    monkeypatch.setattr(command.Bench, "_text", lambda self, run: Text(tmp_path))
-    monkeypatch.setattr(command.Bench, "_described", lambda self, run: {"digest": "d"})
+    monkeypatch.setattr(command.WorkTexts, "tokenised", lambda *_: Text(tmp_path))
+    monkeypatch.setattr(command.WorkTexts, "digest", lambda *_: "d")
 
     def call(trained: list[Run], fail: Any, *words: str) -> int:
         def train(run: Run, _config: Any, _log: Path) -> dict[str, Any]:
@@ -188,6 +189,24 @@ def test_no_run_starts_at_a_rate_whose_trials_are_not_complete(
     assert {run.cell.per_parameter for run in trained} == {4, 20, 100, 400}
 
 
+def test_a_text_is_read_and_tokenised_once_in_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+
+    def written(folder: Path, _parts: object) -> Text:
+        done.append(folder.name)
+        return Text(folder)
+
+    monkeypatch.setattr(Text, "write_parts", written)
+    monkeypatch.setattr(Text, "tokenise", lambda _, seed, counts: done.append((seed, counts)))
+    texts_here = WorkTexts(tmp_path, tmp_path)
+    for seed in (0, 0, 1):
+        texts_here.tokenised("perl", seed, [2])
+    texts_here.tokenised("perl", 0, [])
+    assert done == ["perl", (0, [2]), (1, [2]), (0, [])]
+
+
 def test_rows_of_another_text_are_not_gone_on_with(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +214,7 @@ def test_rows_of_another_text_are_not_gone_on_with(
     file = tmp_path / "rows.json"
     words = ("--texts", "x", "--json", str(file), "--cells", "1", "--only", BASELINE)
     assert bench([], lambda run: run.seed > 0, *words) == 1
-    monkeypatch.setattr(command.Bench, "_described", lambda self, run: {"digest": "e"})
+    monkeypatch.setattr(command.WorkTexts, "digest", lambda *_: "e")
     trained = list[Run]()
     assert bench(trained, lambda run: run.seed != 1, *words) == 1  # other seeds have other text
     assert {run.seed for run in trained} == {1, 2}

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.time_to_loss import cases, command, report, run
-from benchmarks.time_to_loss.cases import BASELINE, OURS, UNDECLARED, Case, Chosen
+from benchmarks.quality.tuning import Rates
+from benchmarks.time_to_loss import cases, command, curve, report
+from benchmarks.time_to_loss.cases import BASELINE, OURS, UNDECLARED, Case
 
 from benchmarks import common
 from dilocox.errors import DilocoxError
 
-RATES = {label: Chosen(3e-3, {}) for label in cases.entries()}
+RATES = {label: Rates(3e-3) for label in cases.entries()}
 Row = dict[str, Any]
 
 
@@ -27,7 +28,7 @@ def row(case: Case, loss: float | None, **fields: Any) -> Row:
 def test_trials_of_synchronous_training_go_on_until_the_best_rate_lies_within() -> None:
     rows: list[Row] = []
     losses = {1.5e-3: 2.0, 3e-3: 1.9, 6e-3: 1.8, 1.2e-2: 1.85}
-    while case := next(cases.trials(rows, "perl", RATES), None):
+    while case := cases.trial(rows, "perl", RATES):
         assert (case.kind, case.label, case.seed) == ("plain", BASELINE, 0)
         rows.append(row(case, losses[case.rate]))
     assert cases.tried(rows, "perl") == losses
@@ -37,7 +38,7 @@ def test_trials_of_synchronous_training_go_on_until_the_best_rate_lies_within() 
 def test_timed_runs_of_dilocox_become_longer_until_one_has_the_loss() -> None:
     rows: list[Row] = []
     made = []
-    while case := next(cases.timed(rows, "perl", 0, 3e-3, 6e-3), None):
+    while case := cases.timed(rows, "perl", 0, 3e-3, 6e-3):
         made.append((case.kind, case.label, case.rate, case.length))
         reached = case.kind == "reference" or case.length >= 1.1
         rows.append(row(case, 2.0 if reached else 2.1))
@@ -55,7 +56,7 @@ def test_other_seeds_have_no_undeclared_run() -> None:
         row(Case("reference", "perl", BASELINE, 1, 3e-3), 2.0),
         row(Case("link", "perl", OURS, 1, 6e-3), 2.0),
     ]
-    assert list(cases.timed(rows, "perl", 1, 3e-3, 6e-3)) == []
+    assert cases.timed(rows, "perl", 1, 3e-3, 6e-3) is None
 
 
 def test_other_methods_have_two_rates_and_longer_runs_at_the_better_one() -> None:
@@ -89,15 +90,15 @@ POINTS = [(0.0, 0, 5.0), (10.0, 40, 3.0), (30.0, 80, 2.0), (40.0, 120, 2.5)]
 
 
 def test_the_time_of_a_loss_is_interpolated_between_evaluations() -> None:
-    assert report.seconds_to(POINTS, 2.5) == 20.0
-    assert report.steps_to(POINTS, 2.5) == 60.0
-    assert report.seconds_to(POINTS, 2.0) == 30.0
-    assert report.seconds_to(POINTS, 5.0) == 0.0
-    assert report.seconds_to(POINTS, 1.9) is None
+    assert curve.seconds_to(POINTS, 2.5) == 20.0
+    assert curve.steps_to(POINTS, 2.5) == 60.0
+    assert curve.seconds_to(POINTS, 2.0) == 30.0
+    assert curve.seconds_to(POINTS, 5.0) == 0.0
+    assert curve.seconds_to(POINTS, 1.9) is None
 
 
 def test_a_curve_is_read_as_it_was_written() -> None:
-    assert run.read(run.written(POINTS)) == POINTS
+    assert curve.read(curve.written(POINTS)) == POINTS
 
 
 def test_the_curve_of_a_run_counts_from_the_record_with_which_training_begins() -> None:
@@ -106,7 +107,7 @@ def test_the_curve_of_a_run_counts_from_the_record_with_which_training_begins() 
         {"kind": "message", "text": "running", "time": 100.0},
         {"kind": "evaluation", "time": 104.5, "step": 0, "val_loss": 5.5},
     ]
-    assert run.curve(records) == [(4.5, 0, 5.5)]
+    assert curve.curve(records) == [(4.5, 0, 5.5)]
 
 
 BASE = {"val_loss": 2.0, "seconds": 100.0, "wait_seconds": 20.0, "payload_bytes": 8000, "steps": 80}
@@ -118,14 +119,14 @@ def test_a_bound_has_computing_alone_and_payloads_at_the_full_rate(
 ) -> None:
     # By hand: the loss 2.5 takes 60 steps of 1 s. 100 bytes a step are 800 bits, at 200 bit/s 4 s.
     reference = report.Reference(2.5, 100.0, 80.0, 100.0, 80)
-    fields = {"curve": run.written(POINTS), "overlaps": overlaps}
+    fields = {"curve": curve.written(POINTS), "overlaps": overlaps}
     found = report.bound({**BASE, **fields}, reference, 200.0)
     assert found == pytest.approx(seconds)
 
 
 def test_a_run_that_never_has_the_loss_has_no_bound() -> None:
     reference = report.Reference(1.0, 100.0, 80.0, 100.0, 80)
-    assert report.bound({**BASE, "curve": run.written(POINTS)}, reference, 200.0) is None
+    assert report.bound({**BASE, "curve": curve.written(POINTS)}, reference, 200.0) is None
 
 
 def test_the_bound_of_synchronous_training_leaves_its_waiting_out() -> None:
@@ -174,11 +175,11 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(command.common, "machine", dict)
     monkeypatch.setattr(command.common, "end_on_signals", lambda: None)
     monkeypatch.setattr(command, "unsupported_reason", lambda: None)
-    monkeypatch.setattr(command.Bench, "_text", lambda self, case: None)
-    monkeypatch.setattr(command.Bench, "_digest", lambda self, case: "d")
+    monkeypatch.setattr(command.WorkTexts, "tokenised", lambda *_: None)
+    monkeypatch.setattr(command.WorkTexts, "digest", lambda *_: "d")
 
     def call(made: list[Case], fail: Any, *words: str) -> int:
-        def train(_bench: object, case: Case) -> Row:
+        def train(_bench: object, case: Case, _text: object) -> Row:
             made.append(case)
             if fail(case):
                 raise DilocoxError("round 1 had 1 of 2 sites")
@@ -211,7 +212,7 @@ def test_rows_of_another_text_are_not_gone_on_with(
     file = tmp_path / "rows.json"
     words = ("--json", str(file), "--text", "perl", "--plain")
     bench([], lambda case: case.label != BASELINE or case.rate > 2e-3, *words)
-    monkeypatch.setattr(command.Bench, "_digest", lambda self, case: "e")
+    monkeypatch.setattr(command.WorkTexts, "digest", lambda *_: "e")
     with pytest.raises(SystemExit, match="rows of source perl, seed 0 are of another text"):
         bench([], lambda case: False, *words)
 

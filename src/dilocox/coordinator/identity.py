@@ -8,13 +8,10 @@ server before it sends its token.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
 import ipaddress
 import json
-import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dilocox.config.network import NetworkSection
 from dilocox.errors import JoinError
+from dilocox.utils.storage import replace_file
 
 OPERATOR = "operator"
 """CN of the coordinator's own tools. With incarnation 0 it is not a site."""
@@ -87,18 +85,7 @@ def write_private(path: Path, content: bytes) -> None:
 
     Raises `OSError` if the file cannot be written; then no partial file is left.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    replace_file(path, content, 0o600)
 
 
 def new_request(site: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dilocox.errors import ConfigError
+from dilocox.utils.formatting import reason_of
 
 
 def check_device(device: str, asked: str) -> None:
@@ -15,7 +16,6 @@ def check_device(device: str, asked: str) -> None:
     try:
         torch.empty(1, device=torch.device(device))
     except (RuntimeError, AssertionError) as error:
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
         raise ConfigError(
-            f"{asked}: device {device!r} cannot be used ({reason}); cpu works everywhere"
+            f"{asked}: device {device!r} cannot be used ({reason_of(error)}); cpu works everywhere"
         ) from None

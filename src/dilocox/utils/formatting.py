@@ -1,4 +1,4 @@
-"""Formats counts and byte sizes for display."""
+"""Formats counts, byte sizes and errors for display."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def number(count: float) -> str:
             return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
         count /= 1000
     raise AssertionError("unreachable")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error, with its kind."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:300] if first else type(error).__name__

@@ -115,15 +115,17 @@ class Room:
             self.awaited = False
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file that others see whole or not at all, and flush it to disk.
 
-    The folder's entry is not flushed (`sync_folder`). Raises `OSError` if the file cannot be
-    written; then no partial file is left.
+    `mode`: rights of the file, less those that the process's mask takes. The folder's entry is not
+    flushed (`sync_folder`). Raises `OSError` if the file cannot be written; then no partial file is
+    left.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with part.open("wb") as file:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from dilocox.config.code_file import digest_of_code, read_code
 from dilocox.errors import ConfigError
-from dilocox.training.tasks.own_function import importing, reason_of
+from dilocox.training.tasks.own_function import importing
+from dilocox.utils.formatting import reason_of
 
 MODULE = "dilocox_site_code"
 """Name of the module that the file becomes."""

@@ -26,9 +26,9 @@ from dilocox.training.tasks.own_function import (
     is_function,
     load_function,
     name_of,
-    reason_of,
 )
 from dilocox.utils.adapter_files import is_adapter_folder
+from dilocox.utils.formatting import reason_of
 
 BATCH = 8
 """Sequences per batch on a CPU. On a GPU lm-eval finds the largest batch that fits."""

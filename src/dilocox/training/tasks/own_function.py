@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.errors import ConfigError, EvaluationError
+from dilocox.utils.formatting import reason_of
 
 Score = Callable[[Any, Any], Mapping[str, float]]
 """(model of transformers or PEFT, tokenizer) -> figures by name."""
@@ -168,9 +169,3 @@ def _imported(file: Path) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the first line of an error, with its kind."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"[:300] if first else type(error).__name__
