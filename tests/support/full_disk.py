@@ -10,13 +10,16 @@ import pytest
 
 
 class FullDisk:
-    """Lets `os.pwrite` and the making of files below a folder fail as on a full disk."""
+    """Lets `os.pwrite` and the making of files below a folder fail as on a full disk.
+
+    Files are made by `Path.open` or by `os.open` with `O_CREAT`.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._left: int | None = None
         self._failures = 0
         self._folder, self._error = str(folder), errno.ENOSPC
-        pwrite, opened = os.pwrite, Path.open
+        pwrite, opened, made = os.pwrite, Path.open, os.open
 
         def limited(descriptor: int, data: bytes, offset: int) -> int:
             if self._left is None:
@@ -32,7 +35,14 @@ class FullDisk:
                 raise self._failure()
             return opened(path, mode, *args, **options)  # type: ignore[call-overload]
 
+        def not_made(path: str | Path, flags: int, *args: int, **options: int | None) -> int:
+            below = str(path).startswith(self._folder)
+            if self._left is not None and flags & os.O_CREAT and below:
+                raise self._failure()
+            return made(path, flags, *args, **options)  # type: ignore[arg-type]
+
         monkeypatch.setattr(os, "pwrite", limited)
+        monkeypatch.setattr(os, "open", not_made)
         monkeypatch.setattr(Path, "open", not_opened)
 
     def _failure(self) -> OSError:
