@@ -6,11 +6,12 @@ of `source` is Python's standard library and the WikiText-2 of --wikitext.
 
 `gap` is the held-out loss over that of synchronous training with the same text, size, length and
 seed, less one. `in all` is the bytes of synchronous training over the bytes that were sent. The
-verdict is that of two one-sided tests with a margin of 1 %.
+verdict is that of two one-sided tests with a margin of 1 %. For lengths and sizes, `per tenfold`
+is the slope of the gap over their logarithm, and `change` is its last value less its first.
 
-Every row is written when it is done; started again with the same --json, the benchmark goes on.
-All rows take about 24 hours on two cores. --list shows the results of --json, and needs no texts.
---quick trains three rows of 32 steps, to try the benchmark out, and writes no results.
+Every row is written when it is done; started again with the same --json, the benchmark goes on,
+until its rows have taken 18 hours of both cores. --list shows the results of --json, and needs no
+texts. --quick trains three rows of 32 steps, to try the benchmark out, and writes no results.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.evidence import report
+from benchmarks.evidence import growth, report
 from benchmarks.evidence.cells import ALL, DILOCOX, Cell, Group, entries, groups
 from benchmarks.evidence.rates import START, best_rate, next_trial, trial_seed
 from benchmarks.evidence.run import Run, configuration, train
@@ -37,6 +38,8 @@ from dilocox.errors import DilocoxError
 NAME = "evidence"
 PROTOCOL = Path(__file__).with_name("PROTOCOL.md")
 QUICK_STEPS = 32
+BUDGET = 18.0
+"""Hours of both cores, by the processor time of all runs. No run begins after them."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -108,6 +111,9 @@ class Bench:
         failed: set[str] = set()
         while True:
             run = next((each for each in self._missing() if str(each) not in failed), None)
+            if run is not None and self._used >= BUDGET:
+                common.say(f"{BUDGET:g} hours of both cores are used; {run} and later: not done")
+                return 1
             if run is None:
                 return 1 if failed or self._name_waiting() else 0
             steps = QUICK_STEPS if self._options.quick else None
@@ -155,14 +161,32 @@ class Bench:
     def show(self) -> None:
         """Print the table of every cell that has rows, and the machine time in all."""
         for group in self._groups:
-            starts = {label: self._start(group.cell, label) for label in group.labels}
-            known = report.results(self._rows, group, starts)
-            known = [result for result in known if result.losses]
+            known = self._results(group)
             if known:
                 lines = report.mixed_commits(self._rows, group)
                 print("\n".join([f"\n{group.cell}", report.table(known), *lines]))
-        used = sum(row["cpu_seconds"] for row in self._rows) / 2 / 3600
-        print(f"\n{len(self._rows)} runs, {used:.1f} hours of both cores")
+        self._show_growth()
+        print(f"\n{len(self._rows)} runs, {self._used:.1f} of {BUDGET:g} hours of both cores")
+
+    def _show_growth(self) -> None:
+        """Print for lengths and sizes whether the gap grows, if two of them can be compared."""
+        known = [result for group in groups() for result in self._results(group)]
+        parameters = {row["size"]: row["parameters"] for row in self._rows}
+        for question, axis in growth.AXES.items():
+            asked = self._options.question
+            found = growth.growths(known, question, parameters)
+            if found and (asked is None or question in asked):
+                print(f"\nDoes the gap grow with {axis}?\n{growth.table(found)}")
+
+    def _results(self, group: Group) -> list[report.Result]:
+        """Return the results of the methods of a group that have rows."""
+        starts = {label: self._start(group.cell, label) for label in group.labels}
+        return [each for each in report.results(self._rows, group, starts) if each.losses]
+
+    @property
+    def _used(self) -> float:
+        """Hours of both cores that all rows took."""
+        return sum(float(row["cpu_seconds"]) for row in self._rows) / 2 / 3600
 
     def _asked(self) -> Iterator[tuple[Group, str]]:
         """Yield the methods and cells that the options ask for."""

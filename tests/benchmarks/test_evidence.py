@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.evidence import cells, command, rates, report, texts
+from benchmarks.evidence import cells, command, growth, rates, report, texts
 from benchmarks.evidence.cells import BASELINE, Cell, Group
+from benchmarks.evidence.growth import Growth
 from benchmarks.evidence.report import Result
 from benchmarks.evidence.run import Run, configuration
 from benchmarks.evidence.work_texts import WorkTexts
@@ -138,6 +139,76 @@ def test_rows_of_several_commits_are_named_beside_their_table() -> None:
     assert report.mixed_commits(rows, group) == ["rows of seed 1 are of several commits: aa, bb+"]
 
 
+def test_slopes_are_per_tenfold_length() -> None:
+    found = Growth("mixed", "diloco", {0: {4: 0.01, 40: 0.03, 400: 0.05}, 1: {4: 0.0, 40: 0.03}})
+    assert found.slopes == pytest.approx({0: 0.02, 1: 0.03})
+    assert found.change == pytest.approx((0.04 + 0.03) / 2)
+    assert found.grows
+
+
+@pytest.mark.parametrize(
+    ("gaps", "grows"),
+    [
+        ({0: {4: 0.01, 100: 0.03}, 1: {4: 0.03, 100: 0.02}}, False),  # the seeds disagree
+        ({0: {4: 0.01, 100: 0.018}, 1: {4: 0.01, 100: 0.017}}, False),  # by less than 1 %
+        ({0: {4: 0.01, 100: 0.025}}, True),
+        ({0: {4: 0.05, 100: 0.01}}, False),
+    ],
+)
+def test_a_gap_grows_if_all_seeds_say_so(gaps: dict[int, dict[float, float]], grows: bool) -> None:
+    found = Growth("mixed", "diloco", gaps)
+    assert found.grows is grows
+    assert ("growth not shown" in growth.table([found])) is not grows
+
+
+def test_growth_is_found_by_method_and_text() -> None:
+    def of(cell: Cell, label: str, *gaps: float) -> Result:
+        by_seed = dict(enumerate(gaps))
+        return Result(cell, label, 3e-3, dict(by_seed), by_seed, 100.0, at_end=False)
+
+    first = Cell("tokens", "source", "0.18M", per_parameter=20)
+    known = [
+        of(MIDDLE, BASELINE, 0.0), of(MIDDLE, "diloco", 0.02, 0.03), of(first, "diloco", 0.01),
+        of(Cell("tokens", "mixed", "0.18M", per_parameter=100), "diloco", 0.04),
+        of(Cell("ladder", "source", "1.5M", per_parameter=20), "diloco", 0.03),
+        of(Cell("unseen", "mixed", "0.67M"), "diloco", 0.5),
+    ]  # fmt: skip
+    sizes = {"0.18M": 178_000, "1.5M": 1_490_000}
+    lengths = growth.growths(known, "tokens", sizes)
+    assert [(each.source, each.gaps) for each in lengths] == [("mixed", {0: {20: 0.02, 100: 0.04}})]
+    # The ladder begins with the shortest size, which the question of tokens has.
+    by_size = growth.growths(known, "ladder", sizes)
+    assert [each.gaps for each in by_size] == [{0: {178_000: 0.01, 1_490_000: 0.03}}]
+
+
+def test_the_tables_end_with_growth(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--texts", "x", "--json", str(tmp_path / "rows.json"), "--question", "tokens")
+    assert bench([], never, *words, "--only", BASELINE, "diloco") == 0
+    found = capsys.readouterr().out
+    assert found.count("Does the gap grow") == 1
+    assert "Does the gap grow with tokens per parameter?" in found
+    assert found.count("growth not shown") == 2  # DiLoCo, on two texts
+
+
+def test_no_run_begins_after_the_budget(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, trained = tmp_path / "rows.json", list[Run]()
+    words = ("--texts", "x", "--json", str(file), "--cells", "1", "--only", BASELINE)
+    assert bench([], lambda run: run.seed > 0, *words) == 1
+    content = json.loads(file.read_text())
+    content["rows"][0]["cpu_seconds"] = 18 * 2 * 3600.0
+    file.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert bench(trained, never, *words) == 1
+    assert trained == []
+    found = capsys.readouterr()
+    assert "18 hours of both cores are used; " in found.err
+    assert "18.0 of 18 hours" in found.out
+
+
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call the benchmark with stand-ins for training and text; `trained` has the runs in order."""
@@ -152,7 +223,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             if fail(run):
                 raise DilocoxError("round 1 had 3 of 4 sites")
             more = {"val_loss": 2.0, "reduction_total": 2.0, "failed": None, "seconds": 1.0}
-            return {**run.key, **more, "cpu_seconds": 1.0}
+            return {**run.key, **more, "cpu_seconds": 1.0, "parameters": 178_000}
 
         monkeypatch.setattr(command, "train", train)
         monkeypatch.setattr(sys, "argv", ["evidence", *words])
@@ -187,6 +258,8 @@ def test_no_run_starts_at_a_rate_whose_trials_are_not_complete(
     assert bench(trained, never, *words) == 0
     assert [run.rate for run in trained[:1]] == [6e-3]
     assert {run.cell.per_parameter for run in trained} == {4, 20, 100, 400}
+    # Synchronous training has no gap to itself.
+    assert "Does the gap grow" not in capsys.readouterr().out
 
 
 def test_a_text_is_read_and_tokenised_once_in_a_call(
