@@ -108,6 +108,7 @@ def test_a_folder_with_no_wheel_is_refused(tmp_path: Path) -> None:
 # --- the processes -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_are_written_at_once_and_a_part_that_hangs_is_killed(tmp_path: Path) -> None:
     hang = Part("hang", f"{HERE}:hang", ("before", "after"), 1, LIMIT, "hangs")
     file = tmp_path / "rows.json"
@@ -135,6 +136,7 @@ def test_rows_are_written_at_once_and_a_part_that_hangs_is_killed(tmp_path: Path
     assert {each["commit"] for each in results.rows.values()} == {"abc"}
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_hang_cost_one_row_and_leave_their_logs(tmp_path: Path) -> None:
     names = ("first", "second", "third", "fourth")
     breaks = Part("breaks", f"{HERE}:breaks", names, 1, 60, "crashes")

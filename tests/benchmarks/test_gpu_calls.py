@@ -71,6 +71,7 @@ def test_parts_and_their_runs_end_with_a_call_that_is_killed(number: int, tmp_pa
     assert not any(map(living, family))
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_ranks_of_a_part_that_hangs_write_their_stacks_before_their_parents_end(
     tmp_path: Path,
@@ -97,6 +98,7 @@ def test_a_call_without_time_for_the_machine_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "r.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_site_is_built_as_the_product_builds_it(tmp_path: Path) -> None:
     """The adapter to the product follows its changes: no GPU is needed to see that it does."""

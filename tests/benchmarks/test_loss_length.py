@@ -189,6 +189,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_who_ends_the_benchmark_waits_for_no_row_and_leaves_no_process(
     tmp_path: Path, number: signal.Signals

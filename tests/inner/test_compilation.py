@@ -96,6 +96,7 @@ def adapted(config: Any, checkpointing: Checkpointing, dropout: float, backend: 
     return chunk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_layers_with_adapters_are_two_graphs_however_many_there_are(packed: bool) -> None:
     """The first layer's input has no gradient. Rows may be packed."""
@@ -115,6 +116,7 @@ def test_layers_with_adapters_are_two_graphs_however_many_there_are(packed: bool
         assert torch.equal(plain, compiled_ones)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_recomputes_the_dropout_of_its_adapters() -> None:
     config = small_config("qwen3")
     gradients = []

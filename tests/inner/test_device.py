@@ -219,6 +219,7 @@ for size in ({sizes}):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_tensors_of_a_micro_batch_are_kept_and_those_of_an_exchange_returned() -> None:
     """In a process of its own, because the setting stays."""

@@ -44,7 +44,14 @@ def filled(config: Any, chunks: int, reference: nn.Module) -> list[ModelChunk]:
     return made
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "opt-projected", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "qwen3_moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "opt-projected")),
+    ],
+)
 def test_the_model_computes_with_dequantised_weights(name: str) -> None:
     config, ids = small_config(name), token_ids()
     reference = reference_model(config)

@@ -66,6 +66,7 @@ def shard(number: int, folder: Path) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_store_may_take_longer_than_a_collective(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")

@@ -297,7 +297,9 @@ def replaced(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-@pytest.mark.parametrize("bundled", [False, True], ids=["folder", "bundles"])
+@pytest.mark.parametrize(
+    "bundled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["folder", "bundles"]
+)
 def test_each_tampering_is_named_by_its_claim(
     whole: PublicRun, chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundled: bool
 ) -> None:

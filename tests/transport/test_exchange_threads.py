@@ -33,6 +33,7 @@ print(torch.get_num_threads())
 """
 
 
+@pytest.mark.slow
 def test_exchange_has_one_thread_and_training_its_own() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.stdout.split() == ["1", "2"], done.stderr

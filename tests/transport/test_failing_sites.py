@@ -28,10 +28,10 @@ SURVIVORS = ("paris", "lyon")
     [
         ("gather", "dies", POINTS),
         ("reduce", "dies", POINTS),
-        ("gather", "leaves", POINTS),
+        pytest.param("gather", "leaves", POINTS, marks=pytest.mark.slow),
         ("reduce", "leaves", POINTS),
         pytest.param("gather", "slow", POINTS, marks=pytest.mark.slow),
-        ("reduce", "slow", POINTS),
+        pytest.param("reduce", "slow", POINTS, marks=pytest.mark.slow),
         ("gather", "hangs", ("sending",)),
         pytest.param("reduce", "hangs", ("sending",), marks=pytest.mark.slow),
     ],

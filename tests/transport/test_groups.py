@@ -214,6 +214,7 @@ def through_a_silent_way(store: MemoryStore, me: str) -> tuple[bool, int]:
     return all(same), 0 if tap is None else tap.taken
 
 
+@pytest.mark.slow
 def test_a_connection_that_a_router_has_forgotten_is_made_again() -> None:
     with shared_store() as store:
         found = run_each({me: partial(through_a_silent_way, store, me) for me in "ab"})

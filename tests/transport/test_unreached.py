@@ -76,8 +76,15 @@ def behind(port: int | None, site: str, limits: Timeouts = TIMEOUTS) -> LinkEndp
     return found
 
 
-@pytest.mark.parametrize("drops", [False, True], ids=["refuses", "drops"])
-@pytest.mark.parametrize("mode", ["gather", "reduce"])
+@pytest.mark.parametrize(
+    ("mode", "drops"),
+    [
+        ("gather", False),
+        pytest.param("gather", True, marks=pytest.mark.slow),
+        pytest.param("reduce", False, marks=pytest.mark.slow),
+        ("reduce", True),
+    ],
+)
 def test_one_that_enters_and_cannot_be_reached_harms_nobody(
     tmp_path: Path, drops: bool, mode: str
 ) -> None:

@@ -117,6 +117,7 @@ def claims(folder: Path) -> Audits:
 ALL = [(round_, site, "EXACT") for round_ in range(4) for site in ("lyon", "paris")]
 
 
+@pytest.mark.slow
 def test_what_is_trained_anew_is_audited_anew(tmp_path: Path) -> None:
     """Lyon trains the third round honestly, is audited, and then trains it on other text."""
     run = Resumed(tmp_path)

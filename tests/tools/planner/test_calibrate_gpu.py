@@ -55,6 +55,7 @@ def test_layers_make_a_thousand_million_parameters() -> None:
     assert calibrate_gpu.vocabularies(20_000) == [20_000, 8_192]
 
 
+@pytest.mark.slow
 def test_a_small_gpu_gets_fewer_layers_then_smaller_micro_batches() -> None:
     config = run(site={"batch_size": 16, "micro_batch_size": 16})
     full = calibrate_gpu.sized(config, 64 * GIB)

@@ -185,6 +185,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @needs_network
 def test_a_shaped_line_is_measured_as_it_is() -> None:
     python = [sys.executable, "-c", _MEASURE]

@@ -92,6 +92,7 @@ def server(model: Path) -> Iterator[Server]:
         made.process.wait()
 
 
+@pytest.mark.slow
 def test_adapters_answer_as_generate_does_and_ctrl_c_ends(server: Server, model: Path) -> None:
     import openai
 

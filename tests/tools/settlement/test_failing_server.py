@@ -79,6 +79,8 @@ LIES: dict[str, Callable[[str, list[Any]], Any]] = {
     "swallows transactions": swallowed,
 }
 FAULTS = ("dead", "silent", *LIES)
+AGAIN = ("silent", "nonsense")
+"""Faults that are much like another one."""
 
 
 @contextmanager
@@ -98,7 +100,10 @@ def served(
         server.close()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in AGAIN)) for each in FAULTS],
+)
 def test_commands_go_on_when_the_server_is_back(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ assert object_of("[" * 1_000_000) is None
 """
 
 
+@pytest.mark.slow
 def test_json_of_a_stranger_cannot_end_a_process_that_has_web3() -> None:
     """A process of its own, because a limit that is raised stays, and a fault ends the process."""
     pytest.importorskip("web3")

@@ -99,6 +99,7 @@ class SmallParts(CutPlace):
         target.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_an_index_waits_for_a_minute_at_most(growing: Path, url: str) -> None:
     place, clock = SmallParts(url), ManualClock()
     found = publisher(growing, place)
@@ -136,6 +137,7 @@ def test_an_index_waits_for_the_uplink_s_share(growing: Path, url: str) -> None:
     assert 300 <= clock.now - begun <= 311
 
 
+@pytest.mark.slow
 def test_an_index_is_shown_although_the_next_round_s_payload_is_missing(
     growing: Path, url: str
 ) -> None:
@@ -154,6 +156,7 @@ def test_an_index_is_shown_although_the_next_round_s_payload_is_missing(
     assert INDEX in place.written
 
 
+@pytest.mark.slow
 def test_an_index_that_is_paid_for_waits_until_it_is_due(growing: Path, url: str) -> None:
     class Paid(FilesDestination):
         @property

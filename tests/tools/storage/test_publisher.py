@@ -194,6 +194,7 @@ class SmallParts(CutPlace):
         target.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_indexes_take_no_more_of_the_uplink_than_bundles(
     run: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ def test_indexes_take_no_more_of_the_uplink_than_bundles(
     same_claims(run, url)
 
 
+@pytest.mark.slow
 def test_an_index_that_waits_is_sent_when_nothing_is_new(
     run: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

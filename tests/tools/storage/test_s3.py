@@ -131,7 +131,7 @@ def test_publishing_goes_on_when_the_server_is_back(
     assert verdicts(verified(URL))["replay"] == "PASS"
 
 
-@pytest.mark.parametrize("writes", [0, 1, 2])
+@pytest.mark.parametrize("writes", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_publishing_goes_on_after_a_server_of_nonsense(
     run: Path, storage: Any, proxy: FaultProxy, writes: int
 ) -> None:

@@ -103,7 +103,7 @@ def test_a_run_is_verified_from_0g_storage_alone(
     assert key not in "".join([*network.said, journal.read_text()])
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_cut_costs_nothing_twice(
     run: Path, network: Network, who: LocalAccount, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +193,14 @@ def test_an_upload_goes_on_where_it_was_cut(
 
 
 @pytest.mark.parametrize("victim", ["node", "rpc"])
-@pytest.mark.parametrize("mode", ["dead", "silent", "wrong", "nonsense"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "dead",
+        "wrong",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("silent", "nonsense")),
+    ],
+)
 def test_publishing_goes_on_when_a_server_is_back(
     run: Path, network: Network, who: LocalAccount, victim: str, mode: Any,
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,

@@ -142,6 +142,7 @@ def test_a_damaged_model_and_a_device_that_is_not_there(
         evaluate_folder(model, TaskOptions((str(tasks),), chat=True))
 
 
+@pytest.mark.slow
 def test_the_command_shows_models_side_by_side(
     capsys: pytest.CaptureFixture[str], model: Path, tasks: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +161,7 @@ def test_the_command_shows_models_side_by_side(
     assert bits[1] != bits[2]
 
 
+@pytest.mark.slow
 def test_adapters_are_evaluated_on_their_base(tmp_path: Path, model: Path, tasks: Path) -> None:
     """With the figures of the merged model, which are not those of the base."""
     from dilocox.config.adapter import AdapterSection

@@ -152,7 +152,9 @@ def takes_part(
     return wall
 
 
-@pytest.mark.parametrize("sites", [["home", "away"], ["away", "home"]])
+@pytest.mark.parametrize(
+    "sites", [["home", "away"], pytest.param(["away", "home"], marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("advertise", "ports"),
     [(f"{OUTSIDE}.1", {29601: 29601}), (f"{OUTSIDE}.1:40000", {40001: 29601})],
