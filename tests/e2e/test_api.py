@@ -157,6 +157,7 @@ def fragments_of(folder: Path, order: list[str]) -> list[list[dict[str, torch.Te
     return stages
 
 
+@pytest.mark.slow
 def test_the_dataset_is_what_was_trained_on(script: Script) -> None:
     read = {}
     for site in ("paris", "lyon"):

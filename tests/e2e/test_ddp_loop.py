@@ -99,6 +99,7 @@ def test_two_sites_of_two_processes(workshop: Workshop, forge: Forge) -> None:
     close(ended(forge, workshop, "ddp", *SETS, "outer.rounds=5"), usual)
 
 
+@pytest.mark.slow
 def test_a_model_that_fsdp_divides(workshop: Workshop, forge: Forge) -> None:
     """Each process exchanges its rows. They end where dilocox's own shards end."""
     # 63 rows: the processes hold different numbers of them.
@@ -110,6 +111,7 @@ def test_a_model_that_fsdp_divides(workshop: Workshop, forge: Forge) -> None:
     close(run, usual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_process_that_crashes_ends_its_site(workshop: Workshop, forge: Forge, kind: str) -> None:
     """The other process says why; both join again while the partner goes on."""

@@ -38,6 +38,7 @@ def lost(signed: SignedCuts, store: Path, site: str) -> None:
         (store / piece_path(cut.root, signed.code.sites.index(site))).unlink()
 
 
+@pytest.mark.slow
 def test_pieces_of_two_of_three_sites_give_removed_rounds_back(workshop: Workshop) -> None:
     """Whole payloads of old rounds go (`record.keep`), pieces of all rounds stay."""
     run = workshop.train(

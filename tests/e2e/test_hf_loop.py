@@ -60,6 +60,7 @@ def test_a_trainer_of_transformers(workshop: Workshop, forge: Forge) -> None:
         assert (run.folder / "model" / file).exists()
 
 
+@pytest.mark.slow
 def test_a_trainer_of_two_processes(workshop: Workshop, forge: Forge) -> None:
     """Paris has two processes, lyon has one. Both train on what they bring."""
     texts = sorted(workshop.text.iterdir(), key=lambda file: file.stat().st_size)[-2:]

@@ -36,6 +36,7 @@ def test_a_sick_round_is_dropped_and_the_run_goes_on(workshop: Workshop, forge: 
     assert verdicts(run.folder) == {}, "sets without it are replayed as well"
 
 
+@pytest.mark.slow
 def test_two_sick_rounds_end_the_run_which_can_be_resumed(workshop: Workshop, forge: Forge) -> None:
     sets = ("outer.rounds=6", *ONE_STAGE, FAILS)
     run = forge.train(workshop, "sick-twice", *sets, hooks="sick-twice")

@@ -62,6 +62,7 @@ def test_a_loop_and_dilocox_train_end_in_the_same_bits(workshop: Workshop, forge
     assert "the site's own program replaces loop, as the run file allows" in verdict["reason"]
 
 
+@pytest.mark.slow
 def test_a_loop_that_crashes_joins_again(workshop: Workshop, forge: Forge) -> None:
     """Its partner has optimizers, a scaler and data of its own, and goes on alone meanwhile.
 
