@@ -144,7 +144,8 @@ def write(domain: Domain, folder: Path, most: int | None) -> Path:
                 ) from None
             if done.returncode:
                 said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-                raise SystemExit(f"{wanted}: {' '.join(line)} failed: {said[0]}")
+                mend = "; run apt-get update first" if line[0] == "apt-get" else ""
+                raise SystemExit(f"{wanted}: {' '.join(line)} failed: {said[0]}{mend}")
         text = "\n\n".join(_spread([domain.read(p) for p in domain.files(where / "files")], most))
     if most is not None and len(text) < most:
         raise SystemExit(f"{wanted}: has {len(text)} characters of text, {most} are needed")

@@ -410,6 +410,6 @@ def test_texts_need_the_tools_of_debian(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "apt-get").write_text("#!/bin/sh\nexit 100\n")
     (tmp_path / "apt-get").chmod(0o755)
     (tmp_path / "sh").symlink_to("/bin/sh")
-    with pytest.raises(SystemExit, match=r"apt-get download perl-doc=.* failed: exit code 100"):
+    with pytest.raises(SystemExit, match=r"perl-doc=.* failed: exit code 100; run apt-get update"):
         texts.write(texts.PERL, tmp_path, None)
     assert not (tmp_path / "perl.txt").exists()
