@@ -82,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
     from dilocox.tools.report.folder import read_run
     from dilocox.tools.report.page import build
     from dilocox.tools.report.render import render
+    from dilocox.utils.storage import overwrite
 
     files = read_run(options.run, options.model, options.data)
     claims = _claims(options) if options.verify else None
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     target = options.out or options.run / name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        overwrite(target, text)
     except OSError as error:
         raise ConfigError(
             f"{target}: cannot be written ({error.strerror}); name another file with --out"

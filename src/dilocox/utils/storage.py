@@ -137,6 +137,21 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
         raise
 
 
+def overwrite(path: Path, text: str) -> None:
+    """Write a text file that a user named. If that fails, an earlier file stays as it was.
+
+    A symbolic link stays, and its target is replaced; a device or a pipe is written to in place.
+    Raises `OSError`.
+    """
+    target = path.resolve()
+    if target.is_file():
+        replace_file(target, text.encode(), stat.S_IMODE(target.stat().st_mode))
+    elif target.exists():
+        target.write_text(text, encoding="utf-8")
+    else:
+        replace_file(target, text.encode())
+
+
 def keep_file(path: Path, data: bytes) -> None:
     """Write a file and its folder's entry as `replace_file` does, unless it has this content.
 

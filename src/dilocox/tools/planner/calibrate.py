@@ -38,6 +38,7 @@ from dilocox.tools.planner.trial_run import (
     small_run,
     split,
 )
+from dilocox.utils.storage import overwrite
 
 Progress = Callable[[str], None]
 LARGEST = 60_000_000
@@ -109,7 +110,7 @@ def write(table: dict[str, Any], path: Path) -> None:
     """Write a calibration as TOML. Raises `TrainingError` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(tomli_w.dumps(table), encoding="utf-8")
+        overwrite(path, tomli_w.dumps(table))
     except OSError as error:
         raise TrainingError(
             f"{path}: cannot be written ({error.strerror}); choose another file with --to"

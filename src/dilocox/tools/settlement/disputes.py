@@ -32,6 +32,7 @@ from dilocox.tools.settlement.run_on_chain import FOLDER, Desk, RunOnChain
 from dilocox.tools.settlement.settling import checked, known_run, settled_at
 from dilocox.tools.settlement.veto_reasons import veto_reason
 from dilocox.utils.json_lines import read_json_lines
+from dilocox.utils.storage import overwrite
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]{40}")
 
@@ -379,7 +380,7 @@ def _vote(
             raise SettlementError(f"{path}: {address} has voted, and is not one of the auditors")
         gathered.append((signature, tree.proof(address)))
     try:
-        path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        overwrite(path, json.dumps(said, indent=1) + "\n")
     except OSError as error:
         raise SettlementError(f"{path}: cannot be written ({error.strerror})") from None
     return gathered

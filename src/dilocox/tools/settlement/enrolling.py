@@ -16,6 +16,7 @@ from dilocox.tools.settlement.ledger import Ledger
 from dilocox.tools.settlement.messages import Domain
 from dilocox.tools.settlement.run_on_chain import Desk, RunOnChain
 from dilocox.tools.settlement.settling import known_run
+from dilocox.utils.storage import overwrite
 
 DAY = 86_400
 """Seconds."""
@@ -50,7 +51,7 @@ def enrol(desk: Desk, run: RunOnChain, site: str, key_file: Path, days: int) -> 
     path = stake_file(key_file)
     text = json.dumps({"site": site, "key": key, "expiry": expiry, "signature": signature})
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        overwrite(path, text + "\n")
     except OSError as error:
         raise SettlementError(f"{path}: cannot be written ({error.strerror})") from None
     lines = [f"{path}: {desk.account.address} vouches for the key of {site} for {days} days"]

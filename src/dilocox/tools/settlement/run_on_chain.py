@@ -25,6 +25,7 @@ from dilocox.tools.settlement.ledger import (
 )
 from dilocox.tools.settlement.limits import FEE
 from dilocox.tools.settlement.signed_roots import SignedRoots
+from dilocox.utils.storage import overwrite
 
 FOLDER, FILE, RPC = "settlement", "chain.json", "rpc.url"
 """`RPC`: a file of mode 600 with the whole URL of an RPC server, if that holds a secret."""
@@ -67,7 +68,7 @@ class RunOnChain:
             path.parent.mkdir(parents=True, exist_ok=True)
             if said["rpc"] != self.rpc:
                 write_private(path.with_name(RPC), f"{self.rpc}\n".encode())
-            path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+            overwrite(path, json.dumps(said, indent=1) + "\n")
         except OSError as error:
             raise SettlementError(f"{path}: cannot be written ({error.strerror})") from None
         return path
