@@ -12,6 +12,7 @@ from typing import Protocol
 import urllib3
 
 from dilocox.errors import ConfigError
+from dilocox.utils.http_proxy import pool_for
 from dilocox.utils.secret_text import users_of
 
 SECONDS = 20.0
@@ -31,7 +32,7 @@ def fetch(place: str, most: int) -> bytes:
     """Return the content of a file.
 
     Args:
-        place: Path of a regular file, or URL of http or https.
+        place: Path of a regular file, or URL of http or https. The environment may name a proxy.
         most: Bytes of the largest file that is read.
 
     Raises:
@@ -62,7 +63,7 @@ def _read(path: Path, most: int) -> bytes:
 
 def _download(url: str, most: int) -> bytes:
     try:
-        with urllib3.PoolManager(retries=urllib3.Retry(3, backoff_factor=0.2)) as pool:
+        with pool_for(url, retries=urllib3.Retry(3, backoff_factor=0.2)) as pool:
             answer = pool.request("GET", url, timeout=SECONDS, preload_content=False)
             if answer.status != 200:
                 raise ConfigError(f"{url}: the server answers {answer.status} {answer.reason}")

@@ -21,6 +21,7 @@ import fsspec
 
 from dilocox.errors import DilocoxError
 from dilocox.utils.backoff import backoff_delays
+from dilocox.utils.http_proxy import proxy_of
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +197,9 @@ def opened(where: str, **options: Any) -> tuple[Any, str]:
             "fsspec takes :: for the border between two places: use a URL without it, and write "
             "an IPv6 address in full"
         )
+    if where.lower().startswith(("http://", "https://")) and proxy_of(where):
+        # Packages for other protocols look for a proxy themselves.
+        options = {"client_kwargs": {"trust_env": True}, **options}
     files, path = fsspec.core.url_to_fs(where, **options)
     return files, path
 

@@ -14,6 +14,7 @@ import urllib3
 
 from dilocox.errors import RecordError
 from dilocox.record.bundles.place import AT_ONCE, SLOWEST, patiently
+from dilocox.utils.http_proxy import pool_for
 from dilocox.utils.plain_text import plain
 
 SMALL = 1 << 20
@@ -42,7 +43,7 @@ class JsonRpc:
         """
         self.name = name
         self._url, self._patience, self._seconds = url, patience, seconds
-        self._pool = urllib3.PoolManager(maxsize=AT_ONCE, retries=False)
+        self._pool = pool_for(url, maxsize=AT_ONCE, retries=False)
 
     def call(
         self, method: str, params: list[Any], parse: Callable[[Any], T], done: str, what: str,

@@ -33,6 +33,7 @@ from dilocox.record.log.transparency_log import (
     read_text,
 )
 from dilocox.tools.witness.requests import MOST_BYTES, request_body
+from dilocox.utils.http_proxy import proxy_of
 from dilocox.utils.plain_text import plain
 
 SECONDS = 20.0
@@ -133,7 +134,8 @@ async def _ask(log: _Log, witness: WitnessAddress, seconds: float) -> Answer:
     if log.checkpoint.size < known <= log.grown:
         return Answer(witness, known)
     try:
-        async with asyncio.timeout(seconds), aiohttp.ClientSession() as session:
+        by_proxy = proxy_of(witness.url) is not None
+        async with asyncio.timeout(seconds), aiohttp.ClientSession(trust_env=by_proxy) as session:
             line = await _cosignature(session, log, witness)
     except TimeoutError:
         return Answer(witness, log.checkpoint.size, f"no answer within {seconds:g} s")
