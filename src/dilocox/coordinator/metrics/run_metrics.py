@@ -12,6 +12,7 @@ from typing import Any
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.metrics.admissions import Admissions
+from dilocox.coordinator.metrics.declared_link import DeclaredLink
 from dilocox.coordinator.metrics.privacy import PrivacyAccount
 from dilocox.coordinator.metrics.sinks import Metrics, finite
 from dilocox.coordinator.protocol.held_out_figures import beside_loss
@@ -145,6 +146,7 @@ class RunMetrics:
         """(round, site) of sites whose anchor differed from that of most sites."""
         self._open: dict[int, dict[str, Record]] = {}
         self._admissions = Admissions(config.site.stages)
+        self._declared = DeclaredLink(config.control)
         self._closed: dict[int, dict[str, Record]] = {}
         self._rounds: dict[int, Record] = {}
         self._evaluations: dict[int, float] = {}
@@ -443,6 +445,8 @@ class RunMetrics:
         combined = {"kind": "round", **combine(rows, members)}
         self._rounds[number] = _summed(combined)
         self._write(combined)
+        if (line := self._declared.line(rows.values())) is not None:
+            self.message(line)
         self._name_the_odd(number, rows, members)
 
     def _remember(self, number: int, rows: dict[str, Record]) -> None:
