@@ -24,7 +24,7 @@ DOCS ?= .venv-docs
 
 # Packages whose tests start no processes and load no model.
 UNITS := tests/test_layout.py tests/test_skips.py tests/compression tests/config tests/coordinator/controller \
-	tests/coordinator/protocol tests/outer tests/record/log tests/utils
+	tests/coordinator/protocol tests/outer tests/record/log tests/utils tests/test_page_commands.py
 
 .PHONY: check docs test-units lock audit-dependencies sbom quickstart test test-all test-small test-stops test-versions lint style types setup setup-dev clean
 

@@ -119,6 +119,7 @@ def test_adapters_answer_as_generate_does_and_ctrl_c_ends(server: Server, model:
     assert not any(Path(f"/proc/{child}").exists() for child in children.split())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model is here"):
         serve(tmp_path, Place(port=0), None, "cpu", "auto")

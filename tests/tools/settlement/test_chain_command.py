@@ -192,7 +192,13 @@ ACTIONS: dict[str, Callable[[Town], str]] = {
 }
 
 
-@pytest.mark.parametrize("crash", ["send_raw_transaction", "wait_for_transaction_receipt"])
+@pytest.mark.parametrize(
+    "crash",
+    [
+        "send_raw_transaction",
+        pytest.param("wait_for_transaction_receipt", marks=pytest.mark.slow),
+    ],
+)
 def test_after_a_crash_every_command_is_repeated_and_counts_once(
     town: Town, monkeypatch: pytest.MonkeyPatch, crash: str
 ) -> None:

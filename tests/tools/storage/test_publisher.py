@@ -233,6 +233,7 @@ def test_an_index_that_waits_is_sent_when_nothing_is_new(
     same_claims(run, url)
 
 
+@pytest.mark.slow
 def test_an_index_waits_while_a_coordinator_runs(
     run: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
