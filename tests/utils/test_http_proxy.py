@@ -17,7 +17,7 @@ from dilocox.utils.fetch import fetch
 from dilocox.utils.http_proxy import pool_for, proxy_of
 from dilocox.utils.storage import opened
 
-NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+NAMES = ("http_proxy", "https_proxy", "no_proxy")
 
 
 class Proxy(socketserver.ThreadingTCPServer):

@@ -13,7 +13,7 @@ from dilocox.errors import ConfigError
 
 
 def proxy_of(url: str) -> str | None:
-    """Return the URL of the proxy for `url`: from `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY`.
+    """Return the URL of the proxy for `url`, from `HTTP_PROXY` or `HTTPS_PROXY`.
 
     None if there is none, if `NO_PROXY` names the host, or if the host is this machine. The names
     may be in small letters.
@@ -22,8 +22,7 @@ def proxy_of(url: str) -> str | None:
     host = parts.hostname or "localhost"
     if _is_here(host) or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
-    known = urllib.request.getproxies()
-    return known.get(parts.scheme.lower()) or known.get("all")
+    return urllib.request.getproxies().get(parts.scheme.lower())
 
 
 def _is_here(host: str) -> bool:
