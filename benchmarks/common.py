@@ -31,6 +31,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.machine import machine as machine
+from dilocox.utils.storage import overwrite
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -230,14 +231,12 @@ def write_json(
         "rows": list(rows),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=2) + "\n"
-    target = path.resolve()  # a link to a file stays a link
-    if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8")  # a device such as /dev/stdout
-        return
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(target)
+    overwrite(path, json.dumps(content, indent=2) + "\n")
+
+
+def hours_of_both_cores(rows: Sequence[Row]) -> float:
+    """Return the hours for which rows took two cores, by the processor time of their runs."""
+    return sum(float(row["cpu_seconds"]) for row in rows) / 2 / 3600
 
 
 _CLAIMED: dict[Path, int] = {}

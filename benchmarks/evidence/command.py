@@ -111,7 +111,7 @@ class Bench:
         failed: set[str] = set()
         while True:
             run = next((each for each in self._missing() if str(each) not in failed), None)
-            if run is not None and self._used >= BUDGET:
+            if run is not None and common.hours_of_both_cores(self._rows) >= BUDGET:
                 common.say(f"{BUDGET:g} hours of both cores are used; {run} and later: not done")
                 return 1
             if run is None:
@@ -166,7 +166,8 @@ class Bench:
                 lines = report.mixed_commits(self._rows, group)
                 print("\n".join([f"\n{group.cell}", report.table(known), *lines]))
         self._show_growth()
-        print(f"\n{len(self._rows)} runs, {self._used:.1f} of {BUDGET:g} hours of both cores")
+        used = common.hours_of_both_cores(self._rows)
+        print(f"\n{len(self._rows)} runs, {used:.1f} of {BUDGET:g} hours of both cores")
 
     def _show_growth(self) -> None:
         """Print for lengths and sizes whether the gap grows, if two of them can be compared."""
@@ -182,11 +183,6 @@ class Bench:
         """Return the results of the methods of a group that have rows."""
         starts = {label: self._start(group.cell, label) for label in group.labels}
         return [each for each in report.results(self._rows, group, starts) if each.losses]
-
-    @property
-    def _used(self) -> float:
-        """Hours of both cores that all rows took."""
-        return sum(float(row["cpu_seconds"]) for row in self._rows) / 2 / 3600
 
     def _asked(self) -> Iterator[tuple[Group, str]]:
         """Yield the methods and cells that the options ask for."""

@@ -148,7 +148,7 @@ class Bench:
             for line in known:
                 if line["plan"]:
                     print(f"- {line['method']}, seed {line['seed']}: {line['plan']}")
-        used = sum(row["cpu_seconds"] for row in self._rows) / 2 / 3600
+        used = common.hours_of_both_cores(self._rows)
         print(f"\n{len(self._rows)} runs, {used:.1f} hours of both cores")
 
     @property

@@ -57,16 +57,16 @@ def test_a_call_that_ends_while_it_writes_leaves_the_earlier_rows(
     file = tmp_path / "x.json"
     common.write_json(file, "x", {}, {"seed": 0}, [{"ratio": 0.9}])
 
-    def half(path: Path, text: str, **_: str) -> int:
-        with path.open("w", encoding="utf-8") as out:
-            out.write(text[: len(text) // 2])
+    def half(descriptor: int) -> None:
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
         raise SystemExit(143)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", half)
+        patched.setattr(os, "fsync", half)
         with pytest.raises(SystemExit):
             common.write_json(file, "x", {}, {"seed": 0}, [{"ratio": 0.9}, {"ratio": 0.8}])
     assert common.read_rows(file, "x", {"seed": 0}) == [{"ratio": 0.9}]
+    assert os.listdir(tmp_path) == ["x.json"]
 
 
 def test_a_device_is_written_and_stays_a_device() -> None:
@@ -118,13 +118,12 @@ def test_results_survive_a_kill_in_the_midst_of_writing(
     common.write_json(file, "x", {}, {}, [{"loss": 1.5}])
     before = file.read_text()
 
-    def killed(path: Path, text: str, encoding: str) -> None:
-        with path.open("w", encoding=encoding) as stream:
-            stream.write(text[:20])
+    def killed(descriptor: int) -> None:
+        os.ftruncate(descriptor, 20)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", killed)
+        patched.setattr(os, "fsync", killed)
         with pytest.raises(KeyboardInterrupt):
             common.write_json(file, "x", {}, {}, [{"loss": 1.5}, {"loss": 1.4}])
     assert file.read_text() == before

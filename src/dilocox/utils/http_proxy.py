@@ -50,6 +50,7 @@ def pool_for(url: str, **options: Any) -> urllib3.PoolManager:
         return urllib3.ProxyManager(f"{parts.scheme}://{host}", proxy_headers=headers, **options)
     except urllib3.exceptions.HTTPError:
         raise ConfigError(
-            f"the proxy {parts.scheme}://{host} of the environment cannot be used for {url}: name "
-            "one of http or https in HTTP_PROXY and HTTPS_PROXY, or the host in NO_PROXY"
+            f"the proxy {parts.scheme}://{host} of the environment cannot be used for "
+            f"{urlsplit(url).hostname}: name one of http or https in HTTP_PROXY and HTTPS_PROXY, "
+            "or the host in NO_PROXY"
         ) from None

@@ -131,8 +131,9 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-    except OSError:
-        # On a full disk the partial file would take the space that the next attempt needs.
+    except BaseException:
+        # On a full disk the partial file would take the space that the next attempt needs. A signal
+        # may end the process here, too.
         with contextlib.suppress(OSError):
             part.unlink()
         raise
@@ -144,7 +145,7 @@ def overwrite(path: Path, text: str) -> None:
     A symbolic link stays, and its target is replaced; a device or a pipe is written to in place.
     Raises `OSError`.
     """
-    target = path.resolve()
+    target = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a loop of links
     if target.is_file():
         replace_file(target, text.encode(), stat.S_IMODE(target.stat().st_mode))
     elif target.exists():

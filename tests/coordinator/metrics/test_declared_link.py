@@ -48,8 +48,9 @@ def test_rounds_that_wait_are_told_once(tmp_path: Path) -> None:
         (BOTH, [(0.74, 0.01)] * ROUNDS),  # paris waits for lyon, which is slow
         ({"link": "63kbit"}, [(0.74, 0.74)] * ROUNDS),
         ({}, [(0.74, 0.74)] * ROUNDS),
+        ({**BOTH, "adapt": "off"}, [(0.74, 0.74)] * ROUNDS),  # no plan follows from the two keys
     ],
-    ids=["few", "a pause", "a slow site", "step time is measured", "both are measured"],
+    ids=["few", "a pause", "a slow site", "step time is measured", "both are measured", "off"],
 )
 def test_nothing_else_is_told(
     tmp_path: Path, control: dict[str, Any], waits: list[tuple[float, float]]

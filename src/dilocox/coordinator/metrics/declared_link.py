@@ -21,8 +21,10 @@ class DeclaredLink:
     """
 
     def __init__(self, control: ControlSection) -> None:
-        """`control`: the run file's section. Without both keys there is never a line."""
-        self._waits: list[float] | None = [] if declared(control) is not None else None
+        """`control`: the run file's section. Without both keys, or with `control.adapt` at another
+        value than `link`, no plan follows from them, and there is never a line."""
+        follows = control.adapt == "link" and declared(control) is not None
+        self._waits: list[float] | None = [] if follows else None
 
     def line(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """Return a line for people, once; None if there is nothing to tell.
@@ -39,7 +41,8 @@ class DeclaredLink:
         share = sum(self._waits) / len(self._waits)
         self._waits = None
         return (
-            f"all sites waited {share:.0%} of the last {ROUNDS} rounds, though the plan for "
-            "control.link and control.step_seconds hides exchanges: the link is slower than "
-            "declared, or other messages fill it; without the two keys dilocox measures both"
+            f"all sites waited {share:.0%} of the last {ROUNDS} rounds, though the run file "
+            "declares control.link and control.step_seconds: if the plan promised less, the link "
+            "is slower than declared, or other messages fill it; without the two keys dilocox "
+            "measures both"
         )
