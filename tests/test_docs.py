@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
@@ -25,6 +22,7 @@ from dilocox.config.one_machine import OF_ONE_MACHINE
 from dilocox.config.run_config import RunConfig, load_run
 from dilocox.config.site import SiteOverride
 from dilocox.coordinator.protocol.timeouts import Timeouts
+from tests.support.scripts import tool
 
 pytestmark = pytest.mark.waits
 
@@ -338,18 +336,6 @@ def test_keys_are_seen() -> None:
 
 
 # --- what is generated or measured ----------------------------------------------------------
-
-
-def tool(name: str) -> ModuleType:
-    """scripts/NAME.py as a module. Scripts import each other by their bare names."""
-    if str(ROOT / "scripts") not in sys.path:
-        sys.path.append(str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_run_file_reference_is_what_its_script_writes() -> None:

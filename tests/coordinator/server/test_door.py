@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dilocox.coordinator.client.transport import pool_of_stranger
-from dilocox.coordinator.server import door, http_server, member_connections
+from dilocox.coordinator.server import door, member_connections, request_body
 from dilocox.utils import unauthenticated
 from dilocox.utils.unauthenticated import Strangers
 from tests.support.served_run import Run
@@ -126,7 +126,7 @@ def test_silence_has_an_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_body_has_its_time_and_a_stranger_one_request(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "STRANGER_BODY_SECONDS", 0.2)
+    monkeypatch.setattr(request_body, "STRANGER_BODY_SECONDS", 0.2)
     with secure(run) as caller:
         caller.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
         said = whole(caller)

@@ -28,12 +28,13 @@ from dilocox.coordinator.client.errors import (
 )
 from dilocox.coordinator.client.transport import pool_of_stranger
 from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol import body_coding
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.coordinator.protocol.verdicts import RankVote
 from dilocox.coordinator.record_keys import RecordKey
-from dilocox.coordinator.server import http_server
+from dilocox.coordinator.server import http_server, request_body
 from dilocox.coordinator.server.reports import RunListener
 from dilocox.coordinator.server.run_server import serve
 from dilocox.errors import ExchangeError, JoinError, TrainingError
@@ -158,19 +159,63 @@ def test_malformed_requests_get_400_with_a_reason(run: Run, path: str, body: byt
     assert answer.status == 400
 
 
+def test_bodies_of_members_are_compressed_and_bounded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.enrol("a")
+    client = run.client("a")
+    pool, sent = client._transport._pool, dict[str, Any]()
+    urlopen = type(pool).urlopen
+
+    def noted(self: Any, method: str, path: str, **given: Any) -> Any:
+        sent.update(given)
+        return urlopen(self, method, path, **given)
+
+    monkeypatch.setattr(type(pool), "urlopen", noted)
+    assert client.beat(0, 0, 0).role == "enrolled"
+    coding = {"Content-Encoding": sent["headers"]["Content-Encoding"]}
+    assert coding == {"Content-Encoding": body_coding.ENCODING}
+    beat = body_coding.decompressed(sent["body"], m.MAX_BODY)
+    assert json.loads(beat)["rank"]["site"] == "a"
+
+    charged = []
+    monkeypatch.setattr(
+        run.core.budgets, "charge", lambda caller, size=0: charged.append((caller.site, size))
+    )
+    asked = m.StoreSetRequest(key="site/a/x", value="A" * 40_000).model_dump_json().encode()
+    body = body_coding.compressed(asked)
+    assert pool.urlopen("POST", "/v1/kv/set", body=body, headers=coding).status == 200
+    assert charged == [("a", len(asked))]  # not the few bytes that travelled
+    bomb = body_coding.compressed(b" " * (m.MAX_BODY + 1))
+    for headers, body, reason in [
+        (coding, bomb, "above 1048576 bytes"),
+        (coding, beat, "run the same dilocox version on both sides"),
+        ({"Content-Encoding": "gzip"}, beat, "Content-Encoding gzip is not taken"),
+    ]:
+        answer = pool.urlopen("POST", "/v1/beat", body=body, headers=headers)
+        refusal = m.Refusal.model_validate_json(answer.data)
+        assert (answer.status, refusal.kind) == (400, "malformed")
+        assert reason in refusal.error
+    stranger = pool_of_stranger(run.url, run.core.authority.fingerprint)
+    body = body_coding.compressed(b"{}")
+    answer = stranger.urlopen("POST", "/v1/enrol", body=body, headers=coding)
+    assert (answer.status, b"is not taken" in answer.data) == (400, True)
+    stranger.close()
+
+
 def test_a_caller_that_dies_in_its_request_is_no_error(
     run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, ended, read = threading.Event(), threading.Event(), http_server._read
+    begun, ended, read = threading.Event(), threading.Event(), request_body.read_body
 
-    async def watched(request: Any, model: Any) -> Any:
+    async def watched(request: Any) -> bytes:
         begun.set()
         try:
-            return await read(request, model)
+            return await read(request)
         finally:
             ended.set()
 
-    monkeypatch.setattr(http_server, "_read", watched)
+    monkeypatch.setattr(http_server, "read_body", watched)
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with context.wrap_socket(socket.create_connection(("127.0.0.1", run.port))) as caller:

@@ -61,6 +61,7 @@ class CoordinatorClient:
             request=timeouts.request,
             away=timeouts.coordinator,
             pause=timeouts.beat,
+            compress=True,
             now=now,
             sleep=sleep,
         )

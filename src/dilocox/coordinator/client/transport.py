@@ -8,10 +8,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
 from pydantic import ValidationError
+from urllib3.util import SKIP_HEADER
 
 from dilocox.coordinator.client.addresses import AddressPool
 from dilocox.coordinator.client.errors import (
@@ -22,6 +24,7 @@ from dilocox.coordinator.client.errors import (
     StakeUnknownError,
 )
 from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol import body_coding
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.calls import Call, Reply
 from dilocox.coordinator.protocol.round_plan import Message
@@ -35,6 +38,13 @@ from dilocox.errors import (
 )
 from dilocox.utils.backoff import backoff_delays
 
+_HEADERS = {
+    "Content-Type": "application/json",
+    "User-Agent": SKIP_HEADER,
+    "Accept-Encoding": SKIP_HEADER,
+}
+"""Headers of all requests. Those of `urllib3` that no coordinator reads are left out: a slow link
+carries some ten requests per round."""
 BUSY = 429
 """HTTP status of a refusal after which the caller may retry (too many requests)."""
 
@@ -49,6 +59,7 @@ class Transport:
         request: float,
         away: float,
         pause: float,
+        compress: bool = False,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -59,11 +70,13 @@ class Transport:
             request: Seconds for one request, its wait at the server not counted.
             away: Seconds for which connection errors are retried.
             pause: Longest pause between two attempts, in seconds.
+            compress: Compress bodies; the coordinator takes this from members alone.
             now: Monotonic clock, in seconds.
             sleep: Waits for a number of seconds.
         """
         self._pool, self._request, self._away, self._pause = pool, request, away, pause
         self._now, self._sleep = now, sleep
+        self._coding = {"Content-Encoding": body_coding.ENCODING} if compress else {}
         self._closed = threading.Event()
         self._seen = Position()
         """Newest position of the coordinator's log that a reply has named."""
@@ -85,7 +98,7 @@ class Transport:
             DilocoxError: The error that the refusal means, for example `SiteGoneError`,
                 `JoinError` or `CoordinatorError`.
         """
-        content = call.model_dump_json().encode() if isinstance(call, Message) else None
+        content, coding = self._content(call)
         name, wait = call.target, call.server_wait
         end = self._now() + wait + self._away
         waits = backoff_delays(self._pause / 20, self._pause)
@@ -98,7 +111,7 @@ class Transport:
                     call.method,
                     f"/v1/{name}",
                     body=content,
-                    headers={"Content-Type": "application/json", SEEN: self._seen.text},
+                    headers={**_HEADERS, **coding, SEEN: self._seen.text},
                     timeout=urllib3.Timeout(connect=request, read=wait + request),
                     retries=False,
                 )
@@ -129,6 +142,13 @@ class Transport:
                     f"({_short(cause)}); is it running, and does the network reach it?"
                 ) from None
             self._sleep(pause)
+
+    def _content(self, call: Call[Any]) -> tuple[bytes | None, dict[str, str]]:
+        """Return the body of a request, and the headers that describe the body."""
+        if not isinstance(call, Message):
+            return None, {}
+        content = call.model_dump_json().encode()
+        return (body_coding.compressed(content) if self._coding else content), self._coding
 
     def _is_older(self, answer: urllib3.BaseHTTPResponse) -> bool:
         """Return whether a reply is of an earlier generation than one before; note its position."""

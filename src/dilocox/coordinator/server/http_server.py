@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
-from pydantic import ValidationError
 
 from dilocox.coordinator.client.transport import BUSY
 from dilocox.coordinator.protocol import audit_messages as am
@@ -28,6 +27,7 @@ from dilocox.coordinator.server.background_tasks import repeat
 from dilocox.coordinator.server.door import Door, OneLineLog
 from dilocox.coordinator.server.enrolment_checks import check_admission
 from dilocox.coordinator.server.refusals import Caller, Refused
+from dilocox.coordinator.server.request_body import certificate_of, parsed, read_body
 from dilocox.coordinator.server.service import Coordinator
 from dilocox.coordinator.server.standby import StandbyLink
 from dilocox.coordinator.server.standby_calls import StandbyCalls
@@ -41,14 +41,9 @@ _STATUS = {
 }  # fmt: skip
 _LOOK = 0.02
 """Seconds between two checks of the open connections."""
-STRANGER_BODY_SECONDS = 15.0
-"""Time limit for the body of a request without a client certificate."""
-MEMBER_BODY_SECONDS = 60.0
-"""Time limit for a member's body of up to a mebibyte: the member's link may be slow."""
 _log = logging.getLogger(__name__)
 _DOOR: web.AppKey[Callable[[web.Request], None]] = web.AppKey("door")
 _CALLS: web.AppKey[StandbyCalls] = web.AppKey("standby")
-Model = TypeVar("Model", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
 Asked = TypeVar("Asked", m.BeginRequest, m.VoteRequest)
 Changed = TypeVar("Changed", m.StoreSetRequest, m.StoreAddRequest)
@@ -123,7 +118,7 @@ class CoordinatorServer:
         app = web.Application(client_max_size=m.MAX_BODY, middlewares=[_refusals])
         app.add_routes(self._routes())
         app[_DOOR], app[_CALLS] = self._asked, self.standby
-        # No rank compresses requests, so the server does not decompress any.
+        # Members' bodies have a format of their own (`body_coding`), which `_body` unpacks.
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -236,7 +231,8 @@ class CoordinatorServer:
     def _post(self, route: Route[Caller]) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             caller = _caller(request)
-            message = await _read(request, route.request)
+            body = await read_body(request)
+            message = parsed(request, body, route.request)
             rank = getattr(message, "rank", None)
             if isinstance(rank, m.RankId):
                 self.coordinator.check(caller, rank)
@@ -244,7 +240,7 @@ class CoordinatorServer:
                 self.coordinator.check_site(caller)
             self._check_seen(request)
             if route.request is not m.BeatRequest:
-                self.coordinator.budgets.charge(caller, len(await request.read()))
+                self.coordinator.budgets.charge(caller, len(body))
             return _reply(await _answered(route, message, caller))
 
         return handle
@@ -361,7 +357,7 @@ def _open(route: Route[None]) -> Callable[[web.Request], Awaitable[web.Response]
     """Return the handler of a request that needs no client certificate."""
 
     async def handle(request: web.Request) -> web.Response:
-        message = await _read(request, route.request)
+        message = parsed(request, await read_body(request), route.request)
         return _reply(await _answered(route, message, None))
 
     return handle
@@ -383,7 +379,7 @@ async def _refusals(
     if not await calls.may_leave(request.path):
         reply = _not_now(TrainingError("another coordinator takes over"))
     reply.headers[POSITION] = position.text
-    if not _certificate(request):
+    if not certificate_of(request):
         reply.force_close()
     return reply
 
@@ -420,32 +416,8 @@ def _reply(message: Message, status: int = 200) -> web.Response:
     )
 
 
-async def _read(request: web.Request, model: type[Model]) -> Model:
-    limit = MEMBER_BODY_SECONDS if _certificate(request) else STRANGER_BODY_SECONDS
-    try:
-        async with asyncio.timeout(limit):
-            body = await request.read()
-    except TimeoutError:
-        raise Refused("malformed", f"{request.path}: no whole body within {limit:g} s") from None
-    except ConnectionResetError:
-        # The caller died in the middle of its request, so the answer reaches no caller.
-        raise Refused("malformed", f"{request.path}: cut short") from None
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in problem["loc"]) or "body"
-        raise Refused("malformed", f"{request.path}: {where}: {problem['msg']}"[:500]) from None
-
-
-def _certificate(request: web.Request) -> Any:
-    """Return the caller's certificate as `ssl` gives it; None or empty without a certificate."""
-    transport = request.transport
-    return transport.get_extra_info("peercert") if transport is not None else None
-
-
 def _caller(request: web.Request) -> Caller:
-    certificate = _certificate(request)
+    certificate = certificate_of(request)
     if not certificate:
         raise Refused("refused", f"{request.path}: needs a site's certificate; join the run first")
     names = {key: value for part in certificate["subject"] for key, value in part}
