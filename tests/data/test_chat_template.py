@@ -78,6 +78,46 @@ def test_what_a_template_would_leave_out_in_silence_is_refused() -> None:
         template(CHATML).render(TALK, [{"name": "add"}])
 
 
+def test_a_template_that_ends_each_conversation_with_end_of_text() -> None:
+    """As Phi 3's: the text up to a message ends with a token that is not there in the whole."""
+    ended = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    assert learned(ended, TALK) == ["2<|im_end|>", "3<|im_end|>\n</s>"]
+    assert learned(ended, TALK, "last") == ["3<|im_end|>\n</s>"]
+
+
+def test_parts_of_answers_that_are_not_learned_need_not_be_found() -> None:
+    silent = [*TALK[:2], TALK[2] | {"weight": 0}, *TALK[3:]]
+    assert learned(THINKING, silent) == ["<think>\n</think>\n3<|im_end|>"]
+
+
+def test_thoughts_that_a_template_would_leave_out_are_refused() -> None:
+    thought = [*TALK[:4], TALK[4] | {"reasoning_content": "Two and one."}]
+    with pytest.raises(TemplateError, match=r"message 5 has reasoning_content, for which the"):
+        learned(CHATML, thought)
+    assert learned(THINKING, thought, "last") == ["<think>\nTwo and one.</think>\n3<|im_end|>"]
+    old = [*TALK[:2], TALK[2] | {"thinking": "Hm."}, *TALK[3:]]
+    with pytest.raises(TemplateError, match="message 3 has thinking"):
+        learned(CHATML + "{# enable_thinking #}", old)
+    assert learned(CHATML, old, "last") == ["3<|im_end|>"]
+    assert learned(CHATML, [each | {"reasoning": " "} for each in TALK]) != []
+    assert template(CHATML).render(thought) == template(CHATML).render(TALK)
+
+
+def test_calls_of_templates_that_want_null_content_and_arguments_as_text() -> None:
+    """As DeepSeek's."""
+    source = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+        "{% for call in m['tool_calls'] %}"
+        "{{ '<call>' + call['function']['name'] + call['function']['arguments'] + '<|im_end|>' }}"
+        "{% endfor %}{% else %}{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}"
+    )
+    function = {"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    expected = '<call>add{"a": 1, "b": "\u00e9"}<|im_end|>'
+    assert learned(source, [TALK[1], call]) == [expected]
+    assert template(source).render([TALK[1], call]) == "<user>Two?" + expected
+
+
 def test_a_developer_is_a_system_where_the_template_does_not_know_the_role() -> None:
     new = [TALK[0] | {"role": "developer"}, *TALK[1:]]
     assert template(CHATML).render(new) == template(CHATML).render(TALK)

@@ -94,8 +94,22 @@ def test_openais_form(tmp_path: Path) -> None:
         ([{"role": "user", "content": 3}], "message 1: content is a number; give text or a list"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "message 1: a part of its content is image_url; only text",
+            "message 1: part 1 of its content is of type image_url; only text",
         ),
+        ([None], 'entry 1 of "messages" is null; it must be an object'),
+        (
+            [{"role": "user", "content": ["a", "b"]}],
+            'message 1: part 1 of its content is text; write a part as {"type": "text", "text": ',
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": None}]}],
+            'message 1: part 1 of its content has no text in "text"; give text, or remove',
+        ),
+        (
+            [TALK[1] | {"function_call": {"name": "f", "arguments": "{}"}}],
+            "message 1: function_call is the former form of tool_calls .*; write the call as tool",
+        ),
+        ([{"role": "function", "content": "3"}], 'role "function"; .*; results of calls have the'),
         ([TALK[1] | {"weight": 2}], r"message 1: weight 2; give 0 \(no loss on it\) or 1"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}],
@@ -130,9 +144,8 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
         {"completion": "b"},
     )
     assert read(path, PAIRS) == ([{"prompt": "a", "completion": "b"}], 3)
-    with pytest.raises(
-        DataError, match=r'field "prompt" is not text but a list; .*format = "chat"'
-    ):
+    both = r'field "prompt" is not text but a list; .* both text, or both lists of messages'
+    with pytest.raises(DataError, match=both):
         read(write(path, {"prompt": TALK, "completion": "b"}), PAIRS)
     with pytest.raises(DataError, match=r'no field "prompt" .*; set data.prompt_field and data.co'):
         read(write(path, {"question": "a", "completion": "b"}), PAIRS)
@@ -241,3 +254,66 @@ def test_what_json_cannot_hold_is_named(tmp_path: Path, value: object, reason: s
     assert str(caught.value).startswith(f'{tmp_path}/a.jsonl:2: "messages", entry 2, {reason}')
     with pytest.raises(DataError, match=r'^here: "tools", entry 1, "x"'):
         CHAT.parse({"messages": TALK, "tools": [{"x": value}]}, "here")
+
+
+def test_keys_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    """JSON readers take the second value, so that the first one would be lost in silence."""
+    path = tmp_path / "a.jsonl"
+    good = json.dumps({"messages": TALK})
+    double = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
+    path.write_text(f"{good}\n{double}\n")
+    twice = 'key "content" is there twice in one object; remove one of the two'
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: {twice}"):
+        read(path)
+    (tmp_path / "a.json").write_text(f"[{good}, {double}]")
+    with pytest.raises(DataError, match=rf"a\.json:record 2: {twice}"):
+        read(tmp_path / "a.json")
+    with pytest.raises(DataError, match=rf'field "messages": {twice}'):
+        CHAT.parse({"messages": double[13:-1]}, "here")
+    call = called("f", '{"a": 1, "a": 2}')
+    with pytest.raises(DataError, match=r'of the call of "f": key "a" is there twice'):
+        one(tmp_path, TALK[0], call)
+
+
+def test_fields_of_other_libraries_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    path, system = tmp_path / "a.jsonl", {"role": "system", "content": "c"}
+    with pytest.raises(DataError, match=r'a.jsonl:1: field "system" is not read, .*first message'):
+        read(write(path, {"messages": TALK, "system": "Be short."}))
+    records: list[dict[str, Any]] = [
+        {"messages": TALK, "system": None},
+        {"messages": TALK, "system": " "},
+        {"messages": TALK, "functions": "[]"},
+        {"messages": [system, *TALK], "system": "c"},
+        {"messages": [], "system": "c"},
+    ]
+    expected = [{"messages": each["messages"]} for each in records[:4]]
+    assert read(write(path, *records)) == (expected, 1)
+    pq.write_table(pa.Table.from_pylist([{"messages": TALK, "system": "c"}]), tmp_path / "a.pq")
+    with pytest.raises(DataError, match=r'a.pq:row 1: field "system" is not read'):
+        read(tmp_path / "a.pq", kind="parquet")
+    with pytest.raises(DataError, match=r'field "functions" is not read, .*write .* as tools'):
+        read(write(path, {"messages": TALK, "functions": [{"name": "f"}]}))
+    alpaca = Layout("instruction", prompt="instruction", completion="output")
+    record = {"instruction": "a", "input": "", "output": "b"}
+    assert read(write(path, record), alpaca)[0] == [{"prompt": "a", "completion": "b"}]
+    with pytest.raises(DataError, match=r'field "input" is not read, .*; join it to the instruct'):
+        read(write(path, record, record | {"input": "c"}), alpaca)
+    with pytest.raises(DataError, match=r'a.jsonl:1: field "history" is not read'):
+        read(write(path, {"prompt": "a", "completion": "b", "history": [["c", "d"]]}), PAIRS)
+    named = Layout("instruction", prompt="system", completion="output")
+    assert read(write(path, {"system": "a", "output": "b"}), named)[0] == [
+        {"prompt": "a", "completion": "b"}
+    ]
+
+
+def test_prompts_and_completions_as_messages(tmp_path: Path) -> None:
+    """As TRL has them; answers in the prompt are not learned."""
+    tools = [tool("f", a={"type": "string"})]
+    record = {"prompt": [*TALK, TALK[0]], "completion": [TALK[1]], "tools": tools}
+    expected = {"messages": [TALK[0], TALK[1] | {"weight": 0}, *TALK], "tools": tools}
+    empty: dict[str, Any] = {"prompt": TALK, "completion": []}
+    path = write(tmp_path / "a.jsonl", record, empty)
+    assert read(path, PAIRS) == ([expected], 1)
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    [made], _ = read(tmp_path / "a.parquet", PAIRS, "parquet")
+    assert made["messages"] == expected["messages"]

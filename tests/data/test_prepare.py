@@ -203,7 +203,7 @@ def test_corpus_too_small_for_the_vocabulary_or_a_sequence(corpus: Path, tmp_pat
 
 def test_bad_line_is_named_through_the_trainer_of_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(DataError, match=r"a\.jsonl:2: not valid JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the JSON object does not end on its line"):
         prepare(section(tmp_path / "a.jsonl"), tmp_path / "data", seed=0)
 
 

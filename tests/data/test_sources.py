@@ -445,3 +445,17 @@ def test_which_names_are_those_of_hub_datasets(tmp_path: Path) -> None:
     assert [on_hub(name, data) for name in names] == [True, *[False] * 5]
     assert on_hub("anything", section(tmp_path, format="hub"))
     assert not on_hub("team/talks", section(tmp_path))
+
+
+def test_tables_and_folders_of_datasets_are_no_records(tmp_path: Path) -> None:
+    table = tmp_path / "a.csv"
+    table.write_text("prompt,completion\na,b\n")
+    with pytest.raises(DataError, match=r"a\.csv: \.csv files are not read; convert the file to"):
+        list_files(str(table), section(table, format="instruction"))
+    assert [each.format for each in list_files(str(table), section(table))] == ["text"]
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "dataset_info.json").write_text("{\n}")
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"")
+    with pytest.raises(DataError, match="is a folder of save_to_disk of datasets, which is not"):
+        list_files(str(folder), section(folder, format="jsonl"))

@@ -57,7 +57,8 @@ class DataSection(Section):
     """Format `chat`: field that holds the list of messages in OpenAI's form. Records whose
     messages are null, missing or empty are left out and counted."""
     prompt_field: str = "prompt"
-    """Format `instruction`: field that holds the prompt, which becomes a user's message."""
+    """Format `instruction`: field that holds the prompt, which becomes a user's message. Prompt and
+    completion may both be lists of messages."""
     completion_field: str = "completion"
     """Format `instruction`: field that holds the completion, which becomes an assistant's
     message."""

@@ -8,8 +8,9 @@ messages are found also for templates without `{% generation %}` blocks.
 from __future__ import annotations
 
 import datetime
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ _MARKS = re.compile(
     "<[|\uff5c][^<>|\uff5c\\s'\"{}]{1,64}[|\uff5c]>"
     r"|<(?:start|end)_of_turn>|\[/?INST\]|<<?/?SYS>>?"
 )
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys that hold the thoughts of an assistant's message."""
 _MEND = (
     'set data.chat_template to a file with a template that does, or data.loss_on = "last" or "all"'
 )
@@ -85,9 +88,10 @@ class ChatTemplate:
             loss_on: `assistant`, `last` or `all`, see `data.loss_on`.
 
         Raises:
-            TemplateError: if the template refuses the conversation, or if the characters cannot be
-                found.
+            TemplateError: if the template refuses the conversation, leaves out thoughts that are to
+                be learned, or if the characters cannot be found.
         """
+        self._check_thoughts(messages, loss_on)
         if loss_on == "all":
             text = self.render(messages, tools)
             return text, ((0, len(text)),)
@@ -106,6 +110,7 @@ class ChatTemplate:
         else:
             text = self.render(messages, tools)
             wanted = turns[-1:] if loss_on == "last" else turns
+            wanted = [n for n in wanted if messages[n].get("weight", 1)]
             by_turn = {n: self._turn(text, messages, n, tools) for n in wanted}
             spans = [by_turn.get(n, (0, 0)) for n in turns]
         if loss_on == "last":
@@ -127,7 +132,8 @@ class ChatTemplate:
             raise TemplateError(f"up to message {number + 1}: {error}") from None
         # Some templates begin the assistant's message with something that a finished message lacks.
         if not text.startswith(before):
-            before = self.render(messages[:number], tools)
+            before = self._open_end(text, self.render(messages[:number], tools))
+        through = self._open_end(text, through)
         if not text.startswith(before) or not text.startswith(through):
             raise TemplateError(
                 f"the chat template writes message {number + 1} or what stands before it "
@@ -135,6 +141,14 @@ class ChatTemplate:
                 f"assistant's part cannot be found; {_MEND}"
             )
         return self._to_end_of_turn(text, len(before), len(through))
+
+    def _open_end(self, text: str, part: str) -> str:
+        """Returns `part` as `text` begins with it, if only an end-of-text token is too much.
+
+        Templates such as Phi 3's write this token behind the whole conversation.
+        """
+        end = self.variables.get("eos_token")
+        return part if text.startswith(part) or not end else part.removesuffix(end)
 
     def _to_end_of_turn(self, text: str, start: int, end: int) -> tuple[int, int]:
         """Move `end` to the end of the token that ends the message, and before what follows it."""
@@ -161,22 +175,43 @@ class ChatTemplate:
             for each in shown:
                 each["role"] = "system" if each["role"] == "developer" else each["role"]
         self._check_tools(shown, tools)
-        try:
-            [text], spans = render_jinja_template(
-                conversations=[shown],
-                tools=tools,
-                chat_template=_with_fixed_date(self.source),
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=prompt,
-                **self.variables,
-            )
-        except Exception as error:  # what templates raise has no common base class
-            reason = " ".join(str(error).split()) or type(error).__name__
-            if type(error).__name__ == "TemplateSyntaxError":
-                line = getattr(error, "lineno", "?")
-                raise DataError(f"chat template: line {line}: {reason}; correct it") from None
-            raise TemplateError(f"the chat template refuses the conversation: {reason}") from None
-        return text, tuple((start, end) for start, end in (spans[0] if spans else ()))
+        refusals = []
+        for form in _forms(shown):
+            try:
+                [text], spans = render_jinja_template(
+                    conversations=[form],
+                    tools=tools,
+                    chat_template=_with_fixed_date(self.source),
+                    return_assistant_tokens_mask=marked,
+                    add_generation_prompt=prompt,
+                    **self.variables,
+                )
+            except Exception as error:  # what templates raise has no common base class
+                reason = " ".join(str(error).split()) or type(error).__name__
+                if type(error).__name__ == "TemplateSyntaxError":
+                    line = getattr(error, "lineno", "?")
+                    raise DataError(f"chat template: line {line}: {reason}; correct it") from None
+                refusals.append(reason)
+            else:
+                return text, tuple((start, end) for start, end in (spans[0] if spans else ()))
+        raise TemplateError(f"the chat template refuses the conversation: {refusals[0]}")
+
+    def _check_thoughts(self, messages: Messages, loss_on: str) -> None:
+        """Refuse learned thoughts that the template would leave out. Raises `TemplateError`."""
+        learned = [
+            number
+            for number, each in enumerate(messages)
+            if each["role"] == "assistant" and each.get("weight", 1)
+        ]
+        for number in learned[-1:] if loss_on == "last" else learned:
+            for name in _THOUGHTS:
+                text = messages[number].get(name)
+                given = isinstance(text, str) and text.strip()
+                if given and not re.search(rf"\b{name}\b", self.source):
+                    raise TemplateError(
+                        f"message {number + 1} has {name}, for which the chat template has no "
+                        "place; use a model or a template with thoughts, or remove them"
+                    )
 
     def _check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         """Refuse what the template would leave out in silence. Raises `TemplateError`."""
@@ -190,6 +225,34 @@ class ChatTemplate:
                     f"the conversation has {name}, for which the chat template has no place; use "
                     "a model or a template with tools, or remove them"
                 )
+
+
+def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the forms of a conversation that templates expect, the usual one first.
+
+    With calls of tools, some templates ask whether the content is null, where others must not find
+    it, and some write the arguments as text, where others expect an object. DeepSeek's do both.
+    """
+    yield list(messages)
+    if any(each.get("tool_calls") for each in messages):
+        for null, text in ((True, False), (False, True), (True, True)):
+            yield [_formed(each, null, text) for each in messages]
+
+
+def _formed(message: dict[str, Any], null: bool, text: bool) -> dict[str, Any]:
+    """Returns a message with null for missing content, or with arguments of calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    made = {"content": None} | message if null else dict(message)
+    if text:
+        made["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+    return made
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _with_text(call["function"])}
+    return {**call, "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
 
 
 def _with_fixed_date(source: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from dilocox.config.data import DataSection
 from dilocox.data.columns import Document, numbers_of
+from dilocox.data.json_text import DoubleKeyError, parse_json
 from dilocox.data.readers import clean, json_records, kind_of, parquet_records
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
@@ -68,6 +69,12 @@ class Conversation(Document):
             return f"{content['prompt']}\n{content['completion']}"
         return "\n".join(each["content"] for each in content["messages"] if each.get("content"))
 
+    def begins_with_system(self) -> bool:
+        """Returns whether a message of the role system or developer comes first."""
+        content = json.loads(self)
+        messages = content.get("chosen", content).get("messages")
+        return bool(messages) and messages[0]["role"] in ("system", "developer")
+
     def answers(self) -> list[Conversation]:
         """Returns the chosen and the rejected conversation of a pair."""
         content = json.loads(self)
@@ -103,10 +110,28 @@ class Layout:
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Fields that records may have."""
-        if self.format == "preference":
-            return (self.prompt, "tools")
-        return (*(("tools",) if self.format == "chat" else ()), *self.columns)
+        """Fields that records may have, those that are refused included."""
+        prompt = (self.prompt,) if self.format == "preference" else ()
+        named = (*prompt, "tools", *self.columns, *self._refused)
+        return tuple(name for name in named if name not in self.fields)
+
+    @property
+    def _refused(self) -> dict[str, str]:
+        """Fields that other libraries read beside these, with the remedy of a record that has one.
+
+        The content of such a field would be left out in silence.
+        """
+        found = {
+            "system": 'make it the first message, with the role "system"',
+            "functions": "write the functions as tools",
+        }
+        if self.format == "instruction":
+            found["system"] = 'put it into the prompt, or give messages and data.format = "chat"'
+            found["history"] = 'give all turns as messages, and set data.format = "chat"'
+            if self.prompt == "instruction":
+                found["input"] = "join it to the instruction in one field, or remove it"
+        named = {*self.fields, *self.columns}
+        return {name: mend for name, mend in found.items() if name not in named}
 
     @property
     def mend(self) -> str:
@@ -121,6 +146,8 @@ class Layout:
         Raises `DataError`, which begins with `where`, if the fields hold something else.
         """
         made = self._conversation(record, where)
+        if made is not None:
+            self._check_unread(record, made, where)
         if made is not None and self.columns:
             made.columns = numbers_of(record, self.columns, where)
         return made
@@ -137,18 +164,38 @@ class Layout:
             if tools:
                 content["tools"] = tools
             return Conversation(content, where)
-        pair = {}
-        for name, field in (("prompt", self.prompt), ("completion", self.completion)):
-            text = record.get(field)
-            if text is None:
-                return None
+        return self._pair_of_texts(record, where)
+
+    def _pair_of_texts(self, record: Mapping[str, Any], where: str) -> Conversation | None:
+        """Returns a prompt and its completion, which are both text or both lists of messages."""
+        prompt, completion = record.get(self.prompt), record.get(self.completion)
+        if prompt is None or completion is None:
+            return None
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return _continued(prompt, completion, record, where)
+        for field, text in ((self.prompt, prompt), (self.completion, completion)):
             if not isinstance(text, str):
                 raise DataError(
-                    f'{where}: field "{field}" is not text but {kind_of(text)}; {_PAIRS}, or set '
-                    'data.format = "chat" for lists of messages'
+                    f'{where}: field "{field}" is not text but {kind_of(text)}; {_PAIRS} to the '
+                    "names of fields that are both text, or both lists of messages"
                 )
-            pair[name] = text
-        return Conversation(pair, where) if pair["completion"].strip() else None
+        if not completion.strip():
+            return None
+        return Conversation({"prompt": prompt, "completion": completion}, where)
+
+    def _check_unread(self, record: Mapping[str, Any], made: Conversation, where: str) -> None:
+        """Raise `DataError` if a field has content that would be left out in silence."""
+        for name, mend in self._refused.items():
+            value = record.get(name)
+            if not value or not isinstance(value, str | list) or value in ("[]", "null"):
+                continue
+            if isinstance(value, str) and not value.strip():
+                continue
+            if name == "system" and (not isinstance(value, str) or made.begins_with_system()):
+                continue
+            raise DataError(
+                f'{where}: field "{name}" is not read, so its content would be left out; {mend}'
+            )
 
 
 def read_conversations(
@@ -261,6 +308,24 @@ def _pair(record: Mapping[str, Any], prompt_field: str, where: str) -> Conversat
     return Conversation(dict(zip(ANSWERS, made, strict=True)), where)
 
 
+def _continued(
+    prompt: list[Any], completion: list[Any], record: Mapping[str, Any], where: str
+) -> Conversation | None:
+    """Returns the messages of a prompt and of its completion, or None if the latter is empty.
+
+    Answers in the prompt are not learned.
+    """
+    given = [_list_of(prompt, where, "prompt"), _list_of(completion, where, "completion")]
+    if not given[1]:
+        return None
+    messages = _checked([*(given[0] or []), *given[1]], where)
+    for each in messages[: len(prompt)]:
+        if each["role"] == "assistant":
+            each["weight"] = 0
+    tools = _list_of(record.get("tools"), where, "tools")
+    return Conversation({"messages": messages} | ({"tools": tools} if tools else {}), where)
+
+
 def _not_json(value: object, place: str = "") -> Iterator[str]:
     """Yield the place of each value that JSON cannot hold, with reason and remedy."""
     if isinstance(value, dict):
@@ -294,7 +359,9 @@ def _list_of(value: object, where: str, field: str) -> list[Any] | None:
     if isinstance(value, str):
         # Parquet columns often hold lists of objects with different keys as JSON text.
         try:
-            value = json.loads(value or "null")
+            value = parse_json(value or "null")
+        except DoubleKeyError as error:
+            raise DataError(f'{where}: field "{field}": {error}; remove one of the two') from None
         except (ValueError, RecursionError):
             pass  # refused below, as text
     if value is None:
@@ -317,9 +384,16 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         other = "; convert from and value to role and content" if "from" in message else ""
+        if role == "function":
+            other = "; results of calls have the role tool, and calls are in tool_calls"
         named = f'role "{role}"' if isinstance(role, str) else "no role"
         raise DataError(f"{where}: {named}; a role is one of {', '.join(ROLES)}{other}")
     made = {key: value for key, value in message.items() if value is not None}
+    if made.get("function_call"):
+        raise DataError(
+            f"{where}: function_call is the former form of tool_calls and would be left out; write "
+            "the call as tool_calls"
+        )
     content = made.get("content")
     if content is not None:
         made["content"] = _joined(content, where)
@@ -343,13 +417,17 @@ def _joined(content: object, where: str) -> str:
             f"{where}: content is {kind_of(content)}; give text or a list of text parts"
         )
     texts = []
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else kind_of(part)
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(text, str):
+    for number, part in enumerate(content, start=1):
+        place = f"{where}: part {number} of its content"
+        if not isinstance(part, dict):
             raise DataError(
-                f"{where}: a part of its content is {kind}; only text can be trained on"
+                f'{place} is {kind_of(part)}; write a part as {{"type": "text", "text": ...}}'
             )
+        kind, text = part.get("type", "text"), part.get("text")
+        if kind != "text":
+            raise DataError(f"{place} is of type {kind}; only text can be trained on")
+        if not isinstance(text, str):
+            raise DataError(f'{place} has no text in "text"; give text, or remove the part')
         texts.append(text)
     return "".join(texts)
 
@@ -364,7 +442,12 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = parse_json(arguments) if arguments.strip() else {}
+        except DoubleKeyError as error:
+            raise DataError(
+                f'{where}: the arguments of the call of "{inner["name"]}": {error}; remove one of '
+                "the two"
+            ) from None
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):

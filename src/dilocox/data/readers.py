@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from dilocox.data.arrow_values import json_record
 from dilocox.data.columns import Document, numbers_of
+from dilocox.data.json_text import object_of, parse_json, problem_of
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
@@ -171,16 +172,14 @@ def _array(path: Path) -> Iterator[tuple[str, object]]:
             for number, record in enumerate(_objects(stream), start=1):
                 yield f"{path}:record {number}", record
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise DataError(
-            f"{path}:record {number + 1}: not valid JSON ({error}); correct or remove it"
-        ) from None
+        raise DataError(f"{path}:record {number + 1}: {problem_of(error)}") from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read after record {number} ({error})") from None
 
 
 def _objects(stream: IO[str]) -> Iterator[object]:
     """Yield the elements of a JSON array. Raises `ValueError` if the array is malformed."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=object_of)
     text, due = "", "["
     while True:
         text = text.lstrip()
@@ -233,9 +232,9 @@ def _jsonl(path: Path) -> Iterator[tuple[str, object]]:
 
 def _parsed(line: bytes, where: str) -> object:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error}); correct or remove the line") from None
+        raise DataError(f"{where}: {problem_of(error, line, 'the line')}") from None
 
 
 def _texts(
@@ -290,6 +289,8 @@ def with_columns(
 
 def kind_of(value: object) -> str:
     """Returns the kind of a JSON value, as words for messages."""
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, str):

@@ -59,6 +59,9 @@ RECORDS = ("jsonl", "parquet")
 PACKED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
 """Endings of compressed files that cannot be read here."""
 
+TABLES = (".csv", ".tsv", ".xls", ".xlsx", ".arrow", ".feather")
+"""Endings of tables and data sets that are not read as records."""
+
 KINDS_LEFT_OUT = 12
 """Number of file endings that are counted separately among the files that are left out; the most
 frequent ones are chosen."""
@@ -200,6 +203,12 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
                 f"data.source {source}: {path.suffix} files cannot be decompressed here; "
                 "decompress the file, or compress it as .gz"
             )
+        as_records = data.has_conversations or data.format in RECORDS
+        if as_records and path.suffix.lower() in TABLES:
+            raise DataError(
+                f"data.source {source}: {path.suffix} files are not read; convert the file to "
+                "JSON lines or Parquet"
+            )
         named = _format_of(path.name, JSON) if _by_name(data) else data.format
         if data.has_conversations and named not in RECORDS:
             named = "jsonl"
@@ -213,6 +222,12 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
     wanted = SUFFIXES if data.format == "auto" else {kind: SUFFIXES[kind] for kind in kinds}
     records = JSON if data.format == "jsonl" or data.has_conversations else frozenset[str]()
     listed, left = walk(path, links=True)
+    names = {file.suffix if file.suffix == ".arrow" else file.name for _, file in listed}
+    if records and {".arrow", "dataset_info.json"} <= names:
+        raise DataError(
+            f"data.source {source}: is a folder of save_to_disk of datasets, which is not read; "
+            "write the records with to_parquet or to_json"
+        )
     files, endings = [], Counter[str]()
     for name, file in listed:
         found = _format_of(file.name, records)
