@@ -56,6 +56,7 @@ def test_conversations_become_documents_with_counted_tokens(tmp_path: Path) -> N
     assert files.content["splits"]["train"]["counted"] == np.count_nonzero(whole & COUNTED)
     about = files.content["conversations"]
     assert about["end_of_turn"][-1]["token"] == "<|im_end|>"
+    assert files.records_left_out == 2
     assert "left out     1 record whose conversation is null or missing" in show(files)
     assert "left out     1 conversation of which no token is learned" in show(files)
     assert "format       chat, the tokenizer's chat template, loss on assistant" in show(files)

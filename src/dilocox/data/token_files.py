@@ -241,6 +241,12 @@ class TokenFiles:
         return int(other + skipped)
 
     @property
+    def records_left_out(self) -> int:
+        """Number of records without text, without messages, or of which no token is learned."""
+        empty = sum(self.manifest["made_with"].get("without_text", []))
+        return int(empty + self.content.get("conversations", {}).get("without_labels", 0))
+
+    @property
     def filtered(self) -> tuple[int, int] | None:
         """Records that filters took, and records that were read for them. None: no filters."""
         counts = [each for each in self.manifest["made_with"].get("filtered", []) if each]

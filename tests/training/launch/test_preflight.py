@@ -685,6 +685,13 @@ def test_the_headline_says_what_is_trained(place: Path) -> None:
     assert "vocabulary 270" in text
 
 
+def test_the_headline_says_how_many_records_were_left_out(place: Path) -> None:
+    files = TokenFiles.open(place / "tokens")
+    assert "records left out" not in headline(config(place), files)
+    files.manifest["made_with"]["without_text"] = [1200, 3]
+    assert "; 1,203 records left out (dilocox data show)\n" in headline(config(place), files)
+
+
 def test_errors_of_the_folder_are_of_the_right_kind(tmp_path: Path) -> None:
     with pytest.raises(TrainingError):
         run_folder.check_folder(config(tmp_path), resume=True)
