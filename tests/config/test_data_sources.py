@@ -77,6 +77,10 @@ def two(first: dict[str, Any] | None = None, second: dict[str, Any] | None = Non
             {"sources": two({"format": "text"}), "format": "instruction"},
             'data.sources "a" sets format "text" beside data.format "instruction": text and',
         ),
+        (
+            {"sources": two({"format": "chat"})},
+            'data.sources (table 1).format: "chat" is a format of all sources or of none: set data',
+        ),
     ],
 )
 def test_bad_tables_are_refused_in_one_line(data: dict[str, Any], message: str) -> None:

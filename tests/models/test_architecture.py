@@ -114,6 +114,13 @@ def test_a_folder_without_a_configuration_is_told_in_few_words(
         assert str(caught.value).startswith(said)
 
 
+def test_a_folder_of_adapters_is_no_model(tmp_path: Path) -> None:
+    """As TRL, axolotl and unsloth leave it behind."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"holds adapters, not a model; merge them into their base"):
+        load_model_config(ModelSection(path=str(tmp_path)), None)
+
+
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     keys = {"model_type": "own", "auto_map": {"AutoConfig": "code.OwnConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(keys))

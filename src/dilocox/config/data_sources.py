@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dilocox.config.base import Positive, Section
 from dilocox.config.data_filter import Filter
@@ -76,6 +76,16 @@ class SourceSection(Section):
     """Like `data.validation_split`, for this source."""
     validation_filter: Filter | None = None
     """Like `data.validation_filter`, for this source."""
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _of_text(cls, value: object) -> object:
+        if value in CONVERSATIONS:
+            raise ValueError(
+                f'"{value}" is a format of all sources or of none: set data.format = "{value}", '
+                "and leave it out here"
+            )
+        return value
 
     def overrides(self) -> dict[str, Any]:
         """Returns the keys of `[data]` that this source sets, by name."""

@@ -9,10 +9,12 @@ import difflib
 import os
 from collections.abc import Container, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilocox.config.run_config import ModelSection
 from dilocox.errors import ModelError
+from dilocox.utils.adapter_files import is_adapter_folder
 from dilocox.utils.file_errors import names_folder
 
 if TYPE_CHECKING:
@@ -98,6 +100,12 @@ def _from_path(path: str, revision: str | None) -> PretrainedConfig:
             with open(os.path.join(place, "config.json"), "rb"):
                 pass
         except OSError as error:  # transformers would take the folder for a name on the hub
+            if is_adapter_folder(Path(place)):
+                raise ModelError(
+                    f"model.path {path}: holds adapters, not a model; merge them into their base "
+                    "model (dilocox export --merge, or merge_and_unload of peft) and name the "
+                    "merged model, or name the base model to train new adapters"
+                ) from None
             raise _unusable(path, error.strerror or str(error)) from None
     try:
         # Code that comes with a model is never run. With False, transformers does not ask the user
