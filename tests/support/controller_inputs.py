@@ -19,7 +19,7 @@ BITS = {"none": 32.0, "fp16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125,
 
 def run_config(steps: int = 600, sites: str = "ab", **sections: dict[str, Any]) -> RunConfig:
     raw: dict[str, Any] = {
-        "model": {"path": "x"},
+        "model": {"path": "x", "pretrained": False},
         "sites": {name: {} for name in sites},
         **sections,
     }

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilocox.config.run_config import resolve_run
 from dilocox.coordinator.controller.loss_model import (
     codec_loss,
+    committed,
     kept_progress,
     loss_of,
     outer_rates,
+    part_of,
     residual_decay,
     residual_view,
     run_lengths,
@@ -30,9 +34,9 @@ def test_a_length_that_was_not_measured_has_no_table_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("whole", run_lengths())
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_table_is_sound(optimizer: str, whole: int) -> None:
-    known = table(optimizer, whole)
+@pytest.mark.parametrize("part", ["adamw", *committed()["parts"]])
+def test_the_table_is_sound(part: str, whole: int) -> None:
+    known = table(part, whole)
     rates = known["outer"]["flat"], known["outer"]["topk"]
     columns = [known["local"], *known["flat"].values()]
     columns += [of[name] for of in rates for name in ("learning_rate", "momentum")]
@@ -58,7 +62,7 @@ def test_the_table_is_sound(optimizer: str, whole: int) -> None:
             assert min(row) > 0
     for codec in ("none", *(f"topk:{kept}" for kept in known["topk"]["kept"])):
         for steps in STEPS:
-            rate, momentum = outer_rates(steps, codec, whole)
+            rate, momentum = outer_rates(steps, codec, whole, part)
             assert 0.5 <= rate / (1 - momentum) <= 4
 
 
@@ -104,6 +108,29 @@ def test_what_is_known_of_an_optimizer_holds_instead_and_the_rest_is_adamws() ->
     # Muon loses little to long rounds and much to few values.
     assert loss_of(20, "int2", 0.25, SHORT, "muon") < loss_of(20, "int2", 0.25, SHORT)
     assert loss_of(2, "topk:20", 0.5, SHORT, "muon") > loss_of(2, "topk:20", 0.5, SHORT)
+
+
+def test_the_part_of_a_run() -> None:
+    def part(model: dict[str, Any], **sections: dict[str, Any]) -> str:
+        return part_of(resolve_run({"model": model, "sites": {"a": {}, "b": {}}, **sections}))
+
+    folder, shape = {"path": "x"}, {"architecture": {"model_type": "qwen3"}}
+    assert set(committed()["parts"]) == {"muon", "adapters", "pretrained"}
+    assert part(folder, adapter={"kind": "lora"}) == "adapters"
+    assert part(folder, adapter={"kind": "lora"}, inner={"optimizer": "muon"}) == "adapters"
+    assert part(folder) == "pretrained"
+    assert part(folder, inner={"optimizer": "muon"}) == "muon"
+    assert part(shape) == part({**folder, "pretrained": False}) == "adamw"
+    assert part({**folder, "handover": True}) == "adamw"  # a run from random weights goes on
+
+
+@pytest.mark.parametrize("part", ["adapters", "pretrained"])
+def test_fine_tuning_has_cheap_rounds_and_no_outer_momentum(part: str) -> None:
+    for steps in (5, 10, 20, 50):
+        assert loss_of(steps, "int4", 0.25, SHORT, part) < loss_of(steps, "int4", 0.25, SHORT) / 4
+        assert outer_rates(steps, "none", SHORT, part) == (1.0, 0.0)
+    # What top-k withholds has no time to travel in a short run.
+    assert codec_loss(1, "topk:116", SHORT, part) > 2 * codec_loss(1, "topk:116", SHORT)
 
 
 def test_what_goes_with_the_inner_steps() -> None:

@@ -6,9 +6,9 @@ are interpolated linearly in the logarithm of the inner steps, and between densi
 linearly in both logarithms. Beyond the table's ends the last row or column is used. A codec that is
 not in the table counts as lossless: it is used only if it is lossless, or if the run file sets it.
 
-All values were measured with AdamW and all parameters trained. The values of another inner
-optimizer (`inner.optimizer`) and those of adapters are in `parts` of the table, under the names of
-`part_of`. The values of a part replace the others, for runs of any length.
+All values were measured with AdamW, from random weights. The values of another inner optimizer
+(`inner.optimizer`), of adapters, and of pretrained models are in `parts` of the table, under the
+names of `part_of`. The values of a part replace the others, for runs of any length.
 
 The loss of `top1` has its own entry where it was measured. Otherwise, and in all other values,
 `top1` counts as a `topk` that sends as many values. The entry names the highest density at which
@@ -33,7 +33,7 @@ from dilocox.config.codec_spec import Spec, parse_spec
 from dilocox.config.run_config import RunConfig
 
 ADAMW = "adamw"
-ADAPTERS = "adapters"
+ADAPTERS, PRETRAINED = "adapters", "pretrained"
 LossTable = Mapping[str, Any]
 LARGEST = ("topk", "top1")
 """Rows of the table for codecs that send only the largest values."""
@@ -55,8 +55,16 @@ def run_lengths() -> tuple[int, ...]:
 
 
 def part_of(config: RunConfig) -> str:
-    """Return the part of the table for a run: that of adapters, or of its inner optimizer."""
-    return config.inner.optimizer if config.adapter is None else ADAPTERS
+    """Return the part of the table for a run.
+
+    The part is that of adapters, of a pretrained model, or of the run's inner optimizer. A run that
+    goes on from a handover counts as one from random weights.
+    """
+    if config.adapter is not None:
+        return ADAPTERS
+    model, optimizer = config.model, config.inner.optimizer
+    begun = model.path is not None and model.pretrained and not model.handover
+    return PRETRAINED if begun and optimizer == ADAMW else optimizer
 
 
 @lru_cache(maxsize=32)
