@@ -174,7 +174,9 @@ class ChatTemplate:
             reason = " ".join(str(error).split()) or type(error).__name__
             if type(error).__name__ == "TemplateSyntaxError":
                 line = getattr(error, "lineno", "?")
-                raise DataError(f"chat template: line {line}: {reason}; correct it") from None
+                raise DataError(
+                    f"chat template: line {line}: {reason.rstrip('.')}; correct it"
+                ) from None
             raise TemplateError(f"the chat template refuses the conversation: {reason}") from None
         return text, tuple((start, end) for start, end in (spans[0] if spans else ()))
 
