@@ -149,7 +149,11 @@ def test_refusals_name_the_record_and_the_mend(tmp_path: Path) -> None:
     silent = [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(9)]
     said = refusal(tmp_path, silent, vocabulary_size=259)
     assert "no token of the training conversations is learned (9 conversations without" in said
-    assert "data.source: no text in the sources" in refusal(tmp_path, [{"messages": []}])
+    said = refusal(tmp_path, [{"messages": []}, {"messages": None}])
+    assert 'data.source: none of 2 records has a conversation: "messages" is null or' in said
+    own = write_records(tmp_path / "held.jsonl", silent)
+    said = refusal(tmp_path, records, vocabulary_size=259, validation_source=str(own))
+    assert "data.validation_source: no token of the held-out conversations is learned" in said
 
 
 def test_a_template_for_another_tokenizer_is_refused(tmp_path: Path, files: TokenFiles) -> None:

@@ -217,3 +217,24 @@ def test_the_run_needs_pairs_and_a_trained_model() -> None:
     plain = resolve_run(run)
     assert plain.digest() == resolve_run(run | {"preference": {"beta": 0.1}}).digest()
     assert "preference" not in plain.shared(without_defaults=True)
+
+
+def test_pairs_of_which_no_record_has_an_answer_are_named(tmp_path: Path) -> None:
+    """A count of records and their fields, not a source without text."""
+    records = [{"prompt": "Q", "chosen": "a", "rejected": None}] * 3
+    source = write_records(tmp_path / "pairs.jsonl", records)
+    said = r'none of 3 records has .*: "chosen" or "rejected" is null or empty; each record'
+    with pytest.raises(DataError, match=said):
+        prepare(section(source, format="preference"), tmp_path / "data", seed=0)
+
+
+def test_pairs_that_are_all_longer_than_a_row_are_named(tmp_path: Path) -> None:
+    """The message counts them, and names the folder that was asked for."""
+    source = write_records(tmp_path / "pairs.jsonl", pairs())
+    data = section(source, format="preference", sequence_length=4)
+    with pytest.raises(DataError) as caught:
+        prepare(data, tmp_path / "data", seed=0, finish=zeros)
+    said = str(caught.value)
+    assert said.startswith(f"{tmp_path / 'data'}: ")
+    assert "documents are longer than data.sequence_length 4 and are left out" in said
+    assert "raise data.sequence_length" in said

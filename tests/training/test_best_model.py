@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +17,7 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.data import TokenFiles
 from dilocox.errors import ConfigError
 from dilocox.models import load_model_config
-from dilocox.training import best_model
+from dilocox.training import best_model, checkpointing
 from dilocox.training.builder import ModelPlan, RankParts, RankPlace
 from dilocox.training.checkpointing import Checkpointer
 from dilocox.training.launch.site_log import note_joined
@@ -206,6 +208,31 @@ def test_a_disk_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> N
     site.evaluate(0, 4.0)
     assert len(site.told.texts) == 1
     assert "the best model was not written" in site.told.texts[0]
+
+
+@pytest.mark.parametrize("fails", ["the weights", "the note"])
+def test_a_full_disk_keeps_the_earlier_model_and_no_half_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """A half model would take room on the full disk until a later one is better."""
+    site = Site(run_of(tmp_path))
+    site.run.folder.mkdir()
+    site.evaluate(0, 4.0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if fails == "the weights":
+            patch.setattr(checkpointing, "finish_model_folder", full)
+        else:
+            patch.setattr(best_model, "put", full)
+        site.evaluate(1, 3.0)
+    assert ["No space left" in text for text in site.told.texts] == [True]
+    assert site.kept == (0, 4.0)
+    assert [path.name for path in site.run.folder.iterdir()] == ["model-best"]
+    site.evaluate(2, 3.5)
+    assert site.kept == (2, 3.5)
 
 
 def test_best_without_evaluations_is_refused(tmp_path: Path) -> None:

@@ -39,9 +39,11 @@ class CheckpointSection(Section):
     """Also write every checkpoint as a Hugging Face folder."""
     best: bool = False
     """Also keep `model-best/`, a Hugging Face folder of the anchor with the lowest held-out loss so
-    far. An evaluation with a lower loss replaces the whole folder. The site that evaluates writes
-    the folder. With `evaluation.patience`, all sites evaluate, and every site that has its own run
-    folder writes one. The folder is not part of the record. Needs `evaluation.every_rounds`."""
+    far. The model before training does not count. An evaluation with a lower loss replaces the
+    whole folder. The site that evaluates writes the folder. With `evaluation.patience`, all sites
+    evaluate, and every site that has its own run folder writes one. After the last round one site
+    alone evaluates, so only its folder can hold the finished model. The folder is not part of the
+    record. Needs `evaluation.every_rounds`."""
     published_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the weights in Hugging Face folders. `bf16` rounds the fp32 weights to the
     nearest value, ties to even."""

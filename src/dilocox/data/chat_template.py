@@ -190,7 +190,9 @@ class ChatTemplate:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 if type(error).__name__ == "TemplateSyntaxError":
                     line = getattr(error, "lineno", "?")
-                    raise DataError(f"chat template: line {line}: {reason}; correct it") from None
+                    raise DataError(
+                        f"chat template: line {line}: {reason.rstrip('.')}; correct it"
+                    ) from None
                 refusals.append(reason)
             else:
                 return text, tuple((start, end) for start, end in (spans[0] if spans else ()))

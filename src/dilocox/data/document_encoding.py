@@ -116,8 +116,10 @@ class DocumentEncoder:
         left = self._chat.without_labels
         because = f" ({left:,} conversations without a learned token were left out)" if left else ""
         name = {"train": "training", "validation": "held-out"}[empty[0]]
+        apart = empty[0] == "validation" and self._data.validation_source is not None
+        key = "data.validation_source" if apart else "data.source"
         raise DataError(
-            f"data.source: no token of the {name} conversations is learned{because}; {LEARNED}"
+            f"{key}: no token of the {name} conversations is learned{because}; {LEARNED}"
         )
 
     def describe(self) -> dict[str, Any]:

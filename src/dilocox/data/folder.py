@@ -99,6 +99,15 @@ def partial_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def named_as(partial: Path, folder: Path) -> Iterator[None]:
+    """Within this context, a `DataError` about `partial` names `folder`, which is there later."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace(str(partial), str(folder))) from None
+
+
 def publish(partial: Path, folder: Path, *, replace: bool = False) -> bool:
     """Rename `partial` to `folder` atomically. With `replace`, remove what `folder` held before.
 

@@ -11,6 +11,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dilocox.data.chat_template import marks_of
 from dilocox.data.conversations import Conversation
 from dilocox.data.croissant import write_croissant
 from dilocox.data.document_encoding import DocumentEncoder
-from dilocox.data.folder import check_place, partial_folder, publish, reuse, without_unset
+from dilocox.data.folder import check_place, named_as, partial_folder, publish, reuse, without_unset
 from dilocox.data.group_documents import batches, group_texts, placed_batches
 from dilocox.data.manifest import MANIFEST, digest_of, format_of, hash_file, write_manifest
 from dilocox.data.packing import Packer, Place
@@ -81,8 +82,8 @@ class HoldoutSplit:
         """Returns this rule with `below` changed so that both splits have a document.
 
         The change is as small as possible. Reading stops as soon as both splits have a document.
-        `key` is the run file's key, for messages. Raises `DataError` if there are fewer than two
-        different documents.
+        `documents` has one or more. `key` is the run file's key, for messages. Raises `DataError`
+        if there are fewer than two different documents.
         """
         least, most = RANGE, -1
         for text in documents:
@@ -90,8 +91,6 @@ class HoldoutSplit:
             least, most = min(least, score), max(most, score)
             if least < self.below <= most:
                 return self
-        if most < 0:
-            raise DataError(f"{key}: no text in the sources; name files that contain text")
         if least == most:
             raise DataError(
                 f"{key}: one document is not enough, since some documents must be held out; "
@@ -151,7 +150,7 @@ def prepare(
     place = Path(os.path.realpath(folder))
     groups = open_groups(named, report)
     try:
-        with partial_folder(place) as partial:
+        with partial_folder(place) as partial, named_as(partial, folder):
             total = _total(groups, report)
             _check_disk(total, partial)
             text = _Text(groups, [_held(group, seed) for group in groups], total)
@@ -198,7 +197,11 @@ def _held(group: Group, seed: int) -> HoldoutSplit:
     if named.own_from is not None or not named.data.validation_fraction:
         return HoldoutSplit(seed, 0, named.own_from)
     below = int(named.data.validation_fraction * RANGE)
-    return HoldoutSplit(seed, below).settled(group_texts(named, group.sources), named.key)
+    documents = group_texts(named, group.sources)
+    first = next(documents, None)
+    if first is None:
+        raise DataError(group.without_documents)
+    return HoldoutSplit(seed, below).settled(chain([first], documents), named.key)
 
 
 def _fill(

@@ -234,6 +234,8 @@ class DocumentRows:
         counted = self._count(offset, taken)
         keeps = np.flatnonzero(counted)
         document, offset, taken, counted = (a[keeps] for a in (document, offset, taken, counted))
+        if not len(keeps) and rules.long_documents == "leave_out":
+            _refuse_all_long(files, split, ends - starts - 1, rules)
         _check(files, split, len(keeps), rules)
         rows = best_fit(taken, self._length) if self._restart else np.arange(len(keeps))
         order = np.argsort(rows, kind="stable")
@@ -339,6 +341,16 @@ def _refuse_long(files: TokenFiles, split: str, lengths: Numbers, rules: RowRule
             f"{files.folder} are longer than data.sequence_length {rules.length:,} (the longest "
             f"needs {int(lengths.max()):,}): raise data.sequence_length, or set "
             f"data.long_documents to {others}"
+        )
+
+
+def _refuse_all_long(files: TokenFiles, split: str, lengths: Numbers, rules: RowRules) -> None:
+    """Raise `DataError` if every document is longer than a row."""
+    if len(lengths) and int(lengths.min()) > rules.length:
+        raise DataError(
+            f"{files.folder}: no row of the {split} split has a label that counts: all "
+            f"{len(lengths):,} documents are longer than data.sequence_length {rules.length:,} and "
+            f"are left out (the shortest needs {int(lengths.min()):,}); raise data.sequence_length"
         )
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilocox.config.data import DataSection
+from dilocox.data.conversations import Layout
 from dilocox.data.hub import HubSource, on_hub
 from dilocox.data.manifest import source_names
+from dilocox.data.readers import FIELD
 from dilocox.data.sources import Source, read_source
 from dilocox.errors import DataError
 
@@ -57,6 +59,20 @@ class Group:
     sources: list[Source]
     first: int
     """Number of the first of these sources among all sources."""
+
+    @property
+    def without_documents(self) -> str:
+        """The message if the last pass over the sources gave no document."""
+        key, data = self.named.key, self.named.data
+        left = sum(source.without_text for source in self.sources)
+        if not left:
+            return f"{key}: no text in the sources; name files that contain text"
+        layout = Layout.of(data)
+        what = "text" if layout is None else "a conversation"
+        names = (data.text_field,) if layout is None else layout.fields
+        mend = FIELD if layout is None else layout.mend
+        fields = " or ".join(f'"{name}"' for name in names)
+        return f"{key}: none of {left:,} records has {what}: {fields} is null or empty; {mend}"
 
 
 def named_groups(data: DataSection) -> list[Named]:

@@ -187,6 +187,9 @@ class Checkpointer:
                 or self.export(rank, target)
                 or self._written(rank, target, put)
             )
+            if problem:
+                # Half a model would take room on a disk that is full.
+                self._written(rank, target, clear)
         if problem and leads:
             _warn(self._client, round_, f"the best model was not written ({problem})")
 
