@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.quality.data import cut
+from dilocox.utils.storage import replace_file
 
 CHARACTERS = 5_000_000
 """Characters of each domain of `mixed`: domains count alike."""
@@ -149,9 +150,7 @@ def write(domain: Domain, folder: Path, most: int | None) -> Path:
         text = "\n\n".join(_spread([domain.read(p) for p in domain.files(where / "files")], most))
     if most is not None and len(text) < most:
         raise SystemExit(f"{wanted}: has {len(text)} characters of text, {most} are needed")
-    unfinished = target.with_suffix(".unfinished")
-    unfinished.write_text(text[:most], encoding="utf-8")
-    unfinished.replace(target)
+    replace_file(target, text[:most].encode())
     return target
 
 

@@ -19,6 +19,7 @@ from dilocox.data import TokenFiles, prepare
 from dilocox.data.readers import cut_point
 from dilocox.data.sources import STDLIB, read_source
 from dilocox.utils import processes
+from dilocox.utils.storage import replace_file
 
 PARTS = 4
 DOCUMENT = 4 * 1024
@@ -80,9 +81,7 @@ def write_once(path: Path, lines: Iterable[str]) -> None:
                 "folder by --folder, or remove this one"
             )
         return
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    replace_file(path, content)
 
 
 def read_corpus(wikitext: Path | None) -> list[str]:
