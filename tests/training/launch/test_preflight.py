@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import hashlib
@@ -523,6 +524,24 @@ def test_private_conversations_that_are_learned_in_another_way(place: Path, tmp_
         f"sites.lyon.data {tmp_path / 'all'}: made with loss_on 'all', the run's data with "
         "'assistant'; prepare it with the run's [data] keys"
     )
+
+
+def test_private_conversations_beside_pairs_are_named_by_their_format(
+    place: Path, tmp_path: Path
+) -> None:
+    """Not by the column of pairs, which no key of the run file gives."""
+    pairs = [{"prompt": f"{n}?", "completion": f" {n} is a number."} for n in range(40)]
+    source = write_records(tmp_path / "pairs.jsonl", pairs)
+    tokenizer = str(TokenFiles.open(place / "tokens").tokenizer_folder)
+    data = {"source": str(source), "format": "instruction", "tokenizer": tokenizer}
+    own = prepare(config(place, data=data | {"sequence_length": 64}).data, tmp_path / "own", 0)
+    of_pairs = copy.copy(own)
+    of_pairs.column_names = ["reference"]
+    told = own.content["conversations"] | {"format": "preference"}
+    of_pairs.content = own.content | {"conversations": told}
+    run = config(place, sites={"lyon": {"data": str(tmp_path / "own")}})
+    text = refusal(data_check.check_data, run, of_pairs, ["lyon"])
+    assert "made with format 'instruction', the run's data with 'preference'" in text
 
 
 def test_a_tokenizer_larger_than_the_models_vocabulary(place: Path) -> None:

@@ -45,6 +45,11 @@ def test_every_report_is_a_line() -> None:
     assert (site_log.line_of("first_evaluation", 0, before) or "").startswith(
         "held-out loss before"
     )
+    # Model and reference are equal: of rounding errors above 0, the share says nothing.
+    rounding = {"val_loss": 0.6931, "val_accuracy": 1.0, "val_margin": 2e-7}
+    assert site_log.line_of("first_evaluation", 0, before | rounding) == (
+        "held-out loss before training: 0.6931; mean margin 0.0000"
+    )
     assert "flush" in (site_log.line_of("flush", 12, ROUND) or "")
     assert site_log.line_of("admission", 4, {}) is None
 

@@ -18,6 +18,8 @@ BY_SOURCE = "val_loss_by_source"
 """Field of a report of the held-out loss: the loss of each of several sources, by name."""
 SHOWN = 6
 """Most sources in one line for people."""
+LEAST_MARGIN = 5e-5
+"""Smallest mean margin that is not shown as 0.0000."""
 
 
 def losses_by_source(record: Mapping[str, Any]) -> dict[str, float]:
@@ -48,9 +50,13 @@ def beside_text(record: Mapping[str, Any]) -> str:
 
 
 def pair_text(figures: Mapping[str, float]) -> str:
-    """Return the figures of held-out pairs as text; an empty text without any."""
+    """Return the figures of held-out pairs as text; an empty text without any.
+
+    The share that is ranked right is left out beside a mean margin of 0, as before training: then
+    margins are rounding errors, and a share of 100 % would be as likely as one of 0 %.
+    """
     found = []
-    if ACCURACY in figures:
+    if ACCURACY in figures and abs(figures.get(MARGIN, 1.0)) >= LEAST_MARGIN:
         found.append(f"{figures[ACCURACY]:.1%} of pairs ranked right")
     if MARGIN in figures:
         found.append(f"mean margin {figures[MARGIN]:.4f}")

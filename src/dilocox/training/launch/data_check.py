@@ -63,6 +63,8 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
             f"sites.{site}.data {own.folder}: {has[own.has_flags]}, but the run's data "
             f"{has[files.has_flags]}; prepare both with the same data.format"
         )
+    # Pairs have a column and rules of their own, which other keys do not give.
+    _check_same_key(site, files, own, "format")
     if own.column_names != files.column_names:
         raise DataError(
             f"sites.{site}.data {own.folder}: has the columns {own.column_names}, the run's data "
@@ -84,18 +86,23 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
 
 def _check_same_conversations(site: str, files: TokenFiles, own: TokenFiles) -> None:
     """Raise `DataError` if a site's conversations are rendered or learned in another way."""
-    ours, theirs = (each.content.get("conversations") or {} for each in (own, files))
-    for what in ("format", "loss_on", "chat_template", "end_of_turn"):
-        if ours.get(what) != theirs.get(what):
-            raise DataError(
-                f"sites.{site}.data {own.folder}: made with {what} {ours.get(what)!r}, the run's "
-                f"data with {theirs.get(what)!r}; prepare it with the run's [data] keys"
-            )
+    for what in ("loss_on", "chat_template", "end_of_turn"):
+        _check_same_key(site, files, own, what)
     written = [_template(each) for each in (own, files)]
     if written[0] != written[1]:
         raise DataError(
             f"sites.{site}.data {own.folder}: made with another chat template than the run's; "
             f'prepare it with data.chat_template = "{files.tokenizer_folder / TEMPLATE_FILE}"'
+        )
+
+
+def _check_same_key(site: str, files: TokenFiles, own: TokenFiles, what: str) -> None:
+    """Raise `DataError` if the manifests' entries about conversations differ in key `what`."""
+    ours, theirs = (each.content.get("conversations") or {} for each in (own, files))
+    if ours.get(what) != theirs.get(what):
+        raise DataError(
+            f"sites.{site}.data {own.folder}: made with {what} {ours.get(what)!r}, the run's data "
+            f"with {theirs.get(what)!r}; prepare it with the run's [data] keys"
         )
 
 
