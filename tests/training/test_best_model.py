@@ -235,6 +235,33 @@ def test_a_full_disk_keeps_the_earlier_model_and_no_half_one(
     assert site.kept == (2, 3.5)
 
 
+@pytest.mark.parametrize("fails", ["the weights", "the name"])
+def test_a_model_beside_a_checkpoint_is_whole_or_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    site = Site(run_of(tmp_path))
+    site.run.folder.mkdir()
+    folder = site.run.folder / "model-tick-00000008"
+
+    def write() -> str:
+        return site.checkpointer._export_whole(site.rank, folder)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if fails == "the weights":
+            patch.setattr(checkpointing, "finish_model_folder", full)
+        else:
+            patch.setattr(Path, "replace", full)
+        assert "No space left" in write()
+    assert list(site.run.folder.iterdir()) == []
+    for _ in range(2):  # a resumed run writes the same checkpoint again
+        assert write() == ""
+        assert [path.name for path in site.run.folder.iterdir()] == [folder.name]
+        assert (folder / "config.json").exists()
+
+
 def test_best_without_evaluations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set every_rounds, or leave best out"):
         run_of(tmp_path, evaluation={})

@@ -437,11 +437,15 @@ def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
             assert moved.wait_for(lambda: now[0] > end and beats.count > beaten + 3, 60.0)
         return attempt(*given) if given else None
 
+    def stage(path: Path, *_: object) -> None:
+        slowly()
+        path.parent.mkdir()
+
     monkeypatch.setattr(checkpoint_io, "_attempt", slowly if slow == "checkpoint" else attempt)
     monkeypatch.setattr(checkpointing, "capture", lambda own: (tensors(), {}))
     monkeypatch.setattr(checkpointing, "MEETING", 0.1)
     monkeypatch.setattr(checkpointing, "whole_anchor", lambda rank: {})
-    monkeypatch.setattr(checkpointing, "write_stage_file", lambda *_: slowly())
+    monkeypatch.setattr(checkpointing, "write_stage_file", stage)
     monkeypatch.setattr(checkpointing, "finish_model_folder", lambda *_: None)
     died = list[object]()
     control = RankControl(beats, 0.02, stall, 60.0, died.append)
@@ -552,10 +556,10 @@ def test_the_ranks_of_a_site_agree_whether_a_model_is_written_beside_a_checkpoin
         monkeypatch.setattr(made, "export", lambda _, folder: exported.append(folder) or "")
 
         def gather(names: list[str]) -> list[list[str]]:
-            met.extend(names)
-            return [names, [other]]
+            met.extend(names[:1])
+            return [names, [other, ""][: len(names)]]
 
-        place = SimpleNamespace(leads=False)
+        place = SimpleNamespace(leads=False)  # the leading rank renames the folder
         mesh = SimpleNamespace(gather_names=gather)
         at = SimpleNamespace(tick=16, round=2, slot=0)
         return made, SimpleNamespace(
@@ -570,4 +574,4 @@ def test_the_ranks_of_a_site_agree_whether_a_model_is_written_beside_a_checkpoin
     assert met == ["no", "no", ""]
     checkpointer, own = rank(None, "")
     checkpointer.save(own, plan)
-    assert exported == [tmp_path / "model-tick-00000016"]
+    assert exported == [tmp_path / "model-tick-00000016.part"]

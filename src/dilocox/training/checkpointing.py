@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -159,7 +160,33 @@ class Checkpointer:
         )
         if _first(own.rank.mesh.gather_names(["" if may else "no"])):
             return ""
-        return self.export(own.rank, self._config.folder / f"model-tick-{own.at.tick:08d}")
+        return self._export_whole(own.rank, self._config.folder / f"model-tick-{own.at.tick:08d}")
+
+    def _export_whole(self, rank: RankParts, folder: Path) -> str:
+        """Write the anchor's folder beside its place, and rename it when it is whole.
+
+        A disk that fails leaves no half model, which a reader would take for a whole one and which
+        would take room. Collective over the site. Returns why it failed, or an empty text.
+        """
+        part = folder.with_name(f"{folder.name}.part")
+
+        def clear() -> None:
+            shutil.rmtree(part, ignore_errors=True)
+
+        def put() -> None:
+            if folder.is_dir():  # the same checkpoint, written before the run stopped
+                shutil.rmtree(folder)
+            part.replace(folder)
+
+        leads = rank.place.leads
+        problem = (
+            self._written(rank, part, clear if leads else None)
+            or self.export(rank, part)
+            or self._written(rank, folder, put if leads else None)
+        )
+        if problem:
+            self._written(rank, part, clear if leads else None)
+        return problem
 
     def keep_best(self, rank: RankParts, round_: int, loss: float, *, first: bool) -> None:
         """Write the anchor as `model-best/` if its held-out loss is the lowest so far.
