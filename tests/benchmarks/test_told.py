@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks.finetune import report as finetune_report
+from benchmarks.finetune.rows import STUDY_SEED, TRIAL_SEED, UNQUOTED
 from benchmarks.loss_length import command as loss_length
 from benchmarks.quality import report as quality_report
 from benchmarks.quality.rows import LEAD
@@ -188,18 +189,25 @@ def test_readme_results_and_notes_have_the_losses_of_fine_tuning() -> None:
     known, settings = content["rows"], content["settings"]
     parameters = {"full": settings["parameters"], "lora": settings["adapter_parameters"]}
     lines = finetune_report.summarised(known, parameters)
-    assert {(line["mode"], line["steps"], line["seeds"]) for line in lines} == {("lora", 64, 3)}
+    assert {(line["mode"], line["steps"], line["seeds"]) for line in lines} == {
+        ("lora", 64, 3), ("full", 64, 1),
+    }  # fmt: skip
     notes, results, told = page("docs/notes/finetune.md"), page("docs/results.md"), []
     for line in lines:
-        own = [row for row in known if row["steps"] == line["steps"]
-               and (row["sites"], row["label"]) == (line["sites"], line["label"])]  # fmt: skip
+        of_mode = [row for row in known if (row["mode"], row["steps"]) == (line["mode"], 64)]
+        own = [row for row in of_mode
+               if (row["sites"], row["label"]) == (line["sites"], line["label"])
+               and row["seed"] not in UNQUOTED]  # fmt: skip
         for row in own:
             assert f"{row['val_loss']:.4f} |" in notes
             assert f"{round(64 * row['accuracy'])} of 64 |" in notes
         if line["label"] == "allreduce":
             continue
-        base = {row["seed"]: row["val_loss"] for row in known if row["steps"] == line["steps"]
-                and (row["sites"], row["label"]) == (line["sites"], "allreduce")}  # fmt: skip
+        if line["mode"] == "full":
+            assert f"{percent(line['gap'], 1)} % with {line['reduction']:.0f}x" in results
+            continue
+        base = {row["seed"]: row["val_loss"] for row in of_mode
+                if (row["sites"], row["label"]) == (line["sites"], "allreduce")}  # fmt: skip
         gaps = [row["val_loss"] / base[row["seed"]] - 1 for row in own]
         least, most = (percent(gap, 1) for gap in (min(gaps), max(gaps)))
         mean, fewer = percent(line["gap"], 1), f"{line['of_full']:,.0f}x"
@@ -209,6 +217,25 @@ def test_readme_results_and_notes_have_the_losses_of_fine_tuning() -> None:
     (two, fewer), (four, less) = told
     readme = f"{two} % loss at two sites, {four} % at four; {fewer}x and {less}x fewer bytes"
     assert readme in page("README.md")
+
+
+def test_notes_have_the_study_of_plans_with_fine_tuning() -> None:
+    known = committed("finetune-cpu")["rows"]
+    notes = page("docs/notes/finetune.md")
+    for seed, mode in ((STUDY_SEED, "lora"), (TRIAL_SEED, "full")):
+        mine = [row for row in known if (row["seed"], row["mode"]) == (seed, mode)]
+        best = max(row["learning_rate"] for row in mine)
+        mine = [row for row in mine if row["learning_rate"] == best]
+        (base,) = (row for row in mine if row["label"] == "allreduce")
+        assert len(mine) > 3
+        for row in mine:
+            loss = f"{row['val_loss']:.4f}"
+            gap = f"{row['val_loss'] / base['val_loss'] - 1:+.1%}".removesuffix("%")
+            told = re.search(rf"\| {loss} \|\s*([^|]*?)\s*\| ([\d.,]+)x \|", notes)
+            assert told, row["label"]
+            assert told[1] in ("", f"{gap} %", f"{gap.partition('.')[0]} %")
+            fewer = base["payload_bytes"] / row["payload_bytes"]
+            assert float(told[2].replace(",", "")) == pytest.approx(fewer, 0.02)
 
 
 def plan_of(words: str) -> str:
