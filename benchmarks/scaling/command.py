@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.scaling import plot as scaling_plot
 from dilocox.config.run_config import RunConfig, resolve_run
-from dilocox.coordinator.controller.loss_model import loss_of
+from dilocox.coordinator.controller.loss_model import loss_of, part_of
 from dilocox.tools.planner.hardware_table import GpuPlacement, HardwareTable, Link
 from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.predict import predict
@@ -121,7 +121,7 @@ def row(scenario: Scenario, sites: int, outline: ModelOutline, table: HardwareTa
             choice.codec,
             choice.delay / choice.slots,
             config.total_steps,
-            config.inner.optimizer,
+            part_of(config),
         ),
         "payload_gb": found.payload_bytes / 1e9,
         "round_seconds": found.round_seconds,

@@ -78,13 +78,13 @@ def codecs(config: RunConfig) -> list[str]:
     # it, since it has read the run file.
     kind = config.compression.kind
     kinds = BUILT_IN if kind in BUILT_IN else (*BUILT_IN, kind)
-    steps, optimizer = config.total_steps, config.inner.optimizer
+    steps, part = config.total_steps, loss_model.part_of(config)
     names = [
         codec
         for kind in kinds
         if _fits(kind, config)
         for codec in kind.offered
-        if loss_model.is_offered(codec, steps, optimizer)
+        if loss_model.is_offered(codec, steps, part)
     ]
     return names if own in names or not loss_model.is_known(own) else [*names, own]
 
@@ -196,7 +196,7 @@ def least_loss(config: RunConfig, codec: str, inner_steps: int) -> float:
     slots = inner_steps * config.outer.slots // config.outer.inner_steps
     delay = min(config.outer.delay, slots) if "delay" in config.control.pinned else 1
     return loss_model.loss_of(
-        inner_steps, codec, delay / slots, config.total_steps, config.inner.optimizer
+        inner_steps, codec, delay / slots, config.total_steps, loss_model.part_of(config)
     )
 
 
@@ -243,7 +243,7 @@ def candidate(
         delay=delay,
         codec=codec,
         loss=loss_model.loss_of(
-            inner_steps, codec, delay / slots, config.total_steps, config.inner.optimizer
+            inner_steps, codec, delay / slots, config.total_steps, loss_model.part_of(config)
         ),
         traffic=cost,
         round_us=slots * slot_us,

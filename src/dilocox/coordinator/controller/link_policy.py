@@ -239,11 +239,11 @@ def _with_rates(config: RunConfig, plan: Choice) -> Choice:
         return float(getattr(plan, key)) if key in config.control.pinned else found
 
     steps, codec = plan.inner_steps, plan.codec
-    total, optimizer = config.total_steps, config.inner.optimizer
-    rate, momentum = loss_model.outer_rates(steps, codec, total)
-    decay = loss_model.residual_decay(steps, codec, total)
-    view = loss_model.residual_view(steps, codec, total, optimizer)
-    keep = loss_model.kept_progress(steps, plan.delay / plan.slots, codec)
+    total, part = config.total_steps, loss_model.part_of(config)
+    rate, momentum = loss_model.outer_rates(steps, codec, total, part)
+    decay = loss_model.residual_decay(steps, codec, total, part)
+    view = loss_model.residual_view(steps, codec, total, part)
+    keep = loss_model.kept_progress(steps, plan.delay / plan.slots, codec, part)
     return replace(
         plan,
         learning_rate=unless_pinned("learning_rate", rate),

@@ -6,8 +6,9 @@ are interpolated linearly in the logarithm of the inner steps, and between densi
 linearly in both logarithms. Beyond the table's ends the last row or column is used. A codec that is
 not in the table counts as lossless: it is used only if it is lossless, or if the run file sets it.
 
-Values for another inner optimizer (`inner.optimizer`) are in the table under its name, and replace
-the values measured with AdamW.
+All values were measured with AdamW and all parameters trained. The values of another inner
+optimizer (`inner.optimizer`) and those of adapters are in `parts` of the table, under the names of
+`part_of`. The values of a part replace the others, for runs of any length.
 
 The loss of `top1` has its own entry where it was measured. Otherwise, and in all other values,
 `top1` counts as a `topk` that sends as many values. The entry names the highest density at which
@@ -29,8 +30,10 @@ from importlib.resources import files
 from typing import Any
 
 from dilocox.config.codec_spec import Spec, parse_spec
+from dilocox.config.run_config import RunConfig
 
 ADAMW = "adamw"
+ADAPTERS = "adapters"
 LossTable = Mapping[str, Any]
 LARGEST = ("topk", "top1")
 """Rows of the table for codecs that send only the largest values."""
@@ -51,27 +54,32 @@ def run_lengths() -> tuple[int, ...]:
     return (whole["steps"], *(longer["steps"] for longer in whole["longer"]))
 
 
-@lru_cache(maxsize=32)
-def table(optimizer: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
-    """Return the table for an inner optimizer and runs of `steps` inner steps.
+def part_of(config: RunConfig) -> str:
+    """Return the part of the table for a run: that of adapters, or of its inner optimizer."""
+    return config.inner.optimizer if config.adapter is None else ADAPTERS
 
-    `steps` is one of `run_lengths`; None: the shortest. An optimizer that is not in the table gets
-    the values of AdamW. Raises `ValueError` for another length.
+
+@lru_cache(maxsize=32)
+def table(part: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
+    """Return the table with the values of a part, for runs of `steps` inner steps.
+
+    `steps` is one of `run_lengths`; None: the shortest. A part that is not in the table has the
+    values of AdamW. Raises `ValueError` for another length.
     """
     whole = committed()
     if steps is not None and steps not in run_lengths():
         raise ValueError(f"steps {steps}: the table is of runs of {run_lengths()} inner steps")
     longer: LossTable = next((known for known in whole["longer"] if known["steps"] == steps), {})
-    own = whole["optimizers"].get(optimizer)
+    own = whole["parts"].get(part)
     if own is None:
         return {**whole, **longer}
-    # The values of top1 were measured with AdamW; with another optimizer it counts as topk.
+    # The values of top1 were measured with AdamW; in the other parts it counts as topk.
     return {**whole, **longer, "top1": None, **own}
 
 
 @lru_cache(maxsize=65536)
 def loss_of(
-    inner_steps: int, codec: str, delay_share: float, steps: int, optimizer: str = ADAMW
+    inner_steps: int, codec: str, delay_share: float, steps: int, part: str = ADAMW
 ) -> float:
     """Return the predicted rise of the loss over synchronous training (0.1 means 10 %).
 
@@ -80,7 +88,7 @@ def loss_of(
         codec: Codec, as in the run file.
         delay_share: Delay divided by the length of the round, 0 to 1.
         steps: Inner steps of the run.
-        optimizer: Inner optimizer.
+        part: Part of the table (`part_of`).
 
     Raises:
         ConfigError: `codec` is not a codec.
@@ -91,8 +99,8 @@ def loss_of(
         late = [_line(delay_share, delay["share"], row) for row in delay["loss"]]
         return _at(inner_steps, known["local"]) + _at(inner_steps, late)
 
-    parts = _over_lengths(steps, local_and_late, optimizer)
-    return parts + codec_loss(inner_steps, codec, steps, optimizer)
+    parts = _over_lengths(steps, local_and_late, part)
+    return parts + codec_loss(inner_steps, codec, steps, part)
 
 
 def is_known(codec: str) -> bool:
@@ -103,7 +111,7 @@ def is_known(codec: str) -> bool:
     return bool(_row(parse_spec(codec)))
 
 
-def is_offered(codec: str, steps: int, optimizer: str = ADAMW) -> bool:
+def is_offered(codec: str, steps: int, part: str = ADAMW) -> bool:
     """Return whether no better codec has the same density.
 
     Of `topk` and `top1` with one density, one loses less by the table. Other codecs have no rival.
@@ -112,11 +120,11 @@ def is_offered(codec: str, steps: int, optimizer: str = ADAMW) -> bool:
     spec = parse_spec(codec)
     if _row(spec) not in LARGEST:
         return True
-    return (spec.density <= top1_up_to(steps, optimizer)) == (_row(spec) == "top1")
+    return (spec.density <= top1_up_to(steps, part)) == (_row(spec) == "top1")
 
 
 @lru_cache(maxsize=64)
-def top1_up_to(steps: int, optimizer: str = ADAMW) -> float:
+def top1_up_to(steps: int, part: str = ADAMW) -> float:
     """Return the highest density at which `top1` loses less than `topk`, in values of 4,096.
 
     The value is that of the longest run length up to `steps`, or of the shortest length. 0 if no
@@ -124,12 +132,12 @@ def top1_up_to(steps: int, optimizer: str = ADAMW) -> float:
     """
     lengths = run_lengths()
     nearest = max((length for length in lengths if length <= steps), default=lengths[0])
-    known = table(optimizer, nearest).get("top1")
+    known = table(part, nearest).get("top1")
     return float(known["densest"]) if known else 0.0
 
 
 @lru_cache(maxsize=4096)
-def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW) -> float:
+def codec_loss(inner_steps: int, codec: str, steps: int, part: str = ADAMW) -> float:
     """Return the codec's part of `loss_of`."""
     spec = parse_spec(codec)
 
@@ -146,10 +154,10 @@ def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW)
         ]
         return _at(inner_steps, [math.exp(value) for value in logs])
 
-    return _over_lengths(steps, of_table, optimizer)
+    return _over_lengths(steps, of_table, part)
 
 
-def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]:
+def outer_rates(inner_steps: int, codec: str, steps: int, part: str = ADAMW) -> tuple[float, float]:
     """Return the best outer learning rate gamma and momentum mu for a plan.
 
     `inner_steps` are those per round, `steps` those of the run. With `topk` and `top1` most of a
@@ -172,18 +180,19 @@ def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]
     def momentum(known: LossTable) -> float:
         return _at(inner_steps, known["outer"][_family(spec)]["momentum"])
 
-    return round(_over_lengths(steps, rate), 4), round(_over_lengths(steps, momentum), 4)
+    found = _over_lengths(steps, rate, part), _over_lengths(steps, momentum, part)
+    return round(found[0], 4), round(found[1], 4)
 
 
-def residual_decay(inner_steps: int, codec: str, steps: int) -> float:
+def residual_decay(inner_steps: int, codec: str, steps: int, part: str = ADAMW) -> float:
     """Return the best residual decay beta for a codec, `inner_steps` per round and `steps` in all.
 
     With many rounds, less is forgotten in each. Raises `ConfigError` if `codec` is not a codec.
     """
-    return _by_kind("residual_decay", 1.0, inner_steps, codec, steps, ADAMW)
+    return _by_kind("residual_decay", 1.0, inner_steps, codec, steps, part)
 
 
-def residual_view(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW) -> float:
+def residual_view(inner_steps: int, codec: str, steps: int, part: str = ADAMW) -> float:
     """Return the best lambda (`compression.residual_view`) for a codec and a plan.
 
     `inner_steps` are those per round, `steps` those of the run.
@@ -191,24 +200,26 @@ def residual_view(inner_steps: int, codec: str, steps: int, optimizer: str = ADA
     Longer rounds leave more in the residual: a share of it that helps in short rounds harms in long
     ones. Raises `ConfigError` if `codec` is not a codec.
     """
-    return _by_kind("residual_view", 0.0, inner_steps, codec, steps, optimizer)
+    return _by_kind("residual_view", 0.0, inner_steps, codec, steps, part)
 
 
-def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> float:
+def kept_progress(
+    inner_steps: int, delay_share: float, codec: str = "none", part: str = ADAMW
+) -> float:
     """Return kappa (`outer.keep`) of the overlap rule `keep` (docs/algorithm.md §2).
 
     Kappa is less than 1 if long rounds land late. With top-k this also holds for shorter rounds,
     because a landing is then small beside the site's own training since (docs/notes/quality.md).
     Raises `ConfigError` if `codec` is not a codec.
     """
-    rule = table()["keep"]
+    rule = table(part)["keep"]
     least = rule["inner_steps"][_family(parse_spec(codec))]
     late = inner_steps >= least and delay_share > rule["share"]
     return float(rule["late" if late else "else"])
 
 
 def _by_kind(
-    name: str, otherwise: float, inner_steps: int, codec: str, steps: int, optimizer: str
+    name: str, otherwise: float, inner_steps: int, codec: str, steps: int, part: str
 ) -> float:
     """Return the table's value under `name` for the codec's kind, or `otherwise` without one."""
     spec = parse_spec(codec)
@@ -217,13 +228,13 @@ def _by_kind(
         rows = known[name].get(_family(spec))
         return otherwise if rows is None else _at(inner_steps, rows)
 
-    return round(_over_lengths(steps, of_table, optimizer), 4)
+    return round(_over_lengths(steps, of_table, part), 4)
 
 
-def _over_lengths(steps: int, read: Callable[[LossTable], float], optimizer: str = ADAMW) -> float:
+def _over_lengths(steps: int, read: Callable[[LossTable], float], part: str = ADAMW) -> float:
     """Return `read` of the tables of all run lengths, interpolated at `steps`."""
     lengths = run_lengths()
-    found = [read(table(optimizer, length)) for length in lengths]
+    found = [read(table(part, length)) for length in lengths]
     return _line(math.log(steps), [math.log(length) for length in lengths], found)
 
 

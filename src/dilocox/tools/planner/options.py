@@ -8,7 +8,7 @@ from typing import Any
 
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.choice import Choice
-from dilocox.coordinator.controller.loss_model import loss_of
+from dilocox.coordinator.controller.loss_model import loss_of, part_of
 from dilocox.errors import DilocoxError
 from dilocox.tools.planner.core_plan import CorePlan, Planned
 from dilocox.tools.planner.hardware_table import GpuPlacement
@@ -80,5 +80,5 @@ def loss_rise(config: RunConfig, choice: Choice) -> float | None:
     if config.exchanges_gradients:
         return None
     share = choice.delay / choice.slots
-    steps, optimizer = config.total_steps, config.inner.optimizer
-    return loss_of(choice.inner_steps, choice.codec, share, steps, optimizer)
+    steps, part = config.total_steps, part_of(config)
+    return loss_of(choice.inner_steps, choice.codec, share, steps, part)
