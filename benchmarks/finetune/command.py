@@ -15,8 +15,8 @@ Every entry has the same three inner learning rates as trials, in runs of half t
 sites and a seed of its own. The best rate is used. `--tune` makes the trials; without it, entries
 with trials are trained for the seeds of --seeds. Links of `dilocox` are declared, one per
 reduction. The peer's rules are Nesterov momentum 0.9 and no momentum (`diloco`). --study changes
-one thing of a plan at a time, with adapters and two sites: local steps, codec, outer rates, frozen
-A (`study.py`).
+one thing of a plan at a time, with two sites: local steps, codec, outer rates, frozen A
+(`study.py`).
 
 Every row is written when it is done; started again with the same --json, the benchmark continues.
 A full run takes hours, and far longer on a processor without instructions for bf16. --quick trains
@@ -156,7 +156,10 @@ class Bench:
         if not asked:
             common.say(f"{NAME}: no rate is known; make the trials first, with --tune and --json")
             return 2
-        print(study.table(known) if self._options.study else report.table(known, self._parameters))
+        if self._options.study:
+            print("\n".join(study.table(mode, known) for mode in self._options.modes))
+        else:
+            print(report.table(known, self._parameters))
         return 1 if failures else 0
 
     def _jobs(self, known: list[Row]) -> Iterator[Job]:
@@ -167,7 +170,8 @@ class Bench:
                     yield Job(entry, "lora", 2, SEEDS[0], RATES["lora"][1], QUICK_STEPS)
             return
         if options.study:
-            yield from (job for job in study.jobs(known) if self._wanted(job.entry))
+            for mode in options.modes:
+                yield from (job for job in study.jobs(mode, known) if self._wanted(job.entry))
             return
         for mode in options.modes:
             found = [entry for entry in rows.entries(mode) if self._wanted(entry)]

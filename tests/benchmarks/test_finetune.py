@@ -116,10 +116,10 @@ def test_gaps_are_against_the_synchronous_row_of_the_same_seed():
 
 
 def test_the_study_waits_for_the_trials_and_is_not_quoted():
-    assert study.jobs([]) == []
+    assert study.jobs("lora", []) == study.jobs("full", []) == []
     trials = rows.trials(rows.entries("lora")[0], "lora")
     known = [{**job.key, "val_loss": job.rate} for job in trials]
-    jobs = study.jobs(known)
+    jobs = study.jobs("lora", known)
     assert [job.entry.label for job in jobs[:2]] == ["allreduce", "allreduce, A frozen"]
     assert {(job.sites, job.rate, job.is_trial) for job in jobs} == {(2, RATES["lora"][0], True)}
     assert len({job.entry.label for job in jobs}) == len(jobs)
@@ -127,10 +127,30 @@ def test_the_study_waits_for_the_trials_and_is_not_quoted():
     made[2]["val_loss"] = 2.1
     assert report.summarised(known + made, {"full": 1, "lora": 1}) == []
     assert rows.best_rate(rows.entries("lora")[0], "lora", known + made) == RATES["lora"][0]
-    text = study.table(known + made)
+    text = study.table("lora", known + made)
     assert jobs[2].seed == STUDY_SEED
     assert "+5.00%" in text
     assert "A frozen" in text
+
+
+def test_the_study_of_all_parameters_has_a_trial_as_baseline():
+    trials = rows.trials(rows.entries("full")[0], "full")
+    known = [
+        {**job.key, "val_loss": 3 - job.rate, "plans": "", "reduction_total": 1.0} for job in trials
+    ]
+    jobs = study.jobs("full", known)
+    best = RATES["full"][-1]
+    assert {(job.rate, job.seed, job.steps) for job in jobs} == {
+        (best, TRIAL_SEED, rows.TRIAL_STEPS)
+    }
+    made = [
+        {**job.key, "val_loss": 1.05 * (3 - best), "plans": "", "reduction_total": 128.0}
+        for job in jobs
+    ]
+    assert rows.best_rate(rows.entries("full")[0], "full", known + made) == best
+    text = study.table("full", known + made)
+    assert text.count("+5.00%") == len(jobs)
+    assert text.count("allreduce") == 1
 
 
 def found(label, seed, loss, **more):
