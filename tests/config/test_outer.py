@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.config.outer import rate_of, rate_text
+from dilocox.config.outer import RATE, rate_of, rate_text
 
 pytestmark = pytest.mark.waits
 
@@ -35,3 +37,12 @@ def test_what_is_written_is_read_as_nearly_the_same(bits: int) -> None:
     else:
         written = f"{float(number):f}{unit.removesuffix('/s').lower()}"
         assert 8 * rate_of(written) == pytest.approx(bits, rel=2e-5, abs=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("1gbit", 125_000_000), ("1000000kbit", 125_000_000), ("4782755.840kbit", 597_844_480)],
+)
+def test_a_rate_may_be_written_in_any_unit(text: str, rate: int) -> None:
+    assert re.fullmatch(RATE, text)
+    assert rate_of(text) == rate

@@ -15,7 +15,7 @@ from dilocox.config.methods import exchanges_gradients, find_method, known_metho
 from dilocox.errors import ConfigError
 
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-RATE = r"[0-9]{1,6}(\.[0-9]{1,3})?(kbit|mbit|gbit)"
+RATE = r"[0-9]{1,9}(\.[0-9]{1,3})?(kbit|mbit|gbit)"
 """Regular expression of a rate such as `1gbit`, `2.5mbit` or `300kbit`."""
 
 Pin = Literal[
