@@ -133,7 +133,7 @@ class Bench:
         failures, asked = 0, 0
         for job in self._jobs(known):
             asked += 1
-            if any(all(row[key] == value for key, value in job.key.items()) for row in known):
+            if any(job.made(row) for row in known):
                 continue
             self._data.tokenise(job.seed, job.sites)
             text = self._data.described(job.seed)["digest"]

@@ -72,6 +72,10 @@ class Job:
             "steps": self.steps,
         }
 
+    def made(self, row: Mapping[str, Any]) -> bool:
+        """Return whether `row` is the result of this run."""
+        return all(row[key] == value for key, value in self.key.items())
+
     @property
     def is_trial(self) -> bool:
         """Whether the run only serves to choose rates. It is not quoted, and answers no task."""

@@ -81,26 +81,18 @@ def jobs(mode: Mode, rows: Sequence[Row]) -> list[Job]:
     rate = best_rate(baseline, mode, list(rows))
     if rate is None:
         return []
-    if mode == "full":
-        made = [Entry(label, "dilocox", plan, FAST_LINK) for label, plan in FULL_PLANS.items()]
-        return [Job(entry, mode, 2, TRIAL_SEED, rate, TRIAL_STEPS) for entry in made]
-    frozen = Entry(A_FROZEN, baseline.method, {**baseline.settings, **FROZEN})
-    found = [baseline, frozen]
-    found += [Entry(label, "dilocox", plan, FAST_LINK) for label, plan in PLANS.items()]
-    return [Job(entry, mode, 2, STUDY_SEED, rate, STEPS) for entry in found]
+    found, plans, seed, steps = [baseline], FULL_PLANS, TRIAL_SEED, TRIAL_STEPS
+    if mode == "lora":
+        found.append(Entry(A_FROZEN, baseline.method, {**baseline.settings, **FROZEN}))
+        plans, seed, steps = PLANS, STUDY_SEED, STEPS
+    found += [Entry(label, "dilocox", plan, FAST_LINK) for label, plan in plans.items()]
+    return [Job(entry, mode, 2, seed, rate, steps) for entry in found]
 
 
 def table(mode: Mode, rows: Sequence[Row]) -> str:
     """Return the study's rows of a mode as aligned text, with the gap to synchronous training."""
-    found = list(rows)
-    rate = best_rate(entries(mode)[0], mode, found)
-    seed, names = (STUDY_SEED, LABELS) if mode == "lora" else (TRIAL_SEED, (BASELINE, *FULL_PLANS))
-    mine = [
-        row
-        for row in found
-        if (row["mode"], row["seed"], row["learning_rate"]) == (mode, seed, rate)
-        and row["label"] in names
-    ]
+    asked = jobs(mode, rows)
+    mine = [row for row in rows if any(job.made(row) for job in asked)]
     base = next((row["val_loss"] for row in mine if row["label"] == BASELINE), None)
     lines = [
         {**row, "gap": row["val_loss"] / base - 1 if base and row["val_loss"] else None}

@@ -138,7 +138,8 @@ def test_the_study_of_all_parameters_has_a_trial_as_baseline():
     known = [
         {**job.key, "val_loss": 3 - job.rate, "plans": "", "reduction_total": 1.0} for job in trials
     ]
-    jobs = study.jobs("full", known)
+    baseline, *jobs = study.jobs("full", known)
+    assert baseline.made(known[-1])
     best = RATES["full"][-1]
     assert {(job.rate, job.seed, job.steps) for job in jobs} == {
         (best, TRIAL_SEED, rows.TRIAL_STEPS)

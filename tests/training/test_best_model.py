@@ -244,7 +244,9 @@ def test_a_model_beside_a_checkpoint_is_whole_or_absent(
     folder = site.run.folder / "model-tick-00000008"
 
     def write() -> str:
-        return site.checkpointer._export_whole(site.rank, folder)
+        at, plan = SimpleNamespace(tick=8), SimpleNamespace(kind="train", members={"paris": None})
+        own = SimpleNamespace(at=at, site="paris", rank=site.rank)
+        return site.checkpointer._exported_beside(cast(Any, own), cast(Any, plan), skipped=False)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

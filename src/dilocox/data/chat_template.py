@@ -175,13 +175,13 @@ class ChatTemplate:
             for each in shown:
                 each["role"] = "system" if each["role"] == "developer" else each["role"]
         self._check_tools(shown, tools)
-        refusals = []
+        source, refusals = _with_fixed_date(self.source), []
         for form in _forms(shown):
             try:
                 [text], spans = render_jinja_template(
                     conversations=[form],
                     tools=tools,
-                    chat_template=_with_fixed_date(self.source),
+                    chat_template=source,
                     return_assistant_tokens_mask=marked,
                     add_generation_prompt=prompt,
                     **self.variables,

@@ -10,12 +10,13 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dilocox.config.data import DataSection
 from dilocox.data.columns import Document, numbers_of
-from dilocox.data.json_text import DoubleKeyError, parse_json
+from dilocox.data.json_text import DoubleKeyError, parse_json, problem_of
 from dilocox.data.readers import clean, json_records, kind_of, parquet_records
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
@@ -115,7 +116,7 @@ class Layout:
         named = (*prompt, "tools", *self.columns, *self._refused)
         return tuple(name for name in named if name not in self.fields)
 
-    @property
+    @cached_property  # read for every record
     def _refused(self) -> dict[str, str]:
         """Fields that other libraries read beside these, with the remedy of a record that has one.
 
@@ -361,7 +362,7 @@ def _list_of(value: object, where: str, field: str) -> list[Any] | None:
         try:
             value = parse_json(value or "null")
         except DoubleKeyError as error:
-            raise DataError(f'{where}: field "{field}": {error}; remove one of the two') from None
+            raise DataError(f'{where}: field "{field}": {problem_of(error)}') from None
         except (ValueError, RecursionError):
             pass  # refused below, as text
     if value is None:
@@ -445,8 +446,7 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
             arguments = parse_json(arguments) if arguments.strip() else {}
         except DoubleKeyError as error:
             raise DataError(
-                f'{where}: the arguments of the call of "{inner["name"]}": {error}; remove one of '
-                "the two"
+                f'{where}: the arguments of the call of "{inner["name"]}": {problem_of(error)}'
             ) from None
         except (ValueError, RecursionError):
             arguments = None

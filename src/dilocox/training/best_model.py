@@ -47,11 +47,6 @@ def improves(run: Path, site: str, loss: float) -> bool:
     return known is None or loss < known
 
 
-def clear(run: Path, site: str) -> None:
-    """Remove the files of an interrupted write of `site`."""
-    shutil.rmtree(partial(run, site), ignore_errors=True)
-
-
 def put(run: Path, site: str, round_: int, loss: float) -> None:
     """Replace the best model by the Hugging Face folder that `site` has written.
 

@@ -160,32 +160,32 @@ class Checkpointer:
         )
         if _first(own.rank.mesh.gather_names(["" if may else "no"])):
             return ""
-        return self._export_whole(own.rank, self._config.folder / f"model-tick-{own.at.tick:08d}")
-
-    def _export_whole(self, rank: RankParts, folder: Path) -> str:
-        """Write the anchor's folder beside its place, and rename it when it is whole.
-
-        A disk that fails leaves no half model, which a reader would take for a whole one and which
-        would take room. Collective over the site. Returns why it failed, or an empty text.
-        """
+        folder = self._config.folder / f"model-tick-{own.at.tick:08d}"
         part = folder.with_name(f"{folder.name}.part")
-
-        def clear() -> None:
-            shutil.rmtree(part, ignore_errors=True)
 
         def put() -> None:
             if folder.is_dir():  # the same checkpoint, written before the run stopped
                 shutil.rmtree(folder)
             part.replace(folder)
 
+        return self._export_whole(own.rank, part, put)
+
+    def _export_whole(self, rank: RankParts, part: Path, put: Callable[[], None]) -> str:
+        """Write the anchor's folder to `part`, and call `put` when the folder is whole.
+
+        `put` renames the folder. A disk that fails leaves no half model: a reader would take it for
+        a whole one, and it would take room. Collective over the site. Returns the reason of a
+        failure, or an empty text.
+        """
         leads = rank.place.leads
+        clear = (lambda: shutil.rmtree(part, ignore_errors=True)) if leads else None
         problem = (
-            self._written(rank, part, clear if leads else None)
+            self._written(rank, part, clear)
             or self.export(rank, part)
-            or self._written(rank, folder, put if leads else None)
+            or self._written(rank, part, put if leads else None)
         )
         if problem:
-            self._written(rank, part, clear if leads else None)
+            self._written(rank, part, clear)
         return problem
 
     def keep_best(self, rank: RankParts, round_: int, loss: float, *, first: bool) -> None:
@@ -206,17 +206,11 @@ class Checkpointer:
         if not _first(rank.mesh.gather_names(["yes" if better else ""])):
             return
         with tracing.span("best model", after_round=round_):
-            clear = (lambda: best_model.clear(run, site)) if leads else None
-            put = (lambda: best_model.put(run, site, round_, loss)) if leads else None
-            target = best_model.partial(run, site)
-            problem = (
-                self._written(rank, target, clear)
-                or self.export(rank, target)
-                or self._written(rank, target, put)
+            problem = self._export_whole(
+                rank,
+                best_model.partial(run, site),
+                lambda: best_model.put(run, site, round_, loss),
             )
-            if problem:
-                # Half a model would take room on a disk that is full.
-                self._written(rank, target, clear)
         if problem and leads:
             _warn(self._client, round_, f"the best model was not written ({problem})")
 

@@ -8,7 +8,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
@@ -76,7 +75,7 @@ class Transport:
         """
         self._pool, self._request, self._away, self._pause = pool, request, away, pause
         self._now, self._sleep = now, sleep
-        self._coding = {"Content-Encoding": body_coding.ENCODING} if compress else {}
+        self._compress = compress
         self._closed = threading.Event()
         self._seen = Position()
         """Newest position of the coordinator's log that a reply has named."""
@@ -98,7 +97,12 @@ class Transport:
             DilocoxError: The error that the refusal means, for example `SiteGoneError`,
                 `JoinError` or `CoordinatorError`.
         """
-        content, coding = self._content(call)
+        content, headers = None, dict(_HEADERS)
+        if isinstance(call, Message):
+            content = call.model_dump_json().encode()
+            if self._compress:
+                content = body_coding.compressed(content)
+                headers["Content-Encoding"] = body_coding.ENCODING
         name, wait = call.target, call.server_wait
         end = self._now() + wait + self._away
         waits = backoff_delays(self._pause / 20, self._pause)
@@ -111,7 +115,7 @@ class Transport:
                     call.method,
                     f"/v1/{name}",
                     body=content,
-                    headers={**_HEADERS, **coding, SEEN: self._seen.text},
+                    headers={**headers, SEEN: self._seen.text},
                     timeout=urllib3.Timeout(connect=request, read=wait + request),
                     retries=False,
                 )
@@ -142,13 +146,6 @@ class Transport:
                     f"({_short(cause)}); is it running, and does the network reach it?"
                 ) from None
             self._sleep(pause)
-
-    def _content(self, call: Call[Any]) -> tuple[bytes | None, dict[str, str]]:
-        """Return the body of a request, and the headers that describe the body."""
-        if not isinstance(call, Message):
-            return None, {}
-        content = call.model_dump_json().encode()
-        return (body_coding.compressed(content) if self._coding else content), self._coding
 
     def _is_older(self, answer: urllib3.BaseHTTPResponse) -> bool:
         """Return whether a reply is of an earlier generation than one before; note its position."""

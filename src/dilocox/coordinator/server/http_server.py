@@ -118,7 +118,7 @@ class CoordinatorServer:
         app = web.Application(client_max_size=m.MAX_BODY, middlewares=[_refusals])
         app.add_routes(self._routes())
         app[_DOOR], app[_CALLS] = self._asked, self.standby
-        # Members' bodies have a format of their own (`body_coding`), which `_body` unpacks.
+        # Members' bodies have a format of their own (`body_coding`), which `read_body` unpacks.
         self._runner = web.AppRunner(
             app,
             access_log=None,
