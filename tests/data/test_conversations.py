@@ -89,7 +89,13 @@ def test_openais_form(tmp_path: Path) -> None:
         ("hello", 'a.jsonl:2: field "messages" is not a list but text'),
         ([["a"]], 'a.jsonl:2: entry 1 of "messages" is a list; it must be an object'),
         ([TALK[0], {"role": "bot", "content": "a"}], 'a.jsonl:2: message 2: role "bot"; a role is'),
-        ([{"from": "human", "value": "a"}], "message 1: no role; .*convert from and value to role"),
+        ([{"from": "tool", "value": "a"}], 'message 1: from is "tool"; it is one of human, user,'),
+        ([{"from": None, "value": "a"}], "message 1: from is null; it is one of human, user,"),
+        ([{"from": "gpt"}], 'message 1: no "content"; give text, or tool_calls'),
+        ([{"from": "gpt", "value": 3}], "message 1: content is a number; give text or a list"),
+        ([{"from": "gpt", "content": "a"}], "message 1: content beside from; write role and cont"),
+        ([TALK[1] | {"train": "no"}], r"message 1: train must be true or false \(no loss on it\)"),
+        ([TALK[1] | {"train": True, "weight": 1}], "message 1: train must be .*, without weight"),
         ([{"role": "user"}], 'message 1: no "content"; give text, or tool_calls'),
         ([{"role": "user", "content": 3}], "message 1: content is a number; give text or a list"),
         (
@@ -276,21 +282,8 @@ def test_keys_that_are_there_twice_are_refused(tmp_path: Path) -> None:
 
 
 def test_fields_of_other_libraries_are_not_left_out_in_silence(tmp_path: Path) -> None:
-    path, system = tmp_path / "a.jsonl", {"role": "system", "content": "c"}
-    with pytest.raises(DataError, match=r'a.jsonl:1: field "system" is not read, .*first message'):
-        read(write(path, {"messages": TALK, "system": "Be short."}))
-    records: list[dict[str, Any]] = [
-        {"messages": TALK, "system": None},
-        {"messages": TALK, "system": " "},
-        {"messages": TALK, "functions": "[]"},
-        {"messages": [system, *TALK], "system": "c"},
-        {"messages": [], "system": "c"},
-    ]
-    expected = [{"messages": each["messages"]} for each in records[:4]]
-    assert read(write(path, *records)) == (expected, 1)
-    pq.write_table(pa.Table.from_pylist([{"messages": TALK, "system": "c"}]), tmp_path / "a.pq")
-    with pytest.raises(DataError, match=r'a.pq:row 1: field "system" is not read'):
-        read(tmp_path / "a.pq", kind="parquet")
+    path = tmp_path / "a.jsonl"
+    assert read(write(path, {"messages": TALK, "functions": "[]"})) == ([{"messages": TALK}], 0)
     with pytest.raises(DataError, match=r'field "functions" is not read, .*write .* as tools'):
         read(write(path, {"messages": TALK, "functions": [{"name": "f"}]}))
     alpaca = Layout("instruction", prompt="instruction", completion="output")
@@ -304,6 +297,48 @@ def test_fields_of_other_libraries_are_not_left_out_in_silence(tmp_path: Path) -
     assert read(write(path, {"system": "a", "output": "b"}), named)[0] == [
         {"prompt": "a", "completion": "b"}
     ]
+
+
+def test_a_system_beside_the_messages_comes_first(tmp_path: Path) -> None:
+    path, system = tmp_path / "a.jsonl", {"role": "system", "content": "c"}
+    records: list[dict[str, Any]] = [
+        {"messages": TALK, "system": None},
+        {"messages": TALK, "system": " "},
+        {"messages": TALK, "system": "c"},
+        {"messages": [system, *TALK], "system": "c"},
+        {"messages": [], "system": "c"},
+    ]
+    expected = [{"messages": [*before, *TALK]} for before in ([], [], [system], [system])]
+    assert read(write(path, *records)) == (expected, 1)
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.pq")
+    assert read(tmp_path / "a.pq", kind="parquet") == (expected, 1)
+    differs = 'a.jsonl:1: field "system" differs from the first message, whose role is system'
+    with pytest.raises(DataError, match=differs):
+        read(write(path, {"messages": [system, *TALK], "system": "d"}))
+    named = Layout("chat", messages="system")
+    assert read(write(path, {"system": TALK}), named) == ([{"messages": TALK}], 0)
+
+
+def test_messages_of_other_libraries(tmp_path: Path) -> None:
+    """ShareGPT has `from` and `value`; Axolotl's `train` is as `weight`."""
+    talk: list[dict[str, Any]] = [
+        {"from": "system", "value": "Be short."},
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b", "train": False},
+        {"from": "user", "value": "a"},
+        {"from": "assistant", "value": "b", "train": True},
+    ]
+    expected = [
+        {"role": "system", "content": "Be short."},
+        TALK[0],
+        TALK[1] | {"weight": 0},
+        *TALK,
+    ]
+    assert one(tmp_path, *talk) == {"messages": expected}
+    pq.write_table(pa.Table.from_pylist([{"messages": talk}]), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", kind="parquet") == ([{"messages": expected}], 0)
+    both = {"from": None, "value": None, **TALK[0]}
+    assert one(tmp_path, both, TALK[1]) == {"messages": TALK}
 
 
 def test_prompts_and_completions_as_messages(tmp_path: Path) -> None:

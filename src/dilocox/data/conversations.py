@@ -16,13 +16,13 @@ from typing import Any
 
 from dilocox.config.data import DataSection
 from dilocox.data.columns import Document, numbers_of
-from dilocox.data.json_text import DoubleKeyError, parse_json, problem_of
+from dilocox.data.messages import checked_messages, list_of
 from dilocox.data.readers import clean, json_records, kind_of, parquet_records
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that a message may have."""
+SYSTEM = ("system", "developer")
+"""Roles of a message with instructions, which comes first."""
 
 _MESSAGES = "set data.messages_field to the name of one that holds messages"
 ANSWERS = ("chosen", "rejected")
@@ -74,7 +74,7 @@ class Conversation(Document):
         """Returns whether a message of the role system or developer comes first."""
         content = json.loads(self)
         messages = content.get("chosen", content).get("messages")
-        return bool(messages) and messages[0]["role"] in ("system", "developer")
+        return bool(messages) and messages[0]["role"] in SYSTEM
 
     def answers(self) -> list[Conversation]:
         """Returns the chosen and the rejected conversation of a pair."""
@@ -112,8 +112,8 @@ class Layout:
     @property
     def optional(self) -> tuple[str, ...]:
         """Fields that records may have, those that are refused included."""
-        prompt = (self.prompt,) if self.format == "preference" else ()
-        named = (*prompt, "tools", *self.columns, *self._refused)
+        more = {"preference": (self.prompt,), "chat": ("system",)}.get(self.format, ())
+        named = (*more, "tools", *self.columns, *self._refused)
         return tuple(name for name in named if name not in self.fields)
 
     @cached_property  # read for every record
@@ -122,10 +122,9 @@ class Layout:
 
         The content of such a field would be left out in silence.
         """
-        found = {
-            "system": 'make it the first message, with the role "system"',
-            "functions": "write the functions as tools",
-        }
+        found = {"functions": "write the functions as tools"}
+        if self.format == "preference":
+            found["system"] = 'make it the first message, with the role "system"'
         if self.format == "instruction":
             found["system"] = 'put it into the prompt, or give messages and data.format = "chat"'
             found["history"] = 'give all turns as messages, and set data.format = "chat"'
@@ -157,15 +156,32 @@ class Layout:
         if self.format == "preference":
             return _pair(record, self.prompt, where)
         if self.format == "chat":
-            messages = _list_of(record.get(self.messages), where, self.messages)
+            messages = list_of(record.get(self.messages), where, self.messages)
             if not messages:
                 return None
-            content: dict[str, Any] = {"messages": _checked(messages, where)}
-            tools = _list_of(record.get("tools"), where, "tools")
+            content: dict[str, Any] = {"messages": checked_messages(messages, where)}
+            content["messages"][:0] = self._system(record, content["messages"][0], where)
+            tools = list_of(record.get("tools"), where, "tools")
             if tools:
                 content["tools"] = tools
             return Conversation(content, where)
         return self._pair_of_texts(record, where)
+
+    def _system(
+        self, record: Mapping[str, Any], first: Mapping[str, Any], where: str
+    ) -> list[dict[str, Any]]:
+        """Returns the message of the field `system`, or none if the messages begin with it."""
+        text = None if "system" in (*self.fields, *self.columns) else record.get("system")
+        if not isinstance(text, str) or not text.strip():
+            return []
+        if first["role"] not in SYSTEM:
+            return [{"role": "system", "content": text}]
+        if first.get("content") != text:
+            raise DataError(
+                f'{where}: field "system" differs from the first message, whose role is '
+                f"{first['role']}; remove one of the two"
+            )
+        return []
 
     def _pair_of_texts(self, record: Mapping[str, Any], where: str) -> Conversation | None:
         """Returns a prompt and its completion, which are both text or both lists of messages."""
@@ -290,11 +306,11 @@ def _pair(record: Mapping[str, Any], prompt_field: str, where: str) -> Conversat
     else:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        before = _list_of(prompt, where, prompt_field) or []
-        tools = _list_of(record.get("tools"), where, "tools")
+        before = list_of(prompt, where, prompt_field) or []
+        tools = list_of(record.get("tools"), where, "tools")
         made = []
         for name, each in zip(ANSWERS, given, strict=True):
-            messages = _checked([*before, *(_list_of(each, where, name) or [])], where)
+            messages = checked_messages([*before, *(list_of(each, where, name) or [])], where)
             made.append({"messages": messages} | ({"tools": tools} if tools else {}))
         chosen, rejected = (each["messages"] for each in made)
         if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
@@ -316,14 +332,14 @@ def _continued(
 
     Answers in the prompt are not learned.
     """
-    given = [_list_of(prompt, where, "prompt"), _list_of(completion, where, "completion")]
+    given = [list_of(prompt, where, "prompt"), list_of(completion, where, "completion")]
     if not given[1]:
         return None
-    messages = _checked([*(given[0] or []), *given[1]], where)
+    messages = checked_messages([*(given[0] or []), *given[1]], where)
     for each in messages[: len(prompt)]:
         if each["role"] == "assistant":
             each["weight"] = 0
-    tools = _list_of(record.get("tools"), where, "tools")
+    tools = list_of(record.get("tools"), where, "tools")
     return Conversation({"messages": messages} | ({"tools": tools} if tools else {}), where)
 
 
@@ -346,114 +362,3 @@ def _not_json(value: object, place: str = "") -> Iterator[str]:
             f"{place.removeprefix(', ')} is of type {type(value).__name__}, which JSON cannot "
             "hold; give text or a number, or remove the key"
         )
-
-
-def _checked(messages: list[Any], where: str) -> list[dict[str, Any]]:
-    return [
-        _message(each, f"{where}: message {number}")
-        for number, each in enumerate(messages, start=1)
-    ]
-
-
-def _list_of(value: object, where: str, field: str) -> list[Any] | None:
-    """Returns a list, which may be written as JSON text. Raises `DataError` if it is no list."""
-    if isinstance(value, str):
-        # Parquet columns often hold lists of objects with different keys as JSON text.
-        try:
-            value = parse_json(value or "null")
-        except DoubleKeyError as error:
-            raise DataError(f'{where}: field "{field}": {problem_of(error)}') from None
-        except (ValueError, RecursionError):
-            pass  # refused below, as text
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        raise DataError(
-            f'{where}: field "{field}" is not a list but {kind_of(value)}; it must hold a '
-            "list of objects"
-        )
-    for number, each in enumerate(value, start=1):
-        if not isinstance(each, dict):
-            raise DataError(
-                f'{where}: entry {number} of "{field}" is {kind_of(each)}; it must be an object'
-            )
-    return value
-
-
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns a message with its content as one text and without null values."""
-    role = message.get("role")
-    if role not in ROLES:
-        other = "; convert from and value to role and content" if "from" in message else ""
-        if role == "function":
-            other = "; results of calls have the role tool, and calls are in tool_calls"
-        named = f'role "{role}"' if isinstance(role, str) else "no role"
-        raise DataError(f"{where}: {named}; a role is one of {', '.join(ROLES)}{other}")
-    made = {key: value for key, value in message.items() if value is not None}
-    if made.get("function_call"):
-        raise DataError(
-            f"{where}: function_call is the former form of tool_calls and would be left out; write "
-            "the call as tool_calls"
-        )
-    content = made.get("content")
-    if content is not None:
-        made["content"] = _joined(content, where)
-    calls = _list_of(made.get("tool_calls"), where, "tool_calls")
-    made.pop("tool_calls", None)
-    if calls:
-        made["tool_calls"] = [_call(call, where) for call in calls]
-    if "content" not in made and not calls:
-        raise DataError(f'{where}: no "content"; give text, or tool_calls')
-    if made.get("weight", 1) not in (0, 1):
-        raise DataError(f"{where}: weight {made['weight']!r}; give 0 (no loss on it) or 1")
-    return made
-
-
-def _joined(content: object, where: str) -> str:
-    """Returns the text of a message, which is text or a list of text parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise DataError(
-            f"{where}: content is {kind_of(content)}; give text or a list of text parts"
-        )
-    texts = []
-    for number, part in enumerate(content, start=1):
-        place = f"{where}: part {number} of its content"
-        if not isinstance(part, dict):
-            raise DataError(
-                f'{place} is {kind_of(part)}; write a part as {{"type": "text", "text": ...}}'
-            )
-        kind, text = part.get("type", "text"), part.get("text")
-        if kind != "text":
-            raise DataError(f"{place} is of type {kind}; only text can be trained on")
-        if not isinstance(text, str):
-            raise DataError(f'{place} has no text in "text"; give text, or remove the part')
-        texts.append(text)
-    return "".join(texts)
-
-
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns a tool call whose arguments are an object: OpenAI's form has them as JSON text."""
-    made = {key: value for key, value in call.items() if value is not None}
-    inner = made.get("function", made)
-    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise DataError(f"{where}: a tool call without a function's name")
-    inner = {key: value for key, value in inner.items() if value is not None}
-    arguments = inner.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments) if arguments.strip() else {}
-        except DoubleKeyError as error:
-            raise DataError(
-                f'{where}: the arguments of the call of "{inner["name"]}": {problem_of(error)}'
-            ) from None
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        raise DataError(
-            f'{where}: the arguments of the call of "{inner["name"]}" are not a JSON object; '
-            "correct or remove the record"
-        )
-    inner["arguments"] = arguments
-    return made | {"function": inner} if "function" in made else inner
