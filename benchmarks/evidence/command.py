@@ -9,6 +9,8 @@ seed, less one. `in all` is the bytes of synchronous training over the bytes tha
 verdict is that of two one-sided tests with a margin of 1 %. For lengths and sizes, `per tenfold`
 is the slope of the gap over their logarithm, and `change` is its last value less its first.
 
+The protocol ended after its first three cells (DECISION.md); --question asks for the others.
+
 Every row is written when it is done; started again with the same --json, the benchmark goes on,
 until its rows have taken 18 hours of both cores. --list shows the results of --json, and needs no
 texts. --quick trains three rows of 32 steps, to try the benchmark out, and writes no results.
@@ -38,6 +40,8 @@ from dilocox.errors import DilocoxError
 NAME = "evidence"
 PROTOCOL = Path(__file__).with_name("PROTOCOL.md")
 QUICK_STEPS = 32
+DECIDED = 3
+"""Cells after which the protocol ends, by DECISION.md."""
 BUDGET = 18.0
 """Hours of both cores, by the processor time of all runs. No run begins after them."""
 
@@ -52,7 +56,12 @@ def arguments() -> argparse.ArgumentParser:
         "--question", nargs="+", choices=("unseen", "tokens", "ladder"), help="these alone"
     )
     made.add_argument("--only", nargs="+", choices=ALL, metavar="LABEL", help="these methods alone")
-    made.add_argument("--cells", type=common.positive, metavar="N", help="the first N cells alone")
+    made.add_argument(
+        "--cells",
+        type=common.positive,
+        metavar="N",
+        help=f"the first N cells alone (default: {DECIDED}, with --question all; see DECISION.md)",
+    )
     made.add_argument("--list", action="store_true", help="show the results so far, train nothing")
     return made
 
@@ -103,7 +112,7 @@ class Bench:
     def _groups(self) -> list[Group]:
         asked = self._options.question
         found = [each for each in groups() if asked is None or each.cell.question in asked]
-        return found[: self._options.cells]
+        return found[: self._options.cells or (DECIDED if asked is None else None)]
 
     def measure(self) -> int:
         """Train all runs that have no row yet. Returns the exit code."""

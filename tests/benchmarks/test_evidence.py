@@ -236,6 +236,17 @@ def never(_run: Run) -> bool:
     return False
 
 
+def test_the_protocol_ends_after_the_cells_of_the_decision(bench: Any, tmp_path: Path) -> None:
+    trained: list[Run] = []
+    words = ("--texts", "x", "--json", str(tmp_path / "rows.json"), "--only", BASELINE)
+    assert bench(trained, never, *words) == 0
+    asked = {(run.cell.source, run.cell.same_text) for run in trained}
+    assert asked == {("mixed", False), ("mixed", True), ("perl", False)}
+    assert {(run.cell.question, run.cell.shape, run.cell.sites) for run in trained} == {
+        ("unseen", "qwen3", 4)
+    }
+
+
 def test_no_run_starts_at_a_rate_whose_trials_are_not_complete(
     bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
