@@ -143,7 +143,7 @@ def test_refusals_name_the_record_and_the_mend(tmp_path: Path) -> None:
     assert "chats.jsonl:1: the chat template refuses the conversation: Only user and" in said
     (tmp_path / "broken.jinja").write_text("{% for %}")
     said = refusal(tmp_path, records, chat_template=str(tmp_path / "broken.jinja"))
-    assert "chat template: line 1" in said
+    assert f"data.chat_template {tmp_path}/broken.jinja: chat template: line 1" in said
     said = refusal(tmp_path, records, chat_template=str(tmp_path / "none.jinja"))
     assert "none.jinja: cannot be read (No such file or directory); name a file" in said
     silent = [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(9)]

@@ -42,6 +42,14 @@ FORMS: list[dict[str, Any]] = [
     {"prompt": "Q", "chosen": answer("good"), "rejected": answer("bad")},
     {"chosen": turns("Q", "good"), "rejected": turns("Q", "bad")},
     {"prompt": None, "chosen": json.dumps(turns("Q", "good")), "rejected": turns("Q", "bad")},
+    # Columns of Parquet often hold lists of messages as JSON text.
+    {"chosen": json.dumps(turns("Q", "good")), "rejected": json.dumps(turns("Q", "bad"))},
+    {
+        "prompt": json.dumps(turns("Q")),
+        "chosen": json.dumps(answer("good")),
+        "rejected": json.dumps(answer("bad")),
+    },
+    {"prompt": "Q", "chosen": json.dumps(answer("good")), "rejected": json.dumps(answer("bad"))},
 ]
 
 
@@ -54,6 +62,13 @@ def test_all_forms_are_the_same_pair(record: dict[str, Any]) -> None:
         "rejected": {"messages": turns("Q", "bad")},
     }
     assert pair.texts() == "Q\ngood\nQ\nbad"
+
+
+@pytest.mark.parametrize("text", ['[{"name": "f"}]', '[{"role": "x"}]', "[{", '[{"a": 1, "a": 2}]'])
+def test_answers_in_json_stay_text(text: str) -> None:
+    pair = LAYOUT.parse({"prompt": "Q", "chosen": text, "rejected": "b"}, "here")
+    assert pair is not None
+    assert json.loads(pair)["chosen"] == {"prompt": "Q", "completion": text}
 
 
 @pytest.mark.parametrize(

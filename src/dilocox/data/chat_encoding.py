@@ -88,6 +88,8 @@ class ChatEncoder:
             text = template.render(PROBE)
         except TemplateError:
             return
+        except DataError as error:  # the template cannot be read as Jinja
+            raise DataError(f"data.chat_template {given}: {error}") from None
         unknown = [
             mark for mark in marks_of(text) if self._encoder.tokenizer.token_to_id(mark) is None
         ]

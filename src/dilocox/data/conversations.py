@@ -16,6 +16,7 @@ from typing import Any
 
 from dilocox.config.data import DataSection
 from dilocox.data.columns import Document, numbers_of
+from dilocox.data.json_text import parse_json
 from dilocox.data.messages import checked_messages, list_of
 from dilocox.data.readers import clean, json_records, kind_of, parquet_records
 from dilocox.data.record_filter import RecordFilter
@@ -292,10 +293,10 @@ def _pair(record: Mapping[str, Any], prompt_field: str, where: str) -> Conversat
 
     Raises `DataError`, which begins with `where`, if the two cannot be compared.
     """
-    given = [record.get(name) for name in ANSWERS]
+    given = [_messages_of(record.get(name)) for name in ANSWERS]
     if any(not each or (isinstance(each, str) and not each.strip()) for each in given):
         return None
-    prompt = record.get(prompt_field)
+    prompt = _messages_of(record.get(prompt_field))
     if all(isinstance(each, str) for each in given):
         if not isinstance(prompt, str):
             raise DataError(
@@ -323,6 +324,24 @@ def _pair(record: Mapping[str, Any], prompt_field: str, where: str) -> Conversat
     if made[0] == made[1]:
         raise DataError(f"{where}: chosen and rejected are equal; remove the record")
     return Conversation(dict(zip(ANSWERS, made, strict=True)), where)
+
+
+def _messages_of(value: object) -> object:
+    """Returns the list of messages that a column of Parquet holds as JSON text, or else `value`.
+
+    Text that only looks like JSON, such as an answer in JSON, stays text.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return value
+    try:
+        found = parse_json(value)
+    except (ValueError, RecursionError):
+        return value
+    known = all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
+        for each in found
+    )
+    return found if known else value
 
 
 def _continued(

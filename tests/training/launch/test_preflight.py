@@ -492,6 +492,12 @@ def test_private_text_with_the_runs_tokenizer(place: Path) -> None:
     preflight.check_run(run, 270, sites_here=2)
 
 
+def test_private_text_that_is_missing_is_named_with_its_key(place: Path) -> None:
+    run = config(place, sites={"lyon": {"data": str(place / "none")}})
+    text = refusal(preflight.check_run, run, 270, sites_here=2)
+    assert text.startswith(f"sites.lyon.data: {place / 'none'}")
+
+
 def test_private_text_with_another_vocabulary(place: Path) -> None:
     run = private(place, "larger", vocabulary_size=275)
     text = refusal(preflight.check_run, run, 270, sites_here=2)
@@ -709,6 +715,9 @@ def test_the_headline_says_how_many_records_were_left_out(place: Path) -> None:
     assert "records left out" not in headline(config(place), files)
     files.manifest["made_with"]["without_text"] = [1200, 3]
     assert "; 1,203 records left out (dilocox data show)\n" in headline(config(place), files)
+    files.manifest["made_with"]["left_out"] = [{".pdf": 2}]
+    said = "; 2 files and 1,203 records left out (dilocox data show)\n"
+    assert said in headline(config(place), files)
 
 
 def test_errors_of_the_folder_are_of_the_right_kind(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def check_data(
     spaces: dict[str, TokenFiles] = {}
     for site in sites:
         folder = config.sites[site].data
-        spaces[site] = TokenFiles.open(Path(folder).expanduser()) if folder else files
+        spaces[site] = _open(site, folder) if folder else files
         if folder:
             _check_same_tokenizer(site, files, spaces[site])
             _check_same_conversations(site, files, spaces[site])
@@ -44,6 +44,13 @@ def check_data(
                 f"{key} {batch} is above the {space.sequences_per_epoch} sequences of "
                 f"{spaces[site].folder}: lower it or data.sequence_length, or give more text"
             )
+
+
+def _open(site: str, folder: str) -> TokenFiles:
+    try:
+        return TokenFiles.open(Path(folder).expanduser())
+    except DataError as error:
+        raise DataError(f"sites.{site}.data: {error}") from None
 
 
 def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None:

@@ -22,13 +22,13 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
     if site.replicas > 1:
         counts.insert(1, ("replica", site.replicas))
     shape = " x ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts)
-    records = files.records_left_out
+    left = [f"{files.left_out} files"] if files.left_out else []
+    left += [f"{files.records_left_out:,} records"] if files.records_left_out else []
     lines = [
         f"run {config.run.name}: {hf.model_type}, {_size(blueprint)}, {shape}",
         f"data: {number(files.token_count('train'))} tokens, "
         f"{number(files.token_count('validation'))} held out, vocabulary {files.vocabulary_size}"
-        + (f"; {files.left_out} files left out (dilocox data show)" if files.left_out else "")
-        + (f"; {records:,} records left out (dilocox data show)" if records else "")
+        + (f"; {' and '.join(left)} left out (dilocox data show)" if left else "")
         + ("; filters took {:,} of {:,} records".format(*files.filtered) if files.filtered else ""),
         f"method {outer.method}: {_course(config)}",
     ]
