@@ -334,11 +334,11 @@ def _messages_of(value: object) -> object:
     if not isinstance(value, str) or not value.lstrip().startswith("[{"):
         return value
     try:
-        found = parse_json(value)
+        found: Any = parse_json(value)
     except (ValueError, RecursionError):
         return value
     known = all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
+        isinstance(each, dict) and "role" in each and ("content" in each or "tool_calls" in each)
         for each in found
     )
     return found if known else value
