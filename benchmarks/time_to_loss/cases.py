@@ -31,11 +31,20 @@ HELD_OUT = 256
 RATIO = 400.0
 """Time in which fp32 gradients cross the link, over the time of a step."""
 BASELINE, OURS, UNDECLARED = "allreduce", "dilocox", "dilocox undeclared"
+TOLD = "dilocox told"
+"""dilocox whose run file counts the messages to the coordinator (SECOND.md)."""
+OWN = (OURS, TOLD, UNDECLARED)
 RIVALS = ("diloco", "sparseloco", "dilocox-paper")
 LENGTHS = (1.05, 1.1, 1.25, 1.5, 2.0)
 """Lengths of further runs of dilocox, over that of synchronous training."""
 RIVAL_LENGTHS = (1.25, 2.0)
 SEEDS: dict[Source, tuple[int, ...]] = {"perl": (0, 1, 2), "mixed": (0,)}
+SECOND_SEEDS: dict[Source, tuple[int, ...]] = {"perl": (1, 2), "mixed": (0,)}
+"""Seeds of the second protocol."""
+FRAGMENTS, ROUND = 2, 2
+"""Fragments, and inner steps of a round, for which the messages of `TOLD` are counted."""
+EXCHANGE_BYTES, ROUND_BYTES = 1600, 2600
+"""Bytes of messages on the link per exchange, and per round beside its exchanges."""
 FACTOR = 2.0
 """Second rate that is tried for a rival, over the rate of the quality benchmark."""
 
@@ -79,22 +88,31 @@ class Case:
 def entries() -> dict[str, Entry]:
     """Return the methods by label, with the settings of the quality benchmark.
 
-    dilocox has none here: `declared` gives it the link and the time of a step.
+    dilocox has none here: `declared` gives it what its run file says of the link.
     """
     known = {entry.label: entry for entry in core_entries()}
     named = {label: known[label] for label in (BASELINE, *RIVALS)}
-    ours = {label: Entry(label, "dilocox", tuned_as="dilocox") for label in (OURS, UNDECLARED)}
+    ours = {label: Entry(label, "dilocox", tuned_as="dilocox") for label in OWN}
     return {**named, **ours}
 
 
 def declared(case: Case, link: str, step_seconds: float) -> Settings:
     """Return the keys of the run file that a timed run of dilocox has besides its rates.
 
-    `link`: the link as the run file writes it. `step_seconds`: seconds of an inner step.
+    `link`: the link in kbit, as the run file writes it. `step_seconds`: seconds of an inner step.
     """
-    if case.label != OURS:
+    if case.label == OURS:
+        return {"control.link": link, "control.step_seconds": step_seconds}
+    if case.label != TOLD:
         return {}
-    return {"control.link": link, "control.step_seconds": step_seconds}
+    rate = 1e3 * float(link.removesuffix("kbit"))
+    messages = 8 * (ROUND_BYTES + FRAGMENTS * EXCHANGE_BYTES) / (ROUND * step_seconds)
+    return {
+        "control.link": f"{(rate - messages) / 1e3:.3f}kbit",
+        "control.step_seconds": step_seconds,
+        "control.latency": round(8 * EXCHANGE_BYTES / rate, 4),
+        "outer.fragments": FRAGMENTS,
+    }
 
 
 Known = Mapping[str, Rates]
@@ -147,25 +165,28 @@ def rivals(rows: Sequence[Row], source: Source, rates: Known, loss: float) -> It
                 break
 
 
-def timed(rows: Sequence[Row], source: Source, seed: int, rate: float, ours: float) -> Case | None:
+def timed(
+    rows: Sequence[Row], source: Source, seed: int, rate: float, ours: float, label: str = OURS
+) -> Case | None:
     """Return the next timed run of a seed. None: all are made.
 
     `rate` and `ours`: inner learning rates of synchronous training and of dilocox. First comes
-    synchronous training, then dilocox, then longer runs of dilocox until one reaches the loss. The
-    first seed of `perl` also has a run of dilocox that measures link and step time itself.
+    synchronous training, then dilocox as `label`, then longer runs of it until one reaches the
+    loss. With `OURS` the first seed of `perl` also has a run that measures the link itself.
     """
     reference = Case("reference", source, BASELINE, seed, rate)
     known = of(rows, reference)
     if known is None:
         return reference
     for length in (1.0, *LENGTHS):
-        case = Case("link", source, OURS, seed, ours, length)
+        case = Case("link", source, label, seed, ours, length)
         if of(rows, case) is None:
             return case
         if _reached(rows, case, known["val_loss"]):
             break
     undeclared = Case("link", source, UNDECLARED, seed, ours)
-    wanted = (source, seed) == ("perl", SEEDS["perl"][0]) and of(rows, undeclared) is None
+    first = (source, seed, label) == ("perl", SEEDS["perl"][0], OURS)
+    wanted = first and of(rows, undeclared) is None
     return undeclared if wanted else None
 
 

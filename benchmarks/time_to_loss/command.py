@@ -10,8 +10,9 @@ loss, and payload bytes at the full rate of the link.
 The text is in the folder of --texts (see `python -m benchmarks.evidence.texts`). Every row is
 written when it is done; started again with the same --json, the benchmark goes on. All rows take
 about six hours on two cores. --plain makes the runs whose time does not count, also without root
-and beside other work. --list shows the results so far. --quick makes two timed runs of 24 steps,
-to try the benchmark out, and writes no results.
+and beside other work. --second makes the runs of SECOND.md, in which dilocox is told what messages
+take; a new file begins with the trials of the first protocol. --list shows the results so far.
+--quick makes two timed runs of 24 steps, to try the benchmark out, and writes no results.
 
 Timed runs need Linux, root, iproute2 and control groups; without them the benchmark prints one line
 and exits with code 3.
@@ -35,7 +36,18 @@ from benchmarks.quality import tuning
 from benchmarks.quality.data import Text
 from benchmarks.quality.rows import LEAD
 from benchmarks.time_to_loss import cases, report
-from benchmarks.time_to_loss.cases import BASELINE, OURS, RATIO, SEEDS, SITES, Case, Row, Source
+from benchmarks.time_to_loss.cases import (
+    BASELINE,
+    OURS,
+    RATIO,
+    SECOND_SEEDS,
+    SEEDS,
+    SITES,
+    TOLD,
+    Case,
+    Row,
+    Source,
+)
 from benchmarks.time_to_loss.run import configuration, train_in_lab, train_plain
 from benchmarks.wan.grid import link_of
 from dilocox.errors import DilocoxError
@@ -44,6 +56,11 @@ from dilocox.tools.testbed.testbed import unsupported_reason
 
 NAME = "time_to_loss"
 PROTOCOL = Path(__file__).with_name("PROTOCOL.md")
+SECOND = Path(__file__).with_name("SECOND.md")
+FIRST_ROWS = common.RESULTS / "time_to_loss-cpu.json"
+"""Rows of the first protocol, whose trials the second one has as well."""
+TRIALS = "plain", BASELINE
+"""Kind and label of the trials of synchronous training."""
 QUICK_STEPS = 24
 STEP_LIMIT, START_LIMIT = 30.0, 300.0
 """A timed run is given up after `START_LIMIT` seconds and `STEP_LIMIT` seconds per step."""
@@ -56,6 +73,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep token files")
     made.add_argument("--text", nargs="+", choices=get_args(Source), help="these texts alone")
     made.add_argument("--plain", action="store_true", help="only runs whose time does not count")
+    made.add_argument("--second", action="store_true", help="the timed runs of SECOND.md instead")
     made.add_argument("--list", action="store_true", help="show the results so far, train nothing")
     return made
 
@@ -65,6 +83,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     check_options(parser, options)
     if options.quick and options.plain:
         parser.error("--quick: makes timed runs alone; leave out --plain")
+    if options.second and options.plain:
+        parser.error("--second: has timed runs alone; leave out --plain")
 
 
 def main() -> int:
@@ -97,12 +117,17 @@ class Bench:
             "protocol": hashlib.sha256(PROTOCOL.read_bytes()).hexdigest(),
             "ratio": RATIO,
         }
+        if options.second:
+            self._settings["second"] = hashlib.sha256(SECOND.read_bytes()).hexdigest()
         if options.folder is not None and not options.list:
             common.claim(folder)
         self._path: Path | None = options.json
         self._rows: list[Row] = common.read_rows(
             self._path, NAME, self._settings, claimed=not options.list
         )
+        if options.second and not self._rows:
+            first = json.loads(FIRST_ROWS.read_text(encoding="utf-8"))["rows"]
+            self._rows = [row for row in first if (row["kind"], row["label"]) == TRIALS]
         committed = tuning.read(common.RESULTS / "quality-tuning.json", LEAD[0])
         self._entries = cases.entries()
         self._rates = {
@@ -170,13 +195,14 @@ class Bench:
                 continue
             done = cases.tried(self._rows, source)
             rate, ours = best_rate(self._rates[BASELINE].inner, done), self._rates[OURS].inner
-            for seed in SEEDS[source][: 1 if quick else None]:
+            seeds, label = (SECOND_SEEDS, TOLD) if self._options.second else (SEEDS, OURS)
+            for seed in seeds[source][: 1 if quick else None]:
                 if not self._options.plain:
-                    case = cases.timed(self._rows, source, seed, rate, ours)
+                    case = cases.timed(self._rows, source, seed, rate, ours, label)
                     if case is not None and not (quick and case.length > 1):
                         yield case
             # Last, because timed runs want one quiet machine, and these do not.
-            if source == "perl" and not quick:
+            if source == "perl" and not quick and not self._options.second:
                 yield from cases.rivals(self._rows, source, self._rates, min(done.values()))
 
     def _train(self, case: Case, text: Text) -> Row | None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from benchmarks.quality.tuning import Rates
 from benchmarks.time_to_loss import cases, command, curve, report
-from benchmarks.time_to_loss.cases import BASELINE, OURS, UNDECLARED, Case
+from benchmarks.time_to_loss.cases import BASELINE, OURS, TOLD, UNDECLARED, Case
 
 from benchmarks import common
 from dilocox.errors import DilocoxError
@@ -86,6 +86,26 @@ def test_dilocox_alone_declares_link_and_step_time() -> None:
     assert cases.declared(Case("link", "perl", UNDECLARED, 0, 6e-3), "62.000kbit", 0.9) == {}
 
 
+def test_dilocox_told_counts_messages_besides() -> None:
+    said = cases.declared(Case("link", "perl", TOLD, 1, 6e-3), "64.000kbit", 0.8)
+    # 5,800 bytes in 1.6 s are 29 kbit/s; 1,600 bytes take 0.2 s.
+    assert said == {
+        "control.link": "35.000kbit",
+        "control.step_seconds": 0.8,
+        "control.latency": 0.2,
+        "outer.fragments": 2,
+    }
+
+
+def test_the_second_protocol_has_runs_of_dilocox_told_alone() -> None:
+    rows: list[Row] = []
+    made = []
+    while case := cases.timed(rows, "perl", 0, 3e-3, 6e-3, TOLD):
+        made.append((case.kind, case.label, case.length))
+        rows.append(row(case, 2.0))
+    assert made == [("reference", BASELINE, 1.0), ("link", TOLD, 1.0)]
+
+
 POINTS = [(0.0, 0, 5.0), (10.0, 40, 3.0), (30.0, 80, 2.0), (40.0, 120, 2.5)]
 
 
@@ -147,6 +167,16 @@ def timed_rows(ours: float) -> list[Row]:
     ]
 
 
+def test_each_protocol_has_its_verdict() -> None:
+    told = Case("link", "perl", TOLD, 0, 6e-3)
+    rows = [*timed_rows(106.0), {**timed_rows(104.0)[1], **told.key}]
+    [first, second] = (report.verdict(report.lines(rows, "perl"), "perl") or "").splitlines()
+    assert first.startswith("perl: dilocox takes")
+    assert "MISSES" in first
+    assert second.startswith("perl: dilocox told takes")
+    assert "meets" in second
+
+
 @pytest.mark.parametrize(("seconds", "said"), [(104.0, "which meets"), (106.0, "which MISSES")])
 def test_the_verdict_is_over_the_time_of_synchronous_training(seconds: float, said: str) -> None:
     known = report.lines(timed_rows(seconds), "perl")
@@ -167,6 +197,9 @@ def test_committed_rows_are_of_the_protocol_as_it_is() -> None:
     for path in common.RESULTS.glob("time_to_loss*.json"):
         found = json.loads(path.read_text(encoding="utf-8"))
         assert found["settings"]["protocol"] == digest, path.name
+        second = found["settings"].get("second")
+        assert second in (None, hashlib.sha256(command.SECOND.read_bytes()).hexdigest())
+        assert (second is not None) is any(row["label"] == TOLD for row in found["rows"])
 
 
 @pytest.fixture
