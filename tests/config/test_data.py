@@ -20,6 +20,7 @@ def test_keys_of_conversations_need_such_a_format() -> None:
     for key, value in (
         ("messages_field", "talk"),
         ("prompt_field", "question"),
+        ("prompt_field", ["instruction", "input"]),
         ("completion_field", "answer"),
         ("chat_template", "chat.jinja"),
         ("loss_on", "all"),

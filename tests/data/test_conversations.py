@@ -289,14 +289,40 @@ def test_fields_of_other_libraries_are_not_left_out_in_silence(tmp_path: Path) -
     alpaca = Layout("instruction", prompt="instruction", completion="output")
     record = {"instruction": "a", "input": "", "output": "b"}
     assert read(write(path, record), alpaca)[0] == [{"prompt": "a", "completion": "b"}]
-    with pytest.raises(DataError, match=r'field "input" is not read, .*; join it to the instruct'):
+    with pytest.raises(DataError, match=r'field "input" is not read, .*; set data.prompt_field = '):
         read(write(path, record, record | {"input": "c"}), alpaca)
+    with pytest.raises(DataError, match=r'"context" is not read, .*"instruction", "context"\], or'):
+        read(write(path, record | {"context": "c"}), alpaca)
     with pytest.raises(DataError, match=r'a.jsonl:1: field "history" is not read'):
         read(write(path, {"prompt": "a", "completion": "b", "history": [["c", "d"]]}), PAIRS)
     named = Layout("instruction", prompt="system", completion="output")
     assert read(write(path, {"system": "a", "output": "b"}), named)[0] == [
         {"prompt": "a", "completion": "b"}
     ]
+
+
+def test_a_prompt_of_several_fields(tmp_path: Path) -> None:
+    """As Alpaca and Dolly have them."""
+    layout = Layout("instruction", prompt="instruction", completion="output", behind=("input", "x"))
+    records: list[dict[str, Any]] = [
+        {"instruction": "a", "input": "b", "output": "c", "x": "d"},
+        {"instruction": "a", "input": " ", "output": "c", "x": None},
+        {"instruction": "a", "input": None, "output": "c", "x": "d"},
+        {"instruction": None, "input": None, "output": "c", "x": ""},
+    ]
+    prompts = ("a\n\nb\n\nd", "a", "a\n\nd")
+    expected = [{"prompt": each, "completion": "c"} for each in prompts]
+    path = write(tmp_path / "a.jsonl", *records)
+    assert read(path, layout) == (expected, 1)
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", layout, "parquet") == (expected, 1)
+    missing = write(path, {"instruction": "a", "output": "c"})
+    assert read(missing, layout)[0] == [{"prompt": "a", "completion": "c"}]
+    for other in (3, [TALK[0]]):
+        with pytest.raises(
+            DataError, match=r'fields "instruction" and "input" are text and .*; dat'
+        ):
+            read(write(path, records[0] | {"input": other}), layout)
 
 
 def test_a_system_beside_the_messages_comes_first(tmp_path: Path) -> None:

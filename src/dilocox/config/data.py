@@ -56,9 +56,10 @@ class DataSection(Section):
     messages_field: str = "messages"
     """Format `chat`: field that holds the list of messages in OpenAI's form. Records whose
     messages are null, missing or empty are left out and counted."""
-    prompt_field: str = "prompt"
+    prompt_field: str | Annotated[list[str], Field(min_length=1)] = "prompt"
     """Format `instruction`: field that holds the prompt, which becomes a user's message. Prompt and
-    completion may both be lists of messages."""
+    completion may both be lists of messages. Of several fields, such as `["instruction",
+    "input"]`, the texts are joined by an empty line; all but the first may be missing or empty."""
     completion_field: str = "completion"
     """Format `instruction`: field that holds the completion, which becomes an assistant's
     message."""
@@ -285,6 +286,11 @@ def own_data_problem(
             "leave the key out"
         )
     return None
+
+
+def prompt_fields(data: DataSection) -> list[str]:
+    """Return the fields of which a prompt consists, in their order."""
+    return [data.prompt_field] if isinstance(data.prompt_field, str) else data.prompt_field
 
 
 CONVERSATION_KEYS = {

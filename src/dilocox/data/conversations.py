@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dilocox.config.data import DataSection
+from dilocox.config.data import DataSection, prompt_fields
 from dilocox.data.columns import Document, numbers_of
 from dilocox.data.json_text import parse_json
 from dilocox.data.messages import checked_messages, list_of
@@ -92,6 +92,8 @@ class Layout:
     messages: str = "messages"
     prompt: str = "prompt"
     completion: str = "completion"
+    behind: tuple[str, ...] = ()
+    """Fields whose texts are joined to the prompt."""
     columns: tuple[str, ...] = ()
     """Fields that hold the number of each column."""
 
@@ -100,8 +102,9 @@ class Layout:
         """Returns the layout that `data` names, or None if its format is text."""
         if not data.has_conversations:
             return None
-        fields = (data.messages_field, data.prompt_field, data.completion_field)
-        return cls(data.format, *fields, tuple(data.columns))
+        prompt, *behind = prompt_fields(data)
+        fields = (data.messages_field, prompt, data.completion_field)
+        return cls(data.format, *fields, tuple(behind), tuple(data.columns))
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -114,7 +117,7 @@ class Layout:
     def optional(self) -> tuple[str, ...]:
         """Fields that records may have, those that are refused included."""
         more = {"preference": (self.prompt,), "chat": ("system",)}.get(self.format, ())
-        named = (*more, "tools", *self.columns, *self._refused)
+        named = (*more, *self.behind, "tools", *self.columns, *self._refused)
         return tuple(name for name in named if name not in self.fields)
 
     @cached_property  # read for every record
@@ -130,8 +133,9 @@ class Layout:
             found["system"] = 'put it into the prompt, or give messages and data.format = "chat"'
             found["history"] = 'give all turns as messages, and set data.format = "chat"'
             if self.prompt == "instruction":
-                found["input"] = "join it to the instruction in one field, or remove it"
-        named = {*self.fields, *self.columns}
+                for name in ("input", "context"):
+                    found[name] = f'set data.prompt_field = ["instruction", "{name}"], or remove it'
+        named = {*self.fields, *self.behind, *self.columns}
         return {name: mend for name, mend in found.items() if name not in named}
 
     @property
@@ -155,7 +159,7 @@ class Layout:
 
     def _conversation(self, record: Mapping[str, Any], where: str) -> Conversation | None:
         if self.format == "preference":
-            return _pair(record, self.prompt, where)
+            return _pair(record, self.prompt, self._prompt(record, where), where)
         if self.format == "chat":
             messages = list_of(record.get(self.messages), where, self.messages)
             if not messages:
@@ -186,7 +190,7 @@ class Layout:
 
     def _pair_of_texts(self, record: Mapping[str, Any], where: str) -> Conversation | None:
         """Returns a prompt and its completion, which are both text or both lists of messages."""
-        prompt, completion = record.get(self.prompt), record.get(self.completion)
+        prompt, completion = self._prompt(record, where), record.get(self.completion)
         if prompt is None or completion is None:
             return None
         if isinstance(prompt, list) and isinstance(completion, list):
@@ -200,6 +204,21 @@ class Layout:
         if not completion.strip():
             return None
         return Conversation({"prompt": prompt, "completion": completion}, where)
+
+    def _prompt(self, record: Mapping[str, Any], where: str) -> object:
+        """Returns the field of the prompt, joined with the texts of the fields behind it."""
+        found = record.get(self.prompt)
+        for name in self.behind:
+            more = record.get(name)
+            if more is None or (isinstance(more, str) and not more.strip()):
+                continue
+            if not isinstance(found, str) or not isinstance(more, str):
+                raise DataError(
+                    f'{where}: fields "{self.prompt}" and "{name}" are {kind_of(found)} and '
+                    f"{kind_of(more)}; data.prompt_field joins text alone"
+                )
+            found = f"{found}\n\n{more}"
+        return found
 
     def _check_unread(self, record: Mapping[str, Any], made: Conversation, where: str) -> None:
         """Raise `DataError` if a field has content that would be left out in silence."""
@@ -288,7 +307,9 @@ def conversation_lines(content: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _pair(record: Mapping[str, Any], prompt_field: str, where: str) -> Conversation | None:
+def _pair(
+    record: Mapping[str, Any], prompt_field: str, prompt: object, where: str
+) -> Conversation | None:
     """Returns a pair of answers, or None if one of them is missing, null or empty.
 
     Raises `DataError`, which begins with `where`, if the two cannot be compared.
@@ -296,7 +317,7 @@ def _pair(record: Mapping[str, Any], prompt_field: str, where: str) -> Conversat
     given = [_messages_of(record.get(name)) for name in ANSWERS]
     if any(not each or (isinstance(each, str) and not each.strip()) for each in given):
         return None
-    prompt = _messages_of(record.get(prompt_field))
+    prompt = _messages_of(prompt)
     if all(isinstance(each, str) for each in given):
         if not isinstance(prompt, str):
             raise DataError(
