@@ -17,7 +17,7 @@ import pytest
 from dilocox.data import prepare, show
 from dilocox.data.hub import HubSource, on_hub
 from dilocox.data.manifest import MANIFEST, render
-from dilocox.data.sources import STDLIB, list_files, read_source
+from dilocox.data.sources import STDLIB, find_files, list_files, read_source
 from dilocox.errors import DataError
 from tests.data.chats import talks, write_records
 from tests.data.conftest import section, story, write_corpus
@@ -447,12 +447,32 @@ def test_which_names_are_those_of_hub_datasets(tmp_path: Path) -> None:
     assert not on_hub("team/talks", section(tmp_path))
 
 
+def test_csv_files_are_records_if_they_are_named_or_asked_for(tmp_path: Path) -> None:
+    for name in ("a.csv", "b.tsv.gz", "c.jsonl", "d.txt"):
+        (tmp_path / name).write_text("prompt,completion\na,b\n")
+
+    def formats(**keys: str) -> dict[str, str]:
+        found = list_files(str(tmp_path), section(tmp_path, **keys))
+        return {each.name: each.format for each in found}
+
+    assert formats() == {"c.jsonl": "jsonl", "d.txt": "text"}
+    assert formats(format="csv") == {"a.csv": "csv", "b.tsv.gz": "csv"}
+    assert formats(format="instruction") == {"a.csv": "csv", "b.tsv.gz": "csv", "c.jsonl": "jsonl"}
+    _, left = find_files(str(tmp_path), section(tmp_path))
+    assert left == {
+        '.csv (data.format = "csv" reads them)': 1,
+        '.tsv.gz (data.format = "csv" reads them)': 1,
+    }
+    for asked, expected in (("auto", "csv"), ("text", "text"), ("instruction", "csv")):
+        named = section(tmp_path, format=asked)
+        assert [each.format for each in list_files(str(tmp_path / "a.csv"), named)] == [expected]
+
+
 def test_tables_and_folders_of_datasets_are_no_records(tmp_path: Path) -> None:
-    table = tmp_path / "a.csv"
-    table.write_text("prompt,completion\na,b\n")
-    with pytest.raises(DataError, match=r"a\.csv: \.csv files are not read; convert the file to"):
+    table = tmp_path / "a.xlsx"
+    table.write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"a\.xlsx: \.xlsx files are not read; convert the file to"):
         list_files(str(table), section(table, format="instruction"))
-    assert [each.format for each in list_files(str(table), section(table))] == ["text"]
     folder = tmp_path / "saved"
     folder.mkdir()
     (folder / "dataset_info.json").write_text("{\n}")

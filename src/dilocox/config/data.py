@@ -42,11 +42,22 @@ class DataSection(Section):
     folders, links are followed; hidden files and files of other formats are left out. `dilocox data
     show` counts the files that are left out."""
     format: Literal[
-        "auto", "text", "jsonl", "parquet", "code", "hub", "chat", "instruction", "preference"
+        "auto",
+        "text",
+        "jsonl",
+        "csv",
+        "parquet",
+        "code",
+        "hub",
+        "chat",
+        "instruction",
+        "preference",
     ] = "auto"
     """Format of the source. `auto`: by the file names. `jsonl`: JSON objects, one per line or all
     in one array; `.json` files in folders are read with this format, `chat` and `instruction` only.
-    `chat`: records with a list of messages, in JSON or Parquet files or in a hub dataset.
+    `csv`: rows, whose first line names the fields; values are text, and the separator is the most
+    frequent one of `, ; | tab` in that line. CSV files in folders are read as `.json` files are.
+    `chat`: records with a list of messages, in JSON, CSV or Parquet files or in a hub dataset.
     `instruction`: the same with a prompt and a completion. See [fine-tune on
     conversations](fine-tune.md). `preference`: a prompt, a better and a worse answer, see
     [preferences](preferences.md). Text and JSON files may be compressed (`.gz`, `.zst`)."""
@@ -215,7 +226,7 @@ class DataSection(Section):
         if self.columns and wrong:
             raise ValueError(
                 f'columns needs records, and format is "{wrong[0]}": set format to "jsonl", '
-                '"parquet", "hub", "chat" or "instruction", or leave columns out'
+                '"csv", "parquet", "hub", "chat" or "instruction", or leave columns out'
             )
         return self
 

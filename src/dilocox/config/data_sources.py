@@ -51,7 +51,7 @@ class SourceSection(Section):
     epochs: Annotated[float, Field(gt=0.0)] | None = None
     """Most passes over the source, such as 2 or 0.5. A source that has reached them drops out, and
     the other sources share its weight. At least one source must be without."""
-    format: Literal["auto", "text", "jsonl", "parquet", "code", "hub"] | None = None
+    format: Literal["auto", "text", "jsonl", "csv", "parquet", "code", "hub"] | None = None
     """Like `data.format`, for this source."""
     text_field: str | None = None
     """Like `data.text_field`, for this source."""

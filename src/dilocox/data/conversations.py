@@ -18,7 +18,7 @@ from dilocox.config.data import DataSection, prompt_fields
 from dilocox.data.columns import Document, numbers_of
 from dilocox.data.json_text import parse_json
 from dilocox.data.messages import checked_messages, list_of
-from dilocox.data.readers import clean, json_records, kind_of, parquet_records
+from dilocox.data.readers import clean, kind_of, parquet_records, records_of
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
@@ -246,7 +246,7 @@ def read_conversations(
 
     Args:
         path: the file.
-        kind: `parquet` or `jsonl`; the latter also holds one JSON array, and may be compressed.
+        kind: `parquet`, `csv`, or `jsonl`, which also holds one JSON array.
         layout: fields of the records.
         without: is called for every record without a conversation, which is left out.
         filter_: decides which records are taken; None: all records.
@@ -258,7 +258,7 @@ def read_conversations(
     records = (
         parquet_records(path, layout.fields, layout.optional, layout.mend, filter_)
         if kind == "parquet"
-        else json_records(path)
+        else records_of(path, kind, layout.columns)
     )
     missing, found = "", False
     for where, record in records:

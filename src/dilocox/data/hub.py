@@ -12,11 +12,12 @@ from typing import Any
 from dilocox.config.data import DataSection
 from dilocox.data.arrow_values import json_record
 from dilocox.data.conversations import Layout
-from dilocox.data.readers import FIELD, UNPACKED, clean, with_columns
+from dilocox.data.packed_files import UNPACKED
+from dilocox.data.readers import FIELD, clean, with_columns
 from dilocox.data.record_filter import RecordFilter, columns_of
 from dilocox.errors import DataError
 
-_RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
+_RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Endings of local files with records."""
 
 

@@ -1,32 +1,29 @@
-"""Reads the documents of one file: text, code, JSONL or Parquet.
+"""Reads the documents of one file: text, code, JSONL, CSV or Parquet.
 
 Documents are streamed; a whole file is never in memory.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import shlex
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any
 
 from dilocox.data.arrow_values import json_record
 from dilocox.data.columns import Document, numbers_of
+from dilocox.data.csv_records import csv_records
 from dilocox.data.json_text import object_of, parse_json, problem_of
+from dilocox.data.packed_files import open_binary
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
-
-UNPACKED = (".gz", ".zst")
-"""Endings of compressed files that are decompressed while they are read."""
 
 CUT = {"text": 32 * 1024, "code": 512 * 1024}
 """Length in characters, by format, after which a long file is cut into documents. A file is long if
@@ -53,12 +50,12 @@ def read_documents(
 
     A text or code file is one document. `cut_point` cuts a long file into several documents, so
     that it need not fit into memory and can be held out in part. Each JSONL line, each object of a
-    JSON array, and each Parquet row is one document. Text and JSON files may be compressed
-    (`UNPACKED`).
+    JSON array, and each row of CSV or Parquet is one document. All but Parquet files may be
+    compressed (`packed_files.UNPACKED`).
 
     Args:
         path: the file.
-        kind: its format: `text`, `code`, `jsonl` or `parquet`.
+        kind: its format: `text`, `code`, `jsonl`, `csv` or `parquet`.
         text_field: field or column that holds the text.
         without_text: is called for every record whose text is null or missing. Such a record is
             left out.
@@ -70,8 +67,8 @@ def read_documents(
             records, the line or the number.
     """
     documents: Iterator[str | None]
-    if kind == "jsonl":
-        documents = _texts(json_records(path), text_field, filter_, columns)
+    if kind in ("jsonl", "csv"):
+        documents = _texts(records_of(path, kind, columns), text_field, filter_, columns)
     elif kind == "parquet":
         documents = _parquet(path, text_field, filter_, columns)
     else:
@@ -81,23 +78,6 @@ def read_documents(
             without_text()
         elif document and not document.isspace():
             yield clean(document)
-
-
-def is_packed(path: Path) -> bool:
-    """Returns whether `path` has an ending of `UNPACKED`."""
-    return path.suffix.lower() in UNPACKED
-
-
-def open_binary(path: Path) -> IO[bytes]:
-    """Open a file as a stream of bytes, decompressed if its ending is in `UNPACKED`.
-
-    Reading from the stream may raise `OSError`, `EOFError` and `zlib.error`.
-    """
-    if not is_packed(path):
-        return path.open("rb")
-    if path.suffix.lower() == ".gz":
-        return cast(IO[bytes], gzip.open(path))
-    return io.BufferedReader(_Zstd(path), BLOCK)
 
 
 def clean(text: str) -> str:
@@ -143,6 +123,15 @@ def _text(path: Path, after: int) -> Iterator[str]:
                 pending += block
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
+
+
+def records_of(path: Path, kind: str, numbers: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Yield (place, record) of each record of a file of the format `jsonl` or `csv`.
+
+    `numbers`: fields that hold numbers; CSV has text alone. Raises `DataError` as `json_records`
+    and `csv_records`.
+    """
+    return csv_records(path, numbers) if kind == "csv" else json_records(path)
 
 
 def json_records(path: Path) -> Iterator[tuple[str, object]]:
@@ -433,42 +422,3 @@ def _decoded(value: str | bytes | None, where: str) -> str | None:
         return value.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 text ({error.reason}); convert or remove it") from None
-
-
-class _Zstd(io.RawIOBase):
-    """Decompresses a zstd file while it is read.
-
-    Raises `OSError` if reading fails; the message has a remedy if the window is too long.
-    """
-
-    def __init__(self, path: Path) -> None:
-        # Imported here because Arrow is slow to import, and opening token files does not need it.
-        import pyarrow as pa
-
-        self._path = path
-        self._stream = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
-
-    def readable(self) -> bool:
-        """Returns True: the stream can be read, but not written."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read decompressed bytes into `buffer`. Returns their number, 0 at the end."""
-        try:
-            data = self._stream.read(len(buffer))
-        except OSError as error:
-            # Arrow limits the window to 128 MiB and has no option to raise the limit.
-            if "too much memory" not in str(error):
-                raise
-            raise OSError(
-                "compressed by zstd --long with a window that is too long to be read here; "
-                f"decompress it: zstd -d --long=31 {shlex.quote(self._path.name)}"
-            ) from None
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        """Close this stream and the file."""
-        if not self.closed:
-            self._stream.close()
-        super().close()

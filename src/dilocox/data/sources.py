@@ -23,7 +23,8 @@ from dilocox.config.data import DataSection
 from dilocox.config.data_sources import TEXT_FORMATS
 from dilocox.data.conversations import Layout, read_conversations
 from dilocox.data.list_files import counted, walk
-from dilocox.data.readers import UNPACKED, is_packed, open_binary, read_documents
+from dilocox.data.packed_files import UNPACKED, is_packed, open_binary
+from dilocox.data.readers import read_documents
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
@@ -51,15 +52,23 @@ SUFFIXES: dict[str, frozenset[str]] = {
 
 JSON = _also_packed(".json")
 """Endings of JSON files. Such a file is read if it is named itself or if `data.format` is "jsonl",
-"chat" or "instruction". Otherwise it is left out of a folder, since it may hold anything."""
+"chat", "instruction" or "preference". Otherwise it is left out of a folder, since it may hold
+anything."""
 
-RECORDS = ("jsonl", "parquet")
+CSV = _also_packed(".csv", ".tsv")
+"""Endings of CSV files. Such a file is read if it is named itself or if `data.format` is "csv",
+"chat", "instruction" or "preference". Otherwise it is left out of a folder."""
+
+ALL_SUFFIXES = {**SUFFIXES, "jsonl": SUFFIXES["jsonl"] | JSON, "csv": CSV}
+"""Endings by format, with those that a folder of format "auto" leaves out."""
+
+RECORDS = ("jsonl", "csv", "parquet")
 """Formats of files that hold conversations."""
 
 PACKED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
 """Endings of compressed files that cannot be read here."""
 
-TABLES = (".csv", ".tsv", ".xls", ".xlsx", ".arrow", ".feather")
+TABLES = (".xls", ".xlsx", ".arrow", ".feather")
 """Endings of tables and data sets that are not read as records."""
 
 KINDS_LEFT_OUT = 12
@@ -209,7 +218,7 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
                 f"data.source {source}: {path.suffix} files are not read; convert the file to "
                 "JSON lines or Parquet"
             )
-        named = _format_of(path.name, JSON) if _by_name(data) else data.format
+        named = _format_of(path.name, ALL_SUFFIXES) if _by_name(data) else data.format
         if data.has_conversations and named not in RECORDS:
             named = "jsonl"
         return [_source_file(path, path.name, named or "text")], {}
@@ -218,20 +227,19 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
             f"data.source {source}: no such file or folder; "
             'for a hub dataset set data.format = "hub"'
         )
-    kinds = RECORDS if data.has_conversations else (data.format,)
-    wanted = SUFFIXES if data.format == "auto" else {kind: SUFFIXES[kind] for kind in kinds}
-    records = JSON if data.format == "jsonl" or data.has_conversations else frozenset[str]()
+    wanted = _endings(data)
     listed, left = walk(path, links=True)
     names = {file.suffix if file.suffix == ".arrow" else file.name for _, file in listed}
-    if records and {".arrow", "dataset_info.json"} <= names:
+    as_records = data.has_conversations or data.format == "jsonl"
+    if as_records and {".arrow", "dataset_info.json"} <= names:
         raise DataError(
             f"data.source {source}: is a folder of save_to_disk of datasets, which is not read; "
             "write the records with to_parquet or to_json"
         )
     files, endings = [], Counter[str]()
     for name, file in listed:
-        found = _format_of(file.name, records)
-        if found in wanted and found is not None:
+        found = _format_of(file.name, wanted)
+        if found is not None:
             files.append(_source_file(file, name, found))
         else:
             endings[_ending(file.name)] += 1
@@ -246,6 +254,14 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
     return files, left
 
 
+def _endings(data: DataSection) -> Mapping[str, frozenset[str]]:
+    """Returns the endings of the files of a folder that are read, by format."""
+    if data.format == "auto":
+        return SUFFIXES
+    kinds = RECORDS if data.has_conversations else (data.format,)
+    return {kind: ALL_SUFFIXES[kind] for kind in kinds}
+
+
 def _by_name(data: DataSection) -> bool:
     """Returns whether the names of files decide on their formats."""
     return data.format == "auto" or data.has_conversations
@@ -254,8 +270,9 @@ def _by_name(data: DataSection) -> bool:
 def _ending(name: str) -> str:
     """Returns the reason under which a file that is left out is counted."""
     path = Path(name.lower())
-    if _is_one_of(name, JSON):
-        return f'{_last(path)} (data.format = "jsonl" reads them)'
+    for kind, endings in (("jsonl", JSON), ("csv", CSV)):
+        if _is_one_of(name, endings):
+            return f'{_last(path)} (data.format = "{kind}" reads them)'
     return _last(path) or "without an ending"
 
 
@@ -340,15 +357,9 @@ def _stdlib_files() -> list[SourceFile]:
     return files
 
 
-def _format_of(name: str, records: frozenset[str]) -> str | None:
-    """Returns the format of a file by its ending, or None if the ending is unknown.
-
-    `records` are further endings that mean "jsonl".
-    """
-    for kind, suffixes in SUFFIXES.items():
-        if _is_one_of(name, suffixes):
-            return kind
-    return "jsonl" if _is_one_of(name, records) else None
+def _format_of(name: str, endings: Mapping[str, frozenset[str]]) -> str | None:
+    """Returns the format of a file by its ending, or None if it is none of `endings`."""
+    return next((kind for kind, known in endings.items() if _is_one_of(name, known)), None)
 
 
 def _is_one_of(name: str, suffixes: frozenset[str]) -> bool:
