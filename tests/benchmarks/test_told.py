@@ -209,7 +209,7 @@ def test_readme_results_and_notes_have_the_losses_of_fine_tuning() -> None:
         least, most = (percent(gap, 1) for gap in (min(gaps), max(gaps)))
         mean, fewer = percent(line["gap"], 1), f"{line['of_full']:,.0f}x"
         if line["mode"] == "full":
-            assert f"**{mean} %** ({least}, {most}) with {fewer} fewer bytes" in results
+            assert f"{mean} % ({least}, {most}) with {fewer} fewer bytes" in results
             assert f"(all parameters: {mean} % at {fewer})" in page("README.md")
             continue
         cells = f"{mean} % ({least}, {most}) | {line['reduction']:.0f}x | {fewer}"
