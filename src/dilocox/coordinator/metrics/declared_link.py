@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dilocox.config.outer import ControlSection
+from dilocox.config.outer import ControlSection, rate_text
 from dilocox.coordinator.controller.link_estimator import declared
+from dilocox.coordinator.controller.message_load import message_rate, proposed
 
 ROUNDS = 8
 """Rounds in a row that must wait. A start or one fault of the network is shorter."""
 NOTABLE = 0.25
 """Share of a round for which every site waits, from which on it counts."""
+MUCH = 0.1
+"""Share of the link that messages take, from which on they are named."""
 
 
 class DeclaredLink:
@@ -20,17 +23,27 @@ class DeclaredLink:
     With both keys dilocox measures neither, so a wrong value costs time in every round.
     """
 
-    def __init__(self, control: ControlSection) -> None:
-        """`control`: the run file's section. Without both keys, or with `control.adapt` at another
-        value than `link`, no plan follows from them, and there is never a line."""
-        follows = control.adapt == "link" and declared(control) is not None
+    def __init__(self, control: ControlSection, ranks: int) -> None:
+        """Without both keys, or with `control.adapt` at another value than `link`, no plan follows
+        from them, and there is never a line.
+
+        Args:
+            control: The run file's section.
+            ranks: Ranks of a site that exchange.
+        """
+        self._link, self._ranks = declared(control), ranks
+        follows = control.adapt == "link" and self._link is not None
         self._waits: list[float] | None = [] if follows else None
 
-    def line(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
+    def line(self, rows: Iterable[Mapping[str, Any]], plan: Mapping[str, Any]) -> str | None:
         """Return a line for people, once; None if there is nothing to tell.
 
-        `rows`: the reports of all sites about a round. The site that waits least counts, because a
-        slow site lets all others wait on the fastest link, too.
+        The site that waits least counts, because a slow site lets all others wait on the fastest
+        link, too.
+
+        Args:
+            rows: The reports of all sites about a round.
+            plan: The latest plan, as metrics have it. May be empty.
         """
         if self._waits is None:
             return None
@@ -44,5 +57,22 @@ class DeclaredLink:
             f"all sites waited {share:.0%} of the last {ROUNDS} rounds, though the run file "
             "declares control.link and control.step_seconds: if the plan promised less, the link "
             "is slower than declared, or other messages fill it; without the two keys dilocox "
-            "measures both"
+            f"measures both{self._of_messages(plan)}"
+        )
+
+    def _of_messages(self, plan: Mapping[str, Any]) -> str:
+        """Return what messages to the coordinator take and which keys count them, if it is much."""
+        if self._link is None or not plan.keys() >= {"inner_steps", "fragments"}:
+            return ""
+        rate, seconds = 8 * self._link.rate, self._link.step_us / 1e6
+        fragments = int(plan["fragments"])
+        taken = message_rate(int(plan["inner_steps"]), fragments, seconds, self._ranks)
+        keys = proposed(rate, fragments, seconds, self._ranks)
+        if taken < MUCH * rate or keys is None:
+            return ""
+        left = f"{keys.link / 1e3:g}kbit"
+        return (
+            f". Messages to the coordinator take some {rate_text(taken, 2)} of the link in these "
+            f'rounds, and plans do not count them; this would: control.link = "{left}", '
+            f"control.latency = {keys.latency:g}, outer.fragments = {keys.fragments}"
         )

@@ -146,7 +146,7 @@ class RunMetrics:
         """(round, site) of sites whose anchor differed from that of most sites."""
         self._open: dict[int, dict[str, Record]] = {}
         self._admissions = Admissions(config.site.stages)
-        self._declared = DeclaredLink(config.control)
+        self._declared = DeclaredLink(config.control, config.site.exchanging_ranks)
         self._closed: dict[int, dict[str, Record]] = {}
         self._rounds: dict[int, Record] = {}
         self._evaluations: dict[int, float] = {}
@@ -445,7 +445,7 @@ class RunMetrics:
         combined = {"kind": "round", **combine(rows, members)}
         self._rounds[number] = _summed(combined)
         self._write(combined)
-        if (line := self._declared.line(rows.values())) is not None:
+        if (line := self._declared.line(rows.values(), self._plan)) is not None:
             self.message(line)
         self._name_the_odd(number, rows, members)
 
