@@ -50,6 +50,7 @@ RUN_ELSEWHERE = {
     "python -m benchmarks.evidence --texts DIR --wikitext DIR --json FILE": "tests/benchmarks",
     "python -m benchmarks.finetune --model DIR --wikitext DIR --modes lora": "tests/benchmarks",
     "python -m benchmarks.overlap --quick": "tests/benchmarks",
+    "python -m benchmarks.time_to_loss --second --texts DIR --json NEW.json": "tests/benchmarks",
     "python -m benchmarks.time_to_loss --texts DIR --json NEW.json": "tests/benchmarks",
     "python -m benchmarks.wan --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
     "python -m benchmarks.wan --ratio 400 --sites 4 --json NEW.json": "tests/benchmarks",
