@@ -310,19 +310,37 @@ def test_a_prompt_of_several_fields(tmp_path: Path) -> None:
         {"instruction": "a", "input": None, "output": "c", "x": "d"},
         {"instruction": None, "input": None, "output": "c", "x": ""},
     ]
-    prompts = ("a\n\nb\n\nd", "a", "a\n\nd")
+    records.append({"instruction": " ", "input": "b", "output": "c", "x": None})
+    prompts = ("a\n\nb\n\nd", "a", "a\n\nd", "b")
     expected = [{"prompt": each, "completion": "c"} for each in prompts]
     path = write(tmp_path / "a.jsonl", *records)
     assert read(path, layout) == (expected, 1)
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet", layout, "parquet") == (expected, 1)
-    missing = write(path, {"instruction": "a", "output": "c"})
-    assert read(missing, layout)[0] == [{"prompt": "a", "completion": "c"}]
+    few = write(path, {"instruction": "a", "output": "c"}, records[0])
+    assert read(few, layout)[0][0] == {"prompt": "a", "completion": "c"}
     for other in (3, [TALK[0]]):
-        with pytest.raises(
-            DataError, match=r'fields "instruction" and "input" are text and .*; dat'
-        ):
+        with pytest.raises(DataError, match=r'field "input" is not text but a .*; the fields of'):
             read(write(path, records[0] | {"input": other}), layout)
+    misspelt = r'no record has the field "x" of data.prompt_field \(fields: instruction, output, '
+    with pytest.raises(DataError, match=misspelt):
+        read(write(path, {"instruction": "a", "output": "c", "input": "b"}), layout)
+
+
+def test_messages_in_text_are_messages(tmp_path: Path) -> None:
+    """Tables hold lists of messages as JSON text."""
+    path, [prompt, completion] = tmp_path / "a.jsonl", (json.dumps([each]) for each in TALK)
+    record = {"prompt": f" {prompt}", "completion": completion.replace("[{", "[\n {")}
+    assert read(write(path, record), PAIRS) == ([{"messages": TALK}], 0)
+    speaker = json.dumps([{"from": "gpt", "value": "b"}])
+    assert read(write(path, record | {"completion": speaker}), PAIRS)[0] == [{"messages": TALK}]
+    with pytest.raises(DataError, match=r'field "completion" holds messages as Python writes the'):
+        read(write(path, record | {"completion": str([TALK[1]])}), PAIRS)
+    double = '[{"role": "assistant", "content": "a", "content": "b"}]'
+    with pytest.raises(DataError, match=r'field "completion": key "content" is there twice'):
+        read(write(path, record | {"completion": double}), PAIRS)
+    as_answer = {"prompt": "a", "completion": '[{"name": "f"}]'}
+    assert read(write(path, as_answer), PAIRS)[0] == [as_answer]
 
 
 def test_a_system_beside_the_messages_comes_first(tmp_path: Path) -> None:
@@ -338,6 +356,10 @@ def test_a_system_beside_the_messages_comes_first(tmp_path: Path) -> None:
     assert read(write(path, *records)) == (expected, 1)
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.pq")
     assert read(tmp_path / "a.pq", kind="parquet") == (expected, 1)
+    parts = [{"type": "text", "text": "c"}]
+    assert read(write(path, {"messages": TALK, "system": parts}))[0] == [expected[2]]
+    with pytest.raises(DataError, match=r'a.jsonl:1: field "system": message 1: content is an obj'):
+        read(write(path, {"messages": TALK, "system": {"content": "c"}}))
     differs = 'a.jsonl:1: field "system" differs from the first message, whose role is system'
     with pytest.raises(DataError, match=differs):
         read(write(path, {"messages": [system, *TALK], "system": "d"}))

@@ -39,12 +39,22 @@ def test_a_tsv_file_has_tabs(tmp_path: Path) -> None:
     text = "a, b, c\td\n1\t2\n"
     assert read(tmp_path / "a.tsv", text) == [("2", {"a, b, c": "1", "d": "2"})]
     assert read(tmp_path / "a.tsv", "") == []
+    assert read(tmp_path / "A.TSV", "a,b\n1,2\n") == [("2", {"a,b": "1,2"})]
+    assert read(tmp_path / "a.tsv.csv", "a,b\n1,2\n") == [("2", {"a": "1", "b": "2"})]
+    with pytest.raises(DataError, match=r"a\.tsv:2: a quoted field holds a tab and a line end"):
+        read(tmp_path / "a.tsv", 'a\tb\n"x\t0\ny\t1\nz"\t0\n')
+
+
+def test_lines_before_the_names(tmp_path: Path) -> None:
+    expected = [("4", {"a,b": "1", "c": "2"})]
+    assert read(tmp_path / "a.csv", '\nsep=;\n"a,b";c\n1;2\n') == expected
+    assert read(tmp_path / "a.csv", '\n\n"a,b";c\n1;2\n') == expected
 
 
 def test_numbers_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
-    text = "a,b,c\n1,2.5,x\n"
-    [(_, record)] = read(tmp_path / "a.csv", text, "b", "c", "d")
-    assert record == {"a": "1", "b": 2.5, "c": "x"}
+    text = "a,b,c,e\n1,2.5,x,1_0\n"
+    [(_, record)] = read(tmp_path / "a.csv", text, "b", "c", "d", "e")
+    assert record == {"a": "1", "b": 2.5, "c": "x", "e": "1_0"}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +64,7 @@ def test_numbers_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
         ('a,b\n"1\n2",3,4\n', r"a\.csv:2: 3 fields, and the first line names 2"),
         ("a,b,a\n", r'a\.csv:1: 2 columns are named "a"; rename all but one'),
         ('a,b\n"1"2,3\n', r"a\.csv:2: not valid CSV \(.*\); correct the row"),
-        (b"a,b\n\xff,1\n", r"a\.csv: cannot be read \(.*utf-8"),
+        (b"a,b\n\xff,1\n", r"a\.csv: not UTF-8 text \(.*iconv -f CP1252"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: str | bytes, reason: str) -> None:

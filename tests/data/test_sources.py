@@ -457,12 +457,15 @@ def test_csv_files_are_records_if_they_are_named_or_asked_for(tmp_path: Path) ->
 
     assert formats() == {"c.jsonl": "jsonl", "d.txt": "text"}
     assert formats(format="csv") == {"a.csv": "csv", "b.tsv.gz": "csv"}
-    assert formats(format="instruction") == {"a.csv": "csv", "b.tsv.gz": "csv", "c.jsonl": "jsonl"}
+    # Beside other records, tables are seldom conversations, or hold the same ones.
+    assert formats(format="instruction") == {"c.jsonl": "jsonl"}
     _, left = find_files(str(tmp_path), section(tmp_path))
     assert left == {
         '.csv (data.format = "csv" reads them)': 1,
         '.tsv.gz (data.format = "csv" reads them)': 1,
     }
+    (tmp_path / "c.jsonl").unlink()
+    assert formats(format="instruction") == {"a.csv": "csv", "b.tsv.gz": "csv"}
     for asked, expected in (("auto", "csv"), ("text", "text"), ("instruction", "csv")):
         named = section(tmp_path, format=asked)
         assert [each.format for each in list_files(str(tmp_path / "a.csv"), named)] == [expected]

@@ -54,13 +54,14 @@ class DataSection(Section):
         "preference",
     ] = "auto"
     """Format of the source. `auto`: by the file names. `jsonl`: JSON objects, one per line or all
-    in one array; `.json` files in folders are read with this format, `chat` and `instruction` only.
-    `csv`: rows, whose first line names the fields; values are text, and the separator is the most
-    frequent one of `, ; | tab` in that line. CSV files in folders are read as `.json` files are.
+    in one array; `.json` files in folders are read with this format and those of conversations.
+    `csv`: rows, whose first line names the fields; values are text, also in `filter`, and the
+    separator is the most frequent one of `, ; | tab` in that line. In folders CSV files are read
+    with this format, and as conversations if there are no JSON or Parquet files.
     `chat`: records with a list of messages, in JSON, CSV or Parquet files or in a hub dataset.
     `instruction`: the same with a prompt and a completion. See [fine-tune on
     conversations](fine-tune.md). `preference`: a prompt, a better and a worse answer, see
-    [preferences](preferences.md). Text and JSON files may be compressed (`.gz`, `.zst`)."""
+    [preferences](preferences.md). Text, JSON and CSV files may be compressed (`.gz`, `.zst`)."""
     text_field: str = "text"
     """Field or column that holds the text in JSONL, Parquet and hub datasets. Records whose text is
     null or missing are left out and counted by `dilocox data show`."""

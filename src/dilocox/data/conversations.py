@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import Any
 
 from dilocox.config.data import DataSection, prompt_fields
 from dilocox.data.columns import Document, numbers_of
-from dilocox.data.json_text import parse_json
+from dilocox.data.json_text import DoubleKeyError, parse_json, problem_of
 from dilocox.data.messages import checked_messages, list_of
 from dilocox.data.readers import clean, kind_of, parquet_records, records_of
 from dilocox.data.record_filter import RecordFilter
@@ -24,6 +25,10 @@ from dilocox.errors import DataError
 
 SYSTEM = ("system", "developer")
 """Roles of a message with instructions, which comes first."""
+
+_OBJECTS = re.compile(r"\s*\[\s*\{")
+_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
+_MESSAGE = re.compile(r'"(role|from)"\s*:')
 
 _MESSAGES = "set data.messages_field to the name of one that holds messages"
 ANSWERS = ("chosen", "rejected")
@@ -177,11 +182,12 @@ class Layout:
     ) -> list[dict[str, Any]]:
         """Returns the message of the field `system`, or none if the messages begin with it."""
         text = None if "system" in (*self.fields, *self.columns) else record.get("system")
-        if not isinstance(text, str) or not text.strip():
+        if not text or (isinstance(text, str) and not text.strip()):
             return []
+        made = checked_messages([{"role": "system", "content": text}], f'{where}: field "system"')
         if first["role"] not in SYSTEM:
-            return [{"role": "system", "content": text}]
-        if first.get("content") != text:
+            return made
+        if first.get("content") != made[0]["content"]:
             raise DataError(
                 f'{where}: field "system" differs from the first message, whose role is '
                 f"{first['role']}; remove one of the two"
@@ -190,7 +196,8 @@ class Layout:
 
     def _pair_of_texts(self, record: Mapping[str, Any], where: str) -> Conversation | None:
         """Returns a prompt and its completion, which are both text or both lists of messages."""
-        prompt, completion = self._prompt(record, where), record.get(self.completion)
+        prompt: Any = self._prompt(record, where)
+        completion: Any = _messages_of(record.get(self.completion), where, self.completion)
         if prompt is None or completion is None:
             return None
         if isinstance(prompt, list) and isinstance(completion, list):
@@ -207,18 +214,22 @@ class Layout:
 
     def _prompt(self, record: Mapping[str, Any], where: str) -> object:
         """Returns the field of the prompt, joined with the texts of the fields behind it."""
-        found = record.get(self.prompt)
-        for name in self.behind:
-            more = record.get(name)
-            if more is None or (isinstance(more, str) and not more.strip()):
-                continue
-            if not isinstance(found, str) or not isinstance(more, str):
+        first = _messages_of(record.get(self.prompt), where, self.prompt)
+        fields = {self.prompt: first} | {name: record.get(name) for name in self.behind}
+        given: dict[str, Any] = {
+            name: value
+            for name, value in fields.items()
+            if value is not None and not (isinstance(value, str) and not value.strip())
+        }
+        if len(given) < 2:
+            return next(iter(given.values()), first)
+        for name, value in given.items():
+            if not isinstance(value, str):
                 raise DataError(
-                    f'{where}: fields "{self.prompt}" and "{name}" are {kind_of(found)} and '
-                    f"{kind_of(more)}; data.prompt_field joins text alone"
+                    f'{where}: field "{name}" is not text but {kind_of(value)}; the fields of '
+                    "data.prompt_field are joined, so all must be text"
                 )
-            found = f"{found}\n\n{more}"
-        return found
+        return "\n\n".join(given.values())
 
     def _check_unread(self, record: Mapping[str, Any], made: Conversation, where: str) -> None:
         """Raise `DataError` if a field has content that would be left out in silence."""
@@ -261,6 +272,8 @@ def read_conversations(
         else records_of(path, kind, layout.columns)
     )
     missing, found = "", False
+    unseen = dict.fromkeys(layout.behind)
+    fields: dict[str, None] = {}
     for where, record in records:
         if not isinstance(record, dict):
             names = " and ".join(f'"{name}"' for name in layout.fields)
@@ -277,6 +290,9 @@ def read_conversations(
                 missing or f'{where}: no field "{lacking[0]}" (fields: {names}); {layout.mend}'
             )
         found = found or not lacking
+        if unseen:
+            fields |= dict.fromkeys(list(record)[:8])
+            unseen = {name: None for name in unseen if name not in record}
         conversation = layout.parse(record, where)
         if conversation is None:
             without()
@@ -284,6 +300,11 @@ def read_conversations(
             yield conversation
     if missing and not found:
         raise DataError(missing)
+    if found and unseen:
+        raise DataError(
+            f'{path}: no record has the field "{next(iter(unseen))}" of data.prompt_field (fields: '
+            f"{', '.join(fields)}); correct the name, or leave it out"
+        )
 
 
 def conversation_lines(content: dict[str, Any]) -> list[str]:
@@ -314,10 +335,9 @@ def _pair(
 
     Raises `DataError`, which begins with `where`, if the two cannot be compared.
     """
-    given = [_messages_of(record.get(name)) for name in ANSWERS]
+    given = [_messages_of(record.get(name), where, name) for name in ANSWERS]
     if any(not each or (isinstance(each, str) and not each.strip()) for each in given):
         return None
-    prompt = _messages_of(prompt)
     if all(isinstance(each, str) for each in given):
         if not isinstance(prompt, str):
             raise DataError(
@@ -347,20 +367,30 @@ def _pair(
     return Conversation(dict(zip(ANSWERS, made, strict=True)), where)
 
 
-def _messages_of(value: object) -> object:
-    """Returns the list of messages that a column of Parquet holds as JSON text, or else `value`.
+def _messages_of(value: object, where: str, field: str) -> object:
+    """Returns the list of messages that a table holds as JSON text, or else `value`.
 
-    Text that only looks like JSON, such as an answer in JSON, stays text.
+    Text that only looks like JSON, such as an answer in JSON, stays text. Raises `DataError`,
+    which begins with `where`, for a list of messages that Python has written, not JSON.
     """
-    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+    if not isinstance(value, str) or not _OBJECTS.match(value):
         return value
+    if _PYTHON.match(value):
+        raise DataError(
+            f'{where}: field "{field}" holds messages as Python writes them, not as JSON; write '
+            "them with json.dumps"
+        )
     try:
         found: Any = parse_json(value)
+    except DoubleKeyError as error:
+        if _MESSAGE.search(value) is None:
+            return value
+        raise DataError(f'{where}: field "{field}": {problem_of(error)}') from None
     except (ValueError, RecursionError):
         return value
+    pairs = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
     known = all(
-        isinstance(each, dict) and "role" in each and ("content" in each or "tool_calls" in each)
-        for each in found
+        isinstance(each, dict) and any(pair <= each.keys() for pair in pairs) for each in found
     )
     return found if known else value
 

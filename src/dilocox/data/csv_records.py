@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dilocox.data.packed_files import open_binary
+from dilocox.data.packed_files import UNPACKED, open_binary
 from dilocox.errors import DataError
 
 LONGEST = 1 << 28
 """Largest number of characters of a field."""
 _SEPARATORS = ",;\t|"
+_TOLD = re.compile(r"sep=(.)\s*", re.IGNORECASE)
+"""First line with which some programs name the separator."""
 
 
 def csv_records(path: Path, numbers: Sequence[str] = ()) -> Iterator[tuple[str, object]]:
@@ -22,7 +25,8 @@ def csv_records(path: Path, numbers: Sequence[str] = ()) -> Iterator[tuple[str, 
 
     Values are text, and empty fields are empty text. Fields of `numbers` become numbers where they
     can be read as such. Fields are separated by tabs in a TSV file, else by the most frequent one
-    of `, ; | tab` in the first line. Fields with line ends or separators are quoted.
+    of `, ; | tab` in the first line, or by the one that a line `sep=;` before it names. Fields with
+    line ends or separators are quoted, in TSV files as well.
 
     Raises:
         DataError: if the file cannot be read, if a name is there twice, or if a row has more or
@@ -31,20 +35,30 @@ def csv_records(path: Path, numbers: Sequence[str] = ()) -> Iterator[tuple[str, 
     try:
         with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="") as stream:
             yield from _rows(path, stream, numbers)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not UTF-8 text ({error.reason}); convert it, for example with iconv -f "
+            "CP1252 -t UTF-8"
+        ) from None
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
 
 
 def _rows(
     path: Path, stream: io.TextIOWrapper, numbers: Sequence[str]
 ) -> Iterator[tuple[str, object]]:
-    first = stream.readline()
+    first, before = stream.readline(), 0
+    while first and not first.strip():
+        first, before = stream.readline(), before + 1
     separator = _separator(path, first)
+    if _TOLD.fullmatch(first) is not None:
+        first, before = stream.readline(), before + 1
     csv.field_size_limit(LONGEST)
     reader = csv.reader(_with(first, stream), delimiter=separator, strict=True)
     names: list[str] | None = None
     while True:
-        where = f"{path}:{reader.line_num + 1}"
+        line = reader.line_num + 1
+        where = f"{path}:{before + line}"
         try:
             row = next(reader, None)
         except csv.Error as error:
@@ -53,6 +67,11 @@ def _rows(
             return
         if not row:
             continue
+        if is_tsv(path) and reader.line_num > line and any(separator in each for each in row):
+            raise DataError(
+                f"{where}: a quoted field holds a tab and a line end, so rows were probably not "
+                "quoted; quote all fields that begin with a quotation mark, as in CSV"
+            )
         if names is None:
             names = row
             _check_names(where, names)
@@ -74,8 +93,16 @@ def _with(first: str, stream: io.TextIOWrapper) -> Iterator[str]:
     yield from stream
 
 
+def is_tsv(path: Path) -> bool:
+    """Returns whether the name of a file says that tabs separate its fields."""
+    return path.name.lower().endswith((".tsv", *(f".tsv{ending}" for ending in UNPACKED)))
+
+
 def _separator(path: Path, first: str) -> str:
-    if ".tsv" in path.suffixes[-2:]:
+    told = _TOLD.fullmatch(first)
+    if told is not None:
+        return told[1]
+    if is_tsv(path):
         return "\t"
     outside = "".join(first.split('"')[::2])
     return max(_SEPARATORS, key=outside.count)
@@ -89,6 +116,6 @@ def _check_names(where: str, names: Sequence[str]) -> None:
 
 def _number(text: str) -> object:
     try:
-        return float(text)
+        return text if "_" in text else float(text)
     except ValueError:
         return text

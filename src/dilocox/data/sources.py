@@ -243,6 +243,10 @@ def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mappin
             files.append(_source_file(file, name, found))
         else:
             endings[_ending(file.name)] += 1
+    if data.has_conversations and {each.format for each in files} > {"csv"}:
+        # Tables beside conversations are seldom conversations, or hold the same ones.
+        endings.update(_ending(each.name) for each in files if each.format == "csv")
+        files = [each for each in files if each.format != "csv"]
     left += _summed_up(endings)
     if not files:
         known = " ".join(sorted(suffix for group in wanted.values() for suffix in group))
@@ -299,7 +303,7 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
     if data.filter and text is not None:
         raise DataError(
             f"data.source {source}: a filter needs records with fields, and {text} is text; leave "
-            "the filter out, or name JSONL or Parquet files alone"
+            "the filter out, or name JSONL, CSV or Parquet files alone"
         )
     total = sum(file.size for file in found) or 1
     files: list[SourceFile] = []

@@ -63,6 +63,9 @@ def test_the_line_names_keys_if_messages_fill_the_link(tmp_path: Path) -> None:
         folder = tmp_path / control["link"]
         (line,) = lines(folder, control, waits, plan)
         assert line.endswith("measures both")
+    told = BOTH | {"latency": 0.2}  # the run file has counted messages
+    (line,) = lines(tmp_path / "told", told, waits, short)
+    assert line.endswith("measures both")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ class DeclaredLink:
             ranks: Ranks of a site that exchange.
         """
         self._link, self._ranks = declared(control), ranks
+        # With these keys the run file has counted messages, or its rounds are its own choice.
+        self._advises = not control.latency and not {"inner_steps", "fragments"} & {*control.pinned}
         follows = control.adapt == "link" and self._link is not None
         self._waits: list[float] | None = [] if follows else None
 
@@ -62,7 +64,11 @@ class DeclaredLink:
 
     def _of_messages(self, plan: Mapping[str, Any]) -> str:
         """Return what messages to the coordinator take and which keys count them, if it is much."""
-        if self._link is None or not plan.keys() >= {"inner_steps", "fragments"}:
+        if (
+            self._link is None
+            or not self._advises
+            or not plan.keys() >= {"inner_steps", "fragments"}
+        ):
             return ""
         rate, seconds = 8 * self._link.rate, self._link.step_us / 1e6
         fragments = int(plan["fragments"])
