@@ -14,6 +14,7 @@ from benchmarks.evidence.cells import Cell
 from benchmarks.evidence.rates import next_trial, rounded
 from benchmarks.quality.rows import Entry, Settings, core_entries
 from benchmarks.quality.tuning import Rates
+from dilocox.coordinator.controller.message_load import EXCHANGE_BYTES, message_rate
 
 Row = dict[str, Any]
 Source = Literal["perl", "mixed"]
@@ -43,8 +44,6 @@ SECOND_SEEDS: dict[Source, tuple[int, ...]] = {"perl": (1, 2), "mixed": (0,)}
 """Seeds of the second protocol."""
 FRAGMENTS, ROUND = 2, 2
 """Fragments, and inner steps of a round, for which the messages of `TOLD` are counted."""
-EXCHANGE_BYTES, ROUND_BYTES = 1600, 2600
-"""Bytes of messages on the link per exchange, and per round beside its exchanges."""
 FACTOR = 2.0
 """Second rate that is tried for a rival, over the rate of the quality benchmark."""
 
@@ -106,7 +105,7 @@ def declared(case: Case, link: str, step_seconds: float) -> Settings:
     if case.label != TOLD:
         return {}
     rate = 1e3 * float(link.removesuffix("kbit"))
-    messages = 8 * (ROUND_BYTES + FRAGMENTS * EXCHANGE_BYTES) / (ROUND * step_seconds)
+    messages = message_rate(ROUND, FRAGMENTS, step_seconds, ranks=1)
     return {
         "control.link": f"{(rate - messages) / 1e3:.3f}kbit",
         "control.step_seconds": step_seconds,

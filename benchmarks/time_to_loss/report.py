@@ -68,7 +68,7 @@ def lines(rows: Sequence[Row], source: Source) -> list[Row]:
         base = _one(rows, source, seed, "reference")
         if base is None:
             continue
-        reference, link = reference_of(base), None
+        reference, link, first = reference_of(base), None, not found
         found.append(_line(BASELINE, seed, base, reference, reference.seconds, "no limit"))
         for label in OWN:
             ours = [row for row in _of(rows, source, label) if row["seed"] == seed]
@@ -77,7 +77,7 @@ def lines(rows: Sequence[Row], source: Source) -> list[Row]:
                 link = longest["link_bits_per_second"]
                 took = seconds_to(read(longest["curve"]), reference.loss)
                 found.append(_line(label, seed, longest, reference, took, "measured"))
-        if link is not None and seed == min(row["seed"] for row in rows if _is_timed(row, source)):
+        if link is not None and first:
             least = synchronous_bound(reference, link)
             found.append(_line(BASELINE, seed, base, reference, least, "at least"))
             found += _rivals(rows, source, seed, reference, link)
@@ -122,10 +122,6 @@ def _line(
         "over_computing": None if seconds is None else seconds / reference.computing,
         "plan": row["plans"] if label in OWN else None,
     }
-
-
-def _is_timed(row: Row, source: Source) -> bool:
-    return (row["source"], row["kind"]) == (source, "reference")
 
 
 def _of(rows: Sequence[Row], source: Source, label: str) -> list[Row]:

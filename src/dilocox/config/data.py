@@ -63,15 +63,16 @@ class DataSection(Section):
     conversations](fine-tune.md). `preference`: a prompt, a better and a worse answer, see
     [preferences](preferences.md). Text, JSON and CSV files may be compressed (`.gz`, `.zst`)."""
     text_field: str = "text"
-    """Field or column that holds the text in JSONL, Parquet and hub datasets. Records whose text is
-    null or missing are left out and counted by `dilocox data show`."""
+    """Field or column that holds the text in JSONL, CSV, Parquet and hub datasets. Records whose
+    text is null or missing are left out and counted by `dilocox data show`."""
     messages_field: str = "messages"
     """Format `chat`: field that holds the list of messages in OpenAI's form. Records whose
     messages are null, missing or empty are left out and counted."""
     prompt_field: str | Annotated[list[str], Field(min_length=1)] = "prompt"
     """Format `instruction`: field that holds the prompt, which becomes a user's message. Prompt and
     completion may both be lists of messages. Of several fields, such as `["instruction",
-    "input"]`, the texts are joined by an empty line; all but the first may be missing or empty."""
+    "input"]`, the texts are joined by an empty line, without those that are missing or empty. Each
+    file must have each of the fields at least once."""
     completion_field: str = "completion"
     """Format `instruction`: field that holds the completion, which becomes an assistant's
     message."""
@@ -159,6 +160,11 @@ class DataSection(Section):
     def trained_vocabulary(self) -> int | None:
         """Tokens of the tokenizer that the run trains on its text; None if it trains none."""
         return self.vocabulary_size if self.tokenizer == "train" and not self.own else None
+
+    @property
+    def prompt_fields(self) -> list[str]:
+        """The fields of which a prompt consists, in their order."""
+        return [self.prompt_field] if isinstance(self.prompt_field, str) else self.prompt_field
 
     @property
     def held_out_filter(self) -> Filter | None:
@@ -298,11 +304,6 @@ def own_data_problem(
             "leave the key out"
         )
     return None
-
-
-def prompt_fields(data: DataSection) -> list[str]:
-    """Return the fields of which a prompt consists, in their order."""
-    return [data.prompt_field] if isinstance(data.prompt_field, str) else data.prompt_field
 
 
 CONVERSATION_KEYS = {

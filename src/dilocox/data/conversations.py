@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dilocox.config.data import DataSection, prompt_fields
+from dilocox.config.data import DataSection
 from dilocox.data.columns import Document, numbers_of
-from dilocox.data.json_text import DoubleKeyError, parse_json, problem_of
-from dilocox.data.messages import checked_messages, list_of
+from dilocox.data.messages import checked_messages, list_of, messages_of
 from dilocox.data.readers import clean, kind_of, parquet_records, records_of
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
 SYSTEM = ("system", "developer")
 """Roles of a message with instructions, which comes first."""
-
-_OBJECTS = re.compile(r"\s*\[\s*\{")
-_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
-_MESSAGE = re.compile(r'"(role|from)"\s*:')
 
 _MESSAGES = "set data.messages_field to the name of one that holds messages"
 ANSWERS = ("chosen", "rejected")
@@ -107,7 +101,7 @@ class Layout:
         """Returns the layout that `data` names, or None if its format is text."""
         if not data.has_conversations:
             return None
-        prompt, *behind = prompt_fields(data)
+        prompt, *behind = data.prompt_fields
         fields = (data.messages_field, prompt, data.completion_field)
         return cls(data.format, *fields, tuple(behind), tuple(data.columns))
 
@@ -197,7 +191,7 @@ class Layout:
     def _pair_of_texts(self, record: Mapping[str, Any], where: str) -> Conversation | None:
         """Returns a prompt and its completion, which are both text or both lists of messages."""
         prompt: Any = self._prompt(record, where)
-        completion: Any = _messages_of(record.get(self.completion), where, self.completion)
+        completion: Any = messages_of(record.get(self.completion), where, self.completion)
         if prompt is None or completion is None:
             return None
         if isinstance(prompt, list) and isinstance(completion, list):
@@ -214,7 +208,7 @@ class Layout:
 
     def _prompt(self, record: Mapping[str, Any], where: str) -> object:
         """Returns the field of the prompt, joined with the texts of the fields behind it."""
-        first = _messages_of(record.get(self.prompt), where, self.prompt)
+        first = messages_of(record.get(self.prompt), where, self.prompt)
         fields = {self.prompt: first} | {name: record.get(name) for name in self.behind}
         given: dict[str, Any] = {
             name: value
@@ -335,7 +329,7 @@ def _pair(
 
     Raises `DataError`, which begins with `where`, if the two cannot be compared.
     """
-    given = [_messages_of(record.get(name), where, name) for name in ANSWERS]
+    given = [messages_of(record.get(name), where, name) for name in ANSWERS]
     if any(not each or (isinstance(each, str) and not each.strip()) for each in given):
         return None
     if all(isinstance(each, str) for each in given):
@@ -365,34 +359,6 @@ def _pair(
     if made[0] == made[1]:
         raise DataError(f"{where}: chosen and rejected are equal; remove the record")
     return Conversation(dict(zip(ANSWERS, made, strict=True)), where)
-
-
-def _messages_of(value: object, where: str, field: str) -> object:
-    """Returns the list of messages that a table holds as JSON text, or else `value`.
-
-    Text that only looks like JSON, such as an answer in JSON, stays text. Raises `DataError`,
-    which begins with `where`, for a list of messages that Python has written, not JSON.
-    """
-    if not isinstance(value, str) or not _OBJECTS.match(value):
-        return value
-    if _PYTHON.match(value):
-        raise DataError(
-            f'{where}: field "{field}" holds messages as Python writes them, not as JSON; write '
-            "them with json.dumps"
-        )
-    try:
-        found: Any = parse_json(value)
-    except DoubleKeyError as error:
-        if _MESSAGE.search(value) is None:
-            return value
-        raise DataError(f'{where}: field "{field}": {problem_of(error)}') from None
-    except (ValueError, RecursionError):
-        return value
-    pairs = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
-    known = all(
-        isinstance(each, dict) and any(pair <= each.keys() for pair in pairs) for each in found
-    )
-    return found if known else value
 
 
 def _continued(

@@ -8,6 +8,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from dilocox.data.packed_files import UNPACKED, open_binary
@@ -54,7 +55,8 @@ def _rows(
     if _TOLD.fullmatch(first) is not None:
         first, before = stream.readline(), before + 1
     csv.field_size_limit(LONGEST)
-    reader = csv.reader(_with(first, stream), delimiter=separator, strict=True)
+    reader = csv.reader(chain([first], stream), delimiter=separator, strict=True)
+    tabs = _is_tsv(path)
     names: list[str] | None = None
     while True:
         line = reader.line_num + 1
@@ -67,7 +69,7 @@ def _rows(
             return
         if not row:
             continue
-        if is_tsv(path) and reader.line_num > line and any(separator in each for each in row):
+        if tabs and reader.line_num > line and any(separator in each for each in row):
             raise DataError(
                 f"{where}: a quoted field holds a tab and a line end, so rows were probably not "
                 "quoted; quote all fields that begin with a quotation mark, as in CSV"
@@ -88,12 +90,7 @@ def _rows(
         yield where, record
 
 
-def _with(first: str, stream: io.TextIOWrapper) -> Iterator[str]:
-    yield first
-    yield from stream
-
-
-def is_tsv(path: Path) -> bool:
+def _is_tsv(path: Path) -> bool:
     """Returns whether the name of a file says that tabs separate its fields."""
     return path.name.lower().endswith((".tsv", *(f".tsv{ending}" for ending in UNPACKED)))
 
@@ -102,7 +99,7 @@ def _separator(path: Path, first: str) -> str:
     told = _TOLD.fullmatch(first)
     if told is not None:
         return told[1]
-    if is_tsv(path):
+    if _is_tsv(path):
         return "\t"
     outside = "".join(first.split('"')[::2])
     return max(_SEPARATORS, key=outside.count)

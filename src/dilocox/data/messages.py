@@ -5,6 +5,7 @@ Messages of ShareGPT's form have `from` and `value`. Axolotl's have `train`, lik
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,10 @@ from dilocox.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have."""
+
+_OBJECTS = re.compile(r"\s*\[\s*\{")
+_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
+_MESSAGE = re.compile(r'"(role|from)"\s*:')
 
 SPEAKERS = {
     "human": "user",
@@ -35,6 +40,34 @@ def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
         _message(each, f"{where}: message {number}")
         for number, each in enumerate(messages, start=1)
     ]
+
+
+def messages_of(value: object, where: str, field: str) -> object:
+    """Returns the list of messages that a table holds as JSON text, or else `value`.
+
+    Text that only looks like JSON, such as an answer in JSON, stays text. Raises `DataError`,
+    which begins with `where`, for a list of messages that Python has written, not JSON.
+    """
+    if not isinstance(value, str) or not _OBJECTS.match(value):
+        return value
+    if _PYTHON.match(value):
+        raise DataError(
+            f'{where}: field "{field}" holds messages as Python writes them, not as JSON; write '
+            "them with json.dumps"
+        )
+    try:
+        found: Any = parse_json(value)
+    except DoubleKeyError as error:
+        if _MESSAGE.search(value) is None:
+            return value
+        raise DataError(f'{where}: field "{field}": {problem_of(error)}') from None
+    except (ValueError, RecursionError):
+        return value
+    pairs = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+    known = all(
+        isinstance(each, dict) and any(pair <= each.keys() for pair in pairs) for each in found
+    )
+    return found if known else value
 
 
 def list_of(value: object, where: str, field: str) -> list[Any] | None:

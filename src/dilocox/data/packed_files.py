@@ -12,6 +12,7 @@ UNPACKED = (".gz", ".zst")
 """Endings of compressed files that are decompressed while they are read."""
 
 BLOCK = 1 << 20
+"""Bytes or characters that are read at once."""
 
 
 def is_packed(path: Path) -> bool:

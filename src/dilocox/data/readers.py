@@ -17,7 +17,7 @@ from dilocox.data.arrow_values import json_record
 from dilocox.data.columns import Document, numbers_of
 from dilocox.data.csv_records import csv_records
 from dilocox.data.json_text import object_of, parse_json, problem_of
-from dilocox.data.packed_files import open_binary
+from dilocox.data.packed_files import BLOCK, open_binary
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 CUT = {"text": 32 * 1024, "code": 512 * 1024}
 """Length in characters, by format, after which a long file is cut into documents. A file is long if
 it has more than twice as many characters."""
-
-BLOCK = 1 << 20
 
 FIELD = "set data.text_field to the name of one that holds text"
 """Remedy in messages about records whose text is not found."""

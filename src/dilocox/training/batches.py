@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.data.columns import targets
 from dilocox.data.rows import RowBatch, joined
 from dilocox.inner.counted import CountedLabels
+from dilocox.training.site_text import own_token_files
 from dilocox.utils.background import BackgroundQueue
 
 Sequences = npt.NDArray[np.int64]
@@ -96,11 +96,9 @@ class Batches:
         """
         shards = shards or config.site.shards
         if read is None:
-            own = config.sites[site].data
+            own = own_token_files(config, site)
             space = SequenceSpace.of(
-                config.data,
-                TokenFiles.open(Path(own).expanduser()) if own else files,
-                seed=config.run.seed,
+                config.data, files if own is None else own, seed=config.run.seed
             )
             counts = None if space.all_labels_count else space
             return cls(space.read, shard, shards, device, counts)

@@ -12,6 +12,7 @@ from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.errors import ConfigError, DataError
 from dilocox.training.launch.tokenizer_check import read_vocabulary
 from dilocox.training.portable_checkpoint import Handover
+from dilocox.training.site_text import own_token_files
 from dilocox.utils.template_files import TEMPLATE_FILE
 
 
@@ -25,9 +26,9 @@ def check_data(
     """
     spaces: dict[str, TokenFiles] = {}
     for site in sites:
-        folder = config.sites[site].data
-        spaces[site] = _open(site, folder) if folder else files
-        if folder:
+        own = own_token_files(config, site)
+        spaces[site] = files if own is None else own
+        if own is not None:
             _check_same_tokenizer(site, files, spaces[site])
             _check_same_conversations(site, files, spaces[site])
     if own_dataset:
@@ -44,13 +45,6 @@ def check_data(
                 f"{key} {batch} is above the {space.sequences_per_epoch} sequences of "
                 f"{spaces[site].folder}: lower it or data.sequence_length, or give more text"
             )
-
-
-def _open(site: str, folder: str) -> TokenFiles:
-    try:
-        return TokenFiles.open(Path(folder).expanduser())
-    except DataError as error:
-        raise DataError(f"sites.{site}.data: {error}") from None
 
 
 def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None:

@@ -45,6 +45,7 @@ from dilocox.training.launch.rank_job import STOPPED, RankJob
 from dilocox.training.launch.supervisor import Ended, keep_in_run, listening, print_error
 from dilocox.training.one_folder import living_beside
 from dilocox.training.rank_errors import HOST_MEND
+from dilocox.training.site_text import own_token_files
 from dilocox.transport.link.endpoint import check_ports
 from dilocox.transport.link.tcp import check_congestion
 from dilocox.utils import processes
@@ -215,11 +216,14 @@ def enrol_site(
         say=print_error,
     )
     if reply.record_run:
-        own, versions = config.sites[site].data, applicant.versions
+        own, versions = own_token_files(config, site), applicant.versions
         assert versions is not None
-        own_data = TokenFiles.open(Path(own).expanduser()).digest if own else None
         facts = OwnFacts(
-            applicant.data_digest, own_data, code_digest(), versions.named(), applicant.base_digest
+            applicant.data_digest,
+            None if own is None else own.digest,
+            code_digest(),
+            versions.named(),
+            applicant.base_digest,
         )
         _accept(config, endpoint, identity, reply.record_manifest, facts)
     return identity
