@@ -2,6 +2,9 @@
 
 PyTorch comes from the one of its indexes that fits the machine (`torch_index`), CPU wheels where
 there is no NVIDIA GPU. Where that index cannot be reached the default one has to do.
+
+Everything else is installed by uv, in a quarter of the time that pip takes. pip does it where uv
+cannot.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ SHOWN = 15
 
 
 class Pip:
-    """pip of an environment. The output of pip goes to a log file."""
+    """pip and uv of an environment. Their output goes to a log file."""
 
     def __init__(self, python: Path, log: Path, constraints: Path) -> None:
         self.constraints, self.log = constraints, log
@@ -44,9 +47,7 @@ class Pip:
 
     def install(self, *words: str, constrained: bool = True) -> bool:
         """Install packages, and return whether that succeeded."""
-        command = [
-            str(self._python),
-            "-m",
+        return self._run(
             "pip",
             "install",
             "--quiet",
@@ -54,9 +55,42 @@ class Pip:
             "--disable-pip-version-check",
             *(["-c", str(self.constraints)] if constrained else []),
             *words,
-        ]
+        )
+
+    def install_by_uv(self, *words: str) -> bool:
+        """Install packages by uv, and return whether that succeeded.
+
+        uv does not read pip's settings. The index and the certificates are taken from there.
+        """
+        settings = self.settings()
+        index = settings.get("index-url")
+        return self.install("uv") and self._run(
+            "uv",
+            "--quiet",
+            "--no-config",
+            "pip",
+            "install",
+            *("--python", str(self._python), "-c", str(self.constraints)),
+            *(["--default-index", index] if index else []),
+            *words,
+            certificates=settings.get("cert"),
+        )
+
+    def settings(self) -> dict[str, str]:
+        """Return the values of pip's variables and files of settings by name."""
+        asked = [str(self._python), "-m", "pip", "config", "list"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        # Variables are listed first and go before files.
+        found = re.findall(r"^\S+?\.([\w-]+)='(.*)'$", said, re.MULTILINE)
+        return dict(reversed(found))
+
+    def _run(self, *words: str, certificates: str | None = None) -> bool:
+        trusted = {"SSL_CERT_FILE": certificates} if certificates else {}
+        command = [str(self._python), "-m", *words]
         with self.log.open("ab") as out:
-            done = subprocess.run(command, stdout=out, stderr=out, check=False)
+            done = subprocess.run(
+                command, stdout=out, stderr=out, env={**os.environ, **trusted}, check=False
+            )
         return done.returncode == 0
 
     def need(self, *words: str) -> None:
@@ -173,14 +207,17 @@ def install_itself(pip: Pip, extra: str) -> None:
     """Install dilocox with what it needs, from wheels, built by the constraints' build tools.
 
     A build in isolation takes the newest tools, whatever the constraints say. Where some package
-    has no wheel for this machine it is built from its source like that.
+    has no wheel for this machine pip builds it from its source like that.
     """
     pip.need(*BUILD)
-    itself = ("-e", f"{ROOT}{extra}")
-    wheels = ("--no-build-isolation", "--only-binary", ":all:", "--no-binary", ",".join(SOURCES))
+    itself = ("--no-build-isolation", "-e", f"{ROOT}{extra}")
+    if pip.install_by_uv(*itself):
+        return
+    say(f"uv cannot install all of it ({pip.log}); pip takes a few minutes")
+    wheels = ("--only-binary", ":all:", "--no-binary", ",".join(SOURCES))
     if not pip.install(*wheels, *itself):
         say("not everything is there as a wheel for this machine; building from sources, too")
-        pip.need(*itself)
+        pip.need("-e", f"{ROOT}{extra}")
 
 
 def reachable(url: str) -> bool:

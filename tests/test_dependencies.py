@@ -66,7 +66,7 @@ def test_lower_bounds_are_what_the_lowest_versions_install() -> None:
 
 
 def test_what_builds_from_source_is_pinned() -> None:
-    assert {canonical(name) for name in (*BUILD, *SOURCES)} <= pins("constraints.txt").keys()
+    assert {canonical(name) for name in (*BUILD, *SOURCES, "uv")} <= pins("constraints.txt").keys()
 
 
 @pytest.mark.parametrize(

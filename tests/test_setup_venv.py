@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import urllib.request
@@ -121,3 +122,46 @@ def test_a_proxy_that_is_written_wrongly_is_no_reason_to_fail(
     # urllib keeps the opener of its first request, and with it the proxies of that moment.
     monkeypatch.setattr(urllib.request, "_opener", None)
     assert not setup_venv.reachable("https://download.pytorch.org/whl/cpu/torch/")
+
+
+def test_uv_takes_the_index_and_the_certificates_of_pip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pip.conf"
+    file.write_text("[global]\nindex-url = https://file/simple\ncert = /file.pem\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
+    for name in ("PIP_CERT", "PIP_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", "https://variable/simple")
+    # Asked for pip's settings it is a real Python; else it writes down what it is asked for.
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$3" = config ] && exec {shlex.quote(sys.executable)} "$@"\n'
+        'echo "$SSL_CERT_FILE" "$@"\n'
+    )
+    python.chmod(0o755)
+    pip = setup_venv.Pip(python, tmp_path / "log", setup_venv.ROOT / "constraints.txt")
+    assert pip.install_by_uv("one")
+    said = (tmp_path / "log").read_text().splitlines()[-1]
+    assert said.startswith("/file.pem -m uv ")
+    assert "--default-index https://variable/simple" in said
+    assert said.endswith(" one")
+
+
+@pytest.mark.parametrize("wheels", [True, False])
+def test_pip_installs_what_uv_cannot(
+    wheels: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    class Pip(setup_venv.Pip):
+        def install(self, *words: str, constrained: bool = True) -> bool:
+            asked.append(words)
+            return "--only-binary" not in words or wheels
+
+        def install_by_uv(self, *words: str) -> bool:
+            return False
+
+    setup_venv.install_itself(Pip(tmp_path, tmp_path / "log", tmp_path), "[dev]")
+    assert "uv cannot install all of it" in capsys.readouterr().out
+    assert [words[-1] for words in asked[1:]] == [f"{setup_venv.ROOT}[dev]"] * (2 - wheels)
