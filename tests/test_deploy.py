@@ -140,7 +140,9 @@ echo "{\\"words\\": [${words%,}], \\"rank\\": \\"${RANK:-} ${LOCAL_RANK:-} ${WOR
 flock -u 9
 exec 9>&-
 [[ $code == term ]] || exit "$code"
-while :; do read -rt 1 < <(:); done
+# Waits without forks: nobody writes into the pipe. A signal that comes during a fork can be lost.
+exec 9<> <(:)
+while :; do read -rt 0.2 -u 9; done
 """
 
 
