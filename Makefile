@@ -36,10 +36,11 @@ quickstart: $(VENV)/.ready
 SHARED := --dist loadfile --no-loadscope-reorder -n
 SMALL := not runs and not stops and not alone
 
-# The lowest versions are installed beside the small tests. Runs that are stopped leave half of the
-# time of the cores, in which types are checked at the lowest priority.
+# The lowest versions are installed while modules are compiled. Runs that are stopped leave half of
+# the time of the cores, in which types are checked at the lowest priority.
 test: $(VENV)/.ready-dev style
-	$(MAKE) --no-print-directory -j 2 test-small $(LOWEST)/.ready
+	$(MAKE) --no-print-directory -j 2 $(VENV)/.compiled $(LOWEST)/.ready
+	$(MAKE) --no-print-directory test-small
 	$(BIN)/python -m pytest -m "not slow and runs" $(SHARED) 3
 	$(MAKE) --no-print-directory -j 2 LOW="nice -n 19" types test-stops
 	$(BIN)/python -m pytest -m "not slow and alone"
@@ -66,6 +67,12 @@ test-all: $(VENV)/.ready-dev $(LOWEST)/.ready lint
 test-versions: $(LOWEST)/.ready $(HIGHEST)/.ready
 	$(LOWEST)/bin/python -m pytest -m "not slow" $(VERSION_TESTS)
 	$(HIGHEST)/bin/python -m pytest -m "not slow" $(VERSION_TESTS)
+
+# The modules that tests import, compiled once. Processes that begin together would each compile
+# them, for a minute of a core. A test that cannot be collected is told of when tests run.
+$(VENV)/.compiled: $(VENV)/.ready-dev
+	-$(BIN)/python -m pytest --collect-only -qq -m "$(SMALL)" > $@.log
+	@touch $@
 
 lint: style types
 

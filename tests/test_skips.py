@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from tests.support.skips import as_in_ci
+from tests.support.skips import as_in_ci, need
 
 
 def report(reason: str, outcome: str = "skipped") -> pytest.TestReport:
@@ -33,3 +35,10 @@ def test_what_a_machine_lacks_is_skipped(reason: str) -> None:
 
 def test_a_test_that_passes_stays_so() -> None:
     assert as_in_ci(report("torchft is not installed", "passed")).outcome == "passed"
+
+
+def test_a_needed_package_is_not_imported() -> None:
+    need("tabnanny")
+    assert "tabnanny" not in sys.modules
+    with pytest.raises(pytest.skip.Exception, match=r"^no_such_package is not installed$"):
+        need("tabnanny", "no_such_package")

@@ -24,8 +24,9 @@ from dilocox.models.nf4 import (
     quantised,
 )
 from tests.support.architectures import StateSource, reference_model, run, small_config, token_ids
+from tests.support.skips import need
 
-pytest.importorskip("bitsandbytes")
+need("bitsandbytes")
 
 LORA = AdapterSection(rank=3, base="nf4")
 

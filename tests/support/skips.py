@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import pytest
@@ -21,3 +22,13 @@ def as_in_ci(report: pytest.TestReport) -> pytest.TestReport:
         report.outcome = "failed"
         report.longrepr = f"{reason}: in CI nothing that the setup brings may be missing"
     return report
+
+
+def need(*packages: str) -> None:
+    """Skip the module's tests if a package is not installed. No package is imported.
+
+    `pytest.importorskip` imports, in each process that collects the module: seconds for some.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed", allow_module_level=True)

@@ -14,6 +14,7 @@ import pytest
 from tests.support.bundled_run import CutPlace, publisher, reasons, verdicts, verified
 from tests.support.fault_proxy import FaultProxy
 from tests.support.nonsense_server import nonsense
+from tests.support.skips import need
 
 from dilocox.errors import RecordError
 from dilocox.record.bundles import place
@@ -25,9 +26,7 @@ from dilocox.record.verify.places import Places
 from dilocox.record.verify.verify import verify
 from dilocox.tools.storage.follow import publish_once, publish_to_the_end
 
-s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed (extra: s3)")
-for needed in ("moto", "flask", "flask_cors"):
-    pytest.importorskip(needed, reason=f"{needed} is not installed (extra: dev)")
+need("s3fs", "moto", "flask", "flask_cors")
 
 pytestmark = pytest.mark.waits
 BUCKET = "runs"
@@ -58,6 +57,8 @@ def proxy() -> Iterator[FaultProxy]:
 @pytest.fixture
 def storage(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A file system of s3fs with an empty bucket, as the user's own settings make it."""
+    import s3fs
+
     for name, value in {
         "AWS_ACCESS_KEY_ID": "a-key", "AWS_SECRET_ACCESS_KEY": "a-secret-key-of-somebody",
         "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1",

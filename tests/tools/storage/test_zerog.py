@@ -18,12 +18,12 @@ import pytest
 pytest.importorskip("web3")
 pytest.importorskip("eth_tester")
 pytest.importorskip("sha3")
-pytest.importorskip("zg_storage")
 
 from eth_account.signers.local import LocalAccount
 from tests.support.bundled_run import verdicts, verified
 from tests.support.chains import MOST_GAS, account_of
 from tests.support.fault_proxy import FaultProxy
+from tests.support.skips import need
 from tests.support.zerog_network import (
     PRICE,
     RefusedCallError,
@@ -48,6 +48,7 @@ from dilocox.tools.storage.run_source import RunSource
 from dilocox.tools.storage.uplink import Uplink
 from dilocox.tools.storage.zerog_flow import Flow
 
+need("zg_storage")
 pytestmark = pytest.mark.waits
 PASSWORD = "correct horse 4711"
 

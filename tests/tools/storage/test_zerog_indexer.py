@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("web3")
 pytest.importorskip("eth_tester")
 pytest.importorskip("sha3")
-pytest.importorskip("zg_storage")
 
 from eth_account.signers.local import LocalAccount
 from tests.support.bundled_run import verdicts, verified
+from tests.support.skips import need
 from tests.support.zerog_network import Indexer, RefusedCallError, RpcServer, StorageNode
 from tests.support.zerog_scene import Cut, Network
 
@@ -23,6 +23,7 @@ from dilocox.record.bundles.zerog_node import ZerogUrl, is_zerog
 from dilocox.tools.storage import bundle_file
 from dilocox.tools.storage.follow import publish_once
 
+need("zg_storage")
 pytestmark = pytest.mark.waits
 
 
