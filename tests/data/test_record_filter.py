@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,41 @@ def test_a_value_is_equal_to_one_of_its_kind_alone(value: Any, choices: list[Any
     assert RecordFilter({"a.b": choices}).takes({"a": {"b": value}}) == bool(same)
     # A field whose name has a dot goes before a nested one.
     assert RecordFilter({"a.b": choices}).takes({"a.b": value, "a": {"b": None}}) == bool(same)
+
+
+@pytest.mark.parametrize(
+    ("choice", "texts", "others"),
+    [
+        (4, ["4", "4.0", " 4", "04"], ["5", "four", "", "true", "4_"]),
+        (0.5, ["0.5", ".5", "5e-1"], ["0", "half", "nan"]),
+        (2**63 + 1, [str(2**63 + 1)], [str(2**63)]),
+        (True, ["true", "True", "TRUE"], ["1", "yes", "false", ""]),
+        (False, ["false", "False"], ["0", "", "true"]),
+        ("4", ["4"], ["4.0", " 4"]),
+    ],
+)
+def test_in_csv_numbers_and_truth_values_are_written_as_text(
+    choice: Any, texts: list[str], others: list[str]
+) -> None:
+    wanted = RecordFilter({"a": choice})
+    assert [text for text in texts + others if wanted.takes({"a": text}, typed=False)] == texts
+    assert not any(wanted.takes({"a": text}) for text in texts if text != choice)
+    # The values of data.columns are numbers in CSV, too.
+    assert RecordFilter({"a": 4}).takes({"a": 4.0}, typed=False)
+
+
+def test_rows_of_csv_are_filtered_beside_records_of_json(tmp_path: Path) -> None:
+    rows = records()
+    write(tmp_path / "a.jsonl", rows)
+    with (tmp_path / "b.csv").open("w", newline="") as stream:
+        table = csv.DictWriter(stream, ["stars", "text"], extrasaction="ignore")
+        table.writeheader()
+        table.writerows(rows)
+    sources = [{"name": name[0], "source": str(tmp_path / name)} for name in ("a.jsonl", "b.csv")]
+    data = section(None, sources=sources, filter={"stars": 4})
+    files = prepare(data, tmp_path / "data", seed=0)
+    taken = sum(row.get("stars") == 4 for row in rows)
+    assert files.manifest["made_with"]["filtered"] == [[taken, 60], [taken, 60]]
 
 
 def test_filters_as_text() -> None:

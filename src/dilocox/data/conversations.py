@@ -265,7 +265,7 @@ def read_conversations(
         if kind == "parquet"
         else records_of(path, kind, layout.columns)
     )
-    missing, found = "", False
+    missing, found, typed = "", False, kind != "csv"
     unseen = dict.fromkeys(layout.behind)
     fields: dict[str, None] = {}
     for where, record in records:
@@ -275,7 +275,7 @@ def read_conversations(
                 f"{where}: not a JSON object; each record must be an object with {names}"
             )
         # The rows of Parquet files are filtered already, by columns that `record` may lack.
-        if filter_ is not None and kind != "parquet" and not filter_.takes(record):
+        if filter_ is not None and kind != "parquet" and not filter_.takes(record, typed=typed):
             continue
         lacking = [name for name in layout.fields if name not in record]
         if lacking:

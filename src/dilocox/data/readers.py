@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -66,7 +67,8 @@ def read_documents(
     """
     documents: Iterator[str | None]
     if kind in ("jsonl", "csv"):
-        documents = _texts(records_of(path, kind, columns), text_field, filter_, columns)
+        takes = None if filter_ is None else partial(filter_.takes, typed=kind != "csv")
+        documents = _texts(records_of(path, kind, columns), text_field, takes, columns)
     elif kind == "parquet":
         documents = _parquet(path, text_field, filter_, columns)
     else:
@@ -227,13 +229,14 @@ def _parsed(line: bytes, where: str) -> object:
 def _texts(
     records: Iterator[tuple[str, object]],
     field: str,
-    filter_: RecordFilter | None,
+    takes: Callable[[Mapping[str, Any]], bool] | None,
     columns: Sequence[str],
 ) -> Iterator[str | None]:
     """Yield the text of every record; None for a record whose text is null or missing.
 
-    `records` are pairs of the place, which messages name, and the record. Raises `DataError` if a
-    record is not an object, if its text is of another type, or if no record has the field.
+    `records` are pairs of the place, which messages name, and the record. `takes` decides which
+    records are taken; None: all records. Raises `DataError` if a record is not an object, if its
+    text is of another type, or if no record has the field.
     """
     missing, found = None, False
     for where, record in records:
@@ -241,7 +244,7 @@ def _texts(
             raise DataError(
                 f'{where}: not a JSON object; each record must be an object with a "{field}" field'
             )
-        if filter_ is not None and not filter_.takes(record):
+        if takes is not None and not takes(record):
             continue
         if field not in record:
             names = ", ".join(sorted(record)[:8]) or "none"

@@ -40,8 +40,11 @@ class RecordFilter:
         self._held: dict[str, dict[str, None]] = {name: {} for name in self._choices}
         self._known: dict[str, None] = {}
 
-    def takes(self, record: Mapping[str, Any]) -> bool:
-        """Returns whether `record` has all values, and counts the record."""
+    def takes(self, record: Mapping[str, Any], *, typed: bool = True) -> bool:
+        """Returns whether `record` has all values, and counts the record.
+
+        Without `typed`, as in CSV, numbers and truth values are text in the record.
+        """
         self.read += 1
         taken = True
         for name, choices in self._choices.items():
@@ -53,7 +56,7 @@ class RecordFilter:
             held = self._held[name]
             if len(held) <= VALUES:
                 held[_text(value)] = None
-            taken = taken and any(_equal(value, choice) for choice in choices)
+            taken = taken and any(_equal(value, choice, typed) for choice in choices)
         self.taken += taken
         return taken
 
@@ -129,13 +132,27 @@ def _names(record: Mapping[str, Any], name: str, before: str = "") -> list[str]:
     return [before + str(each) for each in record]
 
 
-def _equal(value: Any, choice: Scalar) -> bool:
+def _equal(value: Any, choice: Scalar, typed: bool) -> bool:
     """Returns whether a field's value is `choice`. True is not 1, and 4.0 is 4."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
+    if not typed and isinstance(value, str) and not isinstance(choice, str):
+        value = _read(value, isinstance(choice, bool))
     if isinstance(value, bool) or isinstance(choice, bool):
         return value is choice
     return bool(value == choice)
+
+
+def _read(text: str, truth: bool) -> bool | float | str:
+    """Returns the truth value or the number that `text` writes, or `text` if it writes none."""
+    if truth:
+        return {"true": True, "false": False}.get(text.strip().lower(), text)
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _text(value: Any) -> str:
