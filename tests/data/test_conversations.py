@@ -363,6 +363,16 @@ def test_a_system_beside_the_messages_comes_first(tmp_path: Path) -> None:
     differs = 'a.jsonl:1: field "system" differs from the first message, whose role is system'
     with pytest.raises(DataError, match=differs):
         read(write(path, {"messages": [system, *TALK], "system": "d"}))
+    # With a prompt and a completion, too: Orca's records have texts.
+    pair = {"prompt": "a", "completion": "b"}
+    lists = {"prompt": TALK[:1], "completion": TALK[1:]}
+    for record in (pair, lists):
+        assert read(write(path, record | {"system": "c"}), PAIRS) == ([expected[2]], 0)
+        pq.write_table(pa.Table.from_pylist([record | {"system": "c"}]), tmp_path / "b.pq")
+        assert read(tmp_path / "b.pq", PAIRS, "parquet") == ([expected[2]], 0)
+    assert read(write(path, pair | {"system": ""}), PAIRS)[0] == [pair]
+    joined = Layout("instruction", prompt="system", behind=("prompt",))
+    assert read(write(path, pair | {"system": "c"}), joined)[0] == [pair | {"prompt": "c\n\na"}]
     named = Layout("chat", messages="system")
     assert read(write(path, {"system": TALK}), named) == ([{"messages": TALK}], 0)
 

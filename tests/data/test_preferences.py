@@ -64,6 +64,18 @@ def test_all_forms_are_the_same_pair(record: dict[str, Any]) -> None:
     assert pair.texts() == "Q\ngood\nQ\nbad"
 
 
+@pytest.mark.parametrize("record", [*FORMS, {"prompt": "Q", "chosen": "good", "rejected": "bad"}])
+def test_a_system_beside_a_pair_comes_first_in_both(record: dict[str, Any]) -> None:
+    pair = LAYOUT.parse(record | {"system": "S"}, "here")
+    assert pair is not None
+    system = {"role": "system", "content": "S"}
+    assert json.loads(pair) == {
+        "chosen": {"messages": [system, *turns("Q", "good")]},
+        "rejected": {"messages": [system, *turns("Q", "bad")]},
+    }
+    assert "system" in LAYOUT.optional
+
+
 @pytest.mark.parametrize("text", ['[{"name": "f"}]', '[{"role": "x"}]', "[{", '[{"a": 1, "a": 2}]'])
 def test_answers_in_json_stay_text(text: str) -> None:
     pair = LAYOUT.parse({"prompt": "Q", "chosen": text, "rejected": "b"}, "here")

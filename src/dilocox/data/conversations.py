@@ -70,12 +70,6 @@ class Conversation(Document):
             return f"{content['prompt']}\n{content['completion']}"
         return "\n".join(each["content"] for each in content["messages"] if each.get("content"))
 
-    def begins_with_system(self) -> bool:
-        """Returns whether a message of the role system or developer comes first."""
-        content = json.loads(self)
-        messages = content.get("chosen", content).get("messages")
-        return bool(messages) and messages[0]["role"] in SYSTEM
-
     def answers(self) -> list[Conversation]:
         """Returns the chosen and the rejected conversation of a pair."""
         content = json.loads(self)
@@ -115,8 +109,8 @@ class Layout:
     @property
     def optional(self) -> tuple[str, ...]:
         """Fields that records may have, those that are refused included."""
-        more = {"preference": (self.prompt,), "chat": ("system",)}.get(self.format, ())
-        named = (*more, *self.behind, "tools", *self.columns, *self._refused)
+        more = (self.prompt,) if self.format == "preference" else ()
+        named = (*more, *self.behind, "system", "tools", *self.columns, *self._refused)
         return tuple(name for name in named if name not in self.fields)
 
     @cached_property  # read for every record
@@ -126,10 +120,7 @@ class Layout:
         The content of such a field would be left out in silence.
         """
         found = {"functions": "write the functions as tools"}
-        if self.format == "preference":
-            found["system"] = 'make it the first message, with the role "system"'
         if self.format == "instruction":
-            found["system"] = 'put it into the prompt, or give messages and data.format = "chat"'
             found["history"] = 'give all turns as messages, and set data.format = "chat"'
             if self.prompt == "instruction":
                 for name in ("input", "context"):
@@ -149,33 +140,52 @@ class Layout:
 
         Raises `DataError`, which begins with `where`, if the fields hold something else.
         """
-        made = self._conversation(record, where)
-        if made is not None:
-            self._check_unread(record, made, where)
-        if made is not None and self.columns:
+        content = self._content(record, where)
+        if content is None:
+            return None
+        if self.format == "preference":
+            content = {name: self._led(each, record, where) for name, each in content.items()}
+        else:
+            content = self._led(content, record, where)
+        made = Conversation(content, where)
+        self._check_unread(record, where)
+        if self.columns:
             made.columns = numbers_of(record, self.columns, where)
         return made
 
-    def _conversation(self, record: Mapping[str, Any], where: str) -> Conversation | None:
+    def _content(self, record: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+        """Returns the content of the conversation without the field `system`, or None."""
         if self.format == "preference":
             return _pair(record, self.prompt, self._prompt(record, where), where)
-        if self.format == "chat":
-            messages = list_of(record.get(self.messages), where, self.messages)
-            if not messages:
-                return None
-            content: dict[str, Any] = {"messages": checked_messages(messages, where)}
-            content["messages"][:0] = self._system(record, content["messages"][0], where)
-            tools = list_of(record.get("tools"), where, "tools")
-            if tools:
-                content["tools"] = tools
-            return Conversation(content, where)
-        return self._pair_of_texts(record, where)
+        if self.format == "instruction":
+            return self._completed(record, where)
+        messages = list_of(record.get(self.messages), where, self.messages)
+        if not messages:
+            return None
+        tools = list_of(record.get("tools"), where, "tools")
+        made = {"messages": checked_messages(messages, where)}
+        return made | ({"tools": tools} if tools else {})
+
+    def _led(
+        self, content: dict[str, Any], record: Mapping[str, Any], where: str
+    ) -> dict[str, Any]:
+        """Returns a conversation with the message of the field `system` as its first one."""
+        messages = content.get("messages") or [
+            {"role": "user", "content": content["prompt"]},
+            {"role": "assistant", "content": content["completion"]},
+        ]
+        system = self._system(record, messages[0], where)
+        if not system:
+            return content
+        tools = {"tools": content["tools"]} if "tools" in content else {}
+        return {"messages": [*system, *messages]} | tools
 
     def _system(
         self, record: Mapping[str, Any], first: Mapping[str, Any], where: str
     ) -> list[dict[str, Any]]:
         """Returns the message of the field `system`, or none if the messages begin with it."""
-        text = None if "system" in (*self.fields, *self.columns) else record.get("system")
+        named = (*self.fields, self.prompt, *self.behind, *self.columns)
+        text = None if "system" in named else record.get("system")
         if not text or (isinstance(text, str) and not text.strip()):
             return []
         made = checked_messages([{"role": "system", "content": text}], f'{where}: field "system"')
@@ -188,7 +198,7 @@ class Layout:
             )
         return []
 
-    def _pair_of_texts(self, record: Mapping[str, Any], where: str) -> Conversation | None:
+    def _completed(self, record: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         """Returns a prompt and its completion, which are both text or both lists of messages."""
         prompt: Any = self._prompt(record, where)
         completion: Any = messages_of(record.get(self.completion), where, self.completion)
@@ -204,7 +214,7 @@ class Layout:
                 )
         if not completion.strip():
             return None
-        return Conversation({"prompt": prompt, "completion": completion}, where)
+        return {"prompt": prompt, "completion": completion}
 
     def _prompt(self, record: Mapping[str, Any], where: str) -> object:
         """Returns the field of the prompt, joined with the texts of the fields behind it."""
@@ -225,15 +235,13 @@ class Layout:
                 )
         return "\n\n".join(given.values())
 
-    def _check_unread(self, record: Mapping[str, Any], made: Conversation, where: str) -> None:
+    def _check_unread(self, record: Mapping[str, Any], where: str) -> None:
         """Raise `DataError` if a field has content that would be left out in silence."""
         for name, mend in self._refused.items():
             value = record.get(name)
             if not value or not isinstance(value, str | list) or value in ("[]", "null"):
                 continue
             if isinstance(value, str) and not value.strip():
-                continue
-            if name == "system" and (not isinstance(value, str) or made.begins_with_system()):
                 continue
             raise DataError(
                 f'{where}: field "{name}" is not read, so its content would be left out; {mend}'
@@ -324,8 +332,8 @@ def conversation_lines(content: dict[str, Any]) -> list[str]:
 
 def _pair(
     record: Mapping[str, Any], prompt_field: str, prompt: object, where: str
-) -> Conversation | None:
-    """Returns a pair of answers, or None if one of them is missing, null or empty.
+) -> dict[str, Any] | None:
+    """Returns the conversations of two answers, or None if one is missing, null or empty.
 
     Raises `DataError`, which begins with `where`, if the two cannot be compared.
     """
@@ -358,12 +366,12 @@ def _pair(
             )
     if made[0] == made[1]:
         raise DataError(f"{where}: chosen and rejected are equal; remove the record")
-    return Conversation(dict(zip(ANSWERS, made, strict=True)), where)
+    return dict(zip(ANSWERS, made, strict=True))
 
 
 def _continued(
     prompt: list[Any], completion: list[Any], record: Mapping[str, Any], where: str
-) -> Conversation | None:
+) -> dict[str, Any] | None:
     """Returns the messages of a prompt and of its completion, or None if the latter is empty.
 
     Answers in the prompt are not learned.
@@ -376,7 +384,7 @@ def _continued(
         if each["role"] == "assistant":
             each["weight"] = 0
     tools = list_of(record.get("tools"), where, "tools")
-    return Conversation({"messages": messages} | ({"tools": tools} if tools else {}), where)
+    return {"messages": messages} | ({"tools": tools} if tools else {})
 
 
 def _not_json(value: object, place: str = "") -> Iterator[str]:
