@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from datetime import timedelta
@@ -19,6 +21,7 @@ RANKS = 4
 
 def _serve(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is never garbage, and is not looked at again
     while True:
         job = pipe.recv()
         if job is None:
@@ -42,6 +45,20 @@ def _serve(rank: int, pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _free_groups()
+
+
+def _free_groups() -> None:
+    """Free the process groups of the last case.
+
+    Gloo's threads wake a hundred times a second as long as something refers to their group. Models
+    do in cycles, and so do PyTorch's caches of how operations on sharded tensors are sharded.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    gc.collect()
 
 
 class Pool:
