@@ -32,7 +32,16 @@ SOURCES = ("jsonpath-rw", "rouge-score", "sqlitedict", "word2number")
 """Packages without any wheel. Only tests need them: jsonpath-rw is needed by mlcroissant, the
 others by lm-eval."""
 LOG = "setup.log"
-"""File in the environment's folder with the output of pip."""
+"""File in the environment's folder with the output of pip and uv."""
+TOLD = frozenset(("cert", "constraint", "index-url"))
+"""Settings of pip that uv is told."""
+WITHOUT_EFFECT = frozenset((
+    "cache-dir", "config-file", "default-timeout", "disable-pip-version-check",
+    "extra-index-url", "find-links", "no-color", "no-input", "progress-bar", "quiet", "require-virtualenv",
+    "retries", "root-user-action", "timeout",
+))  # fmt: skip
+"""Settings of pip without which uv installs the same. Versions are pinned. What only a further index
+or a link has, pip installs, since uv does not find it."""
 SHOWN = 15
 """Last lines of the log that are shown if pip fails."""
 
@@ -60,37 +69,49 @@ class Pip:
     def install_by_uv(self, *words: str) -> bool:
         """Install packages by uv, and return whether that succeeded.
 
-        uv does not read pip's settings. The index and the certificates are taken from there.
+        uv reads no settings of pip, so those of `TOLD` are passed on. With others, and in an
+        environment that has the packages of the system, pip has to install: False.
         """
         settings = self.settings()
-        index = settings.get("index-url")
+        if settings.keys() - TOLD - WITHOUT_EFFECT or self._has_packages_of_the_system():
+            return False
+        constraints = [str(self.constraints), *settings.get("constraint", "").split()]
+        variables = {  # not arguments, which other users see: an address may hold a password
+            "SSL_CERT_FILE": settings.get("cert"),
+            "UV_DEFAULT_INDEX": settings.get("index-url"),
+        }
         return self.install("uv") and self._run(
-            "uv",
-            "--quiet",
-            "--no-config",
-            "pip",
-            "install",
-            *("--python", str(self._python), "-c", str(self.constraints)),
-            *(["--default-index", index] if index else []),
+            *("uv", "--quiet", "--no-config", "pip", "install", "--python", str(self._python)),
+            *(word for each in constraints for word in ("-c", each)),
             *words,
-            certificates=settings.get("cert"),
+            variables={name: value for name, value in variables.items() if value},
         )
 
     def settings(self) -> dict[str, str]:
-        """Return the values of pip's variables and files of settings by name."""
+        """Return the values of pip's files of settings and variables for `pip install` by name."""
         asked = [str(self._python), "-m", "pip", "config", "list"]
         said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-        # Variables are listed first and go before files.
-        found = re.findall(r"^\S+?\.([\w-]+)='(.*)'$", said, re.MULTILINE)
-        return dict(reversed(found))
+        found = re.findall(r"^(\S+?)\.([\w-]+)='(.*)'$", said, re.MULTILINE)
+        return {
+            name: value.replace("\\n", " ").strip()
+            for section in ("global", "install", ":env:")  # the last one counts
+            for where, name, value in found
+            if where == section
+        }
 
-    def _run(self, *words: str, certificates: str | None = None) -> bool:
-        trusted = {"SSL_CERT_FILE": certificates} if certificates else {}
+    def _has_packages_of_the_system(self) -> bool:
+        """Return whether the environment also has the packages beside it, which uv ignores."""
+        file = self.log.parent / "pyvenv.cfg"
+        told = file.read_text(encoding="utf-8").lower() if file.exists() else ""
+        return (
+            re.search(r"^include-system-site-packages\s*=\s*true", told, re.MULTILINE) is not None
+        )
+
+    def _run(self, *words: str, variables: dict[str, str] | None = None) -> bool:
         command = [str(self._python), "-m", *words]
+        environment = {**os.environ, **(variables or {})}
         with self.log.open("ab") as out:
-            done = subprocess.run(
-                command, stdout=out, stderr=out, env={**os.environ, **trusted}, check=False
-            )
+            done = subprocess.run(command, stdout=out, stderr=out, env=environment, check=False)
         return done.returncode == 0
 
     def need(self, *words: str) -> None:
@@ -121,7 +142,9 @@ def main() -> None:
         install_itself(pip, extra)
     if system is not None:
         finish_system_packages(*system)
-    say(f"ready in {time.monotonic() - began:.0f} s; what pip said: {arguments.folder / LOG}")
+    say(
+        f"ready in {time.monotonic() - began:.0f} s; what pip and uv said: {arguments.folder / LOG}"
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -213,7 +236,7 @@ def install_itself(pip: Pip, extra: str) -> None:
     itself = ("--no-build-isolation", "-e", f"{ROOT}{extra}")
     if pip.install_by_uv(*itself):
         return
-    say(f"uv cannot install all of it ({pip.log}); pip takes a few minutes")
+    say(f"uv does not install it here ({pip.log}); pip takes a few minutes")
     wheels = ("--only-binary", ":all:", "--no-binary", ",".join(SOURCES))
     if not pip.install(*wheels, *itself):
         say("not everything is there as a wheel for this machine; building from sources, too")

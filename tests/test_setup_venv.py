@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -124,28 +125,53 @@ def test_a_proxy_that_is_written_wrongly_is_no_reason_to_fail(
     assert not setup_venv.reachable("https://download.pytorch.org/whl/cpu/torch/")
 
 
-def test_uv_takes_the_index_and_the_certificates_of_pip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "pip.conf"
-    file.write_text("[global]\nindex-url = https://file/simple\ncert = /file.pem\n")
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
-    for name in ("PIP_CERT", "PIP_INDEX_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PIP_INDEX_URL", "https://variable/simple")
-    # Asked for pip's settings it is a real Python; else it writes down what it is asked for.
+@pytest.fixture
+def spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> setup_venv.Pip:
+    """An environment whose Python knows pip's settings, else writes down what it is asked for."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("XDG_CONFIG_DIRS", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\n[ "$3" = config ] && exec {shlex.quote(sys.executable)} "$@"\n'
-        'echo "$SSL_CERT_FILE" "$@"\n'
+        'echo "$SSL_CERT_FILE $UV_DEFAULT_INDEX" "$@"\n'
     )
     python.chmod(0o755)
-    pip = setup_venv.Pip(python, tmp_path / "log", setup_venv.ROOT / "constraints.txt")
-    assert pip.install_by_uv("one")
+    return setup_venv.Pip(python, tmp_path / "log", setup_venv.ROOT / "constraints.txt")
+
+
+def test_uv_is_told_the_settings_of_pip(
+    spy: setup_venv.Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip.conf").write_text(
+        "[install]\ncert = /file.pem\n[global]\nindex-url = https://file/simple\n"
+        "cert = /other.pem\nfind-links = /one\nconstraint = /other.txt\nretries = 9\n"
+        "[download]\nproxy = http://proxy\n"
+    )
+    monkeypatch.setenv("PIP_INDEX_URL", "https://me:secret@variable/simple")
+    assert spy.install_by_uv("one")
     said = (tmp_path / "log").read_text().splitlines()[-1]
-    assert said.startswith("/file.pem -m uv ")
-    assert "--default-index https://variable/simple" in said
-    assert said.endswith(" one")
+    assert said.startswith("/file.pem https://me:secret@variable/simple -m uv ")
+    assert said.endswith(f" -c {spy.constraints} -c /other.txt one")
+    assert "secret" not in said.partition(" -m ")[2], "other users see arguments"
+
+
+@pytest.mark.parametrize("setting", ["no-index = true", "proxy = http://proxy", "only-binary = x"])
+def test_pip_installs_where_uv_would_break_its_settings(
+    spy: setup_venv.Pip, tmp_path: Path, setting: str
+) -> None:
+    (tmp_path / "pip.conf").write_text(f"[global]\n{setting}\n")
+    assert not spy.install_by_uv("one")
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_pip_installs_beside_packages_of_the_system(spy: setup_venv.Pip, tmp_path: Path) -> None:
+    (tmp_path / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
+    assert spy.install_by_uv("one")
+    (tmp_path / "pyvenv.cfg").write_text("home = /usr\ninclude-system-site-packages = true\n")
+    assert not spy.install_by_uv("one")
 
 
 @pytest.mark.parametrize("wheels", [True, False])
@@ -163,5 +189,5 @@ def test_pip_installs_what_uv_cannot(
             return False
 
     setup_venv.install_itself(Pip(tmp_path, tmp_path / "log", tmp_path), "[dev]")
-    assert "uv cannot install all of it" in capsys.readouterr().out
+    assert "uv does not install it here" in capsys.readouterr().out
     assert [words[-1] for words in asked[1:]] == [f"{setup_venv.ROOT}[dev]"] * (2 - wheels)

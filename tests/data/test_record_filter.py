@@ -263,6 +263,7 @@ def test_a_value_is_equal_to_one_of_its_kind_alone(value: Any, choices: list[Any
     ("choice", "texts", "others"),
     [
         (4, ["4", "4.0", " 4", "04"], ["5", "four", "", "true", "4_"]),
+        (1000, ["1000", "1e3"], ["1_000", "1,000"]),
         (0.5, ["0.5", ".5", "5e-1"], ["0", "half", "nan"]),
         (2**63 + 1, [str(2**63 + 1)], [str(2**63)]),
         (True, ["true", "True", "TRUE"], ["1", "yes", "false", ""]),

@@ -147,6 +147,8 @@ def _read(text: str, truth: bool) -> bool | float | str:
     """Returns the truth value or the number that `text` writes, or `text` if it writes none."""
     if truth:
         return {"true": True, "false": False}.get(text.strip().lower(), text)
+    if "_" in text:  # Python reads 1_000, and no table means that
+        return text
     for kind in (int, float):
         try:
             return kind(text)
