@@ -36,12 +36,12 @@ LOG = "setup.log"
 TOLD = frozenset(("cert", "constraint", "index-url"))
 """Settings of pip that uv is told."""
 WITHOUT_EFFECT = frozenset((
-    "cache-dir", "config-file", "default-timeout", "disable-pip-version-check",
-    "extra-index-url", "find-links", "no-color", "no-input", "progress-bar", "quiet", "require-virtualenv",
-    "retries", "root-user-action", "timeout",
+    "cache-dir", "config-file", "default-timeout", "disable-pip-version-check", "extra-index-url",
+    "find-links", "no-color", "no-input", "progress-bar", "quiet", "require-virtualenv", "retries",
+    "root-user-action", "timeout",
 ))  # fmt: skip
-"""Settings of pip without which uv installs the same. Versions are pinned. What only a further index
-or a link has, pip installs, since uv does not find it."""
+"""Settings of pip without which uv installs the same, as versions are pinned. What only a further
+index or a link has, pip installs, since uv does not find it."""
 SHOWN = 15
 """Last lines of the log that are shown if pip fails."""
 

@@ -175,6 +175,16 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path, files: TokenF
     assert "the tokenizer has no chat template: set data.chat_template to a file" in said
 
 
+def test_a_system_beside_texts_needs_a_template(tmp_path: Path, files: TokenFiles) -> None:
+    pair = {"prompt": "a", "completion": "b"}
+    records = [pair, pair | {"system": "c"}, pair]
+    keys = {"tokenizer": str(files.tokenizer_folder), "chat_template": None}
+    said = refusal(tmp_path, records, format="instruction", **keys)
+    assert re.search(
+        r"jsonl:2: the tokenizer has no chat template: .*\[\"system\", \"prompt\"\]$", said
+    )
+
+
 def test_an_example_of_text_is_learned_whole(files: TokenFiles) -> None:
     shown = example(files, 0)
     assert re.match(r"document 0 of \d+ in the training split: (\d+) tokens, \1 learned", shown)

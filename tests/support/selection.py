@@ -12,6 +12,7 @@ from itertools import combinations
 MARKS = frozenset(("slow", "waits", "runs", "stops", "alone"))
 """The marks of pyproject.toml. A file's text names all marks of its tests."""
 DEAREST = (
+    "examples/test_public_run.py",
     "e2e/test_readme.py",
     "e2e/test_versions.py",
     "e2e/test_engine.py",

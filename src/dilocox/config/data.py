@@ -55,9 +55,9 @@ class DataSection(Section):
     ] = "auto"
     """Format of the source. `auto`: by the file names. `jsonl`: JSON objects, one per line or all
     in one array; `.json` files in folders are read with this format and those of conversations.
-    `csv`: rows, whose first line names the fields; values are text, and the
-    separator is the most frequent one of `, ; | tab` in that line. In folders CSV files are read
-    with this format, and as conversations if there are no JSON or Parquet files.
+    `csv`: rows, whose first line names the fields; values are text, and the separator is the most
+    frequent one of `, ; | tab` in that line. In folders CSV files are read with this format, and as
+    conversations if there are no JSON or Parquet files.
     `chat`: records with a list of messages, in JSON, CSV or Parquet files or in a hub dataset.
     `instruction`: the same with a prompt and a completion. See [fine-tune on
     conversations](fine-tune.md). `preference`: a prompt, a better and a worse answer, see

@@ -24,6 +24,10 @@ _NO_TEMPLATE = (
     "chat_template.jinja of the model's instruct version"
 )
 
+_JOINED = (
+    '; a system beside prompts of text needs none with data.prompt_field = ["system", "prompt"]'
+)
+
 
 class ChatEncoder:
     """Encodes conversations with the tokenizer and the chat template in a folder.
@@ -112,7 +116,11 @@ class ChatEncoder:
         Raises `DataError`, which names the record, if the template refuses a conversation.
         """
         contents = [json.loads(conversation) for conversation in conversations]
-        if not self.templates and all("prompt" in content for content in contents):
+        if not self.templates:
+            for content, conversation in zip(contents, conversations, strict=True):
+                if "prompt" not in content:
+                    led = content["messages"][0]["role"] == "system"
+                    raise DataError(f"{conversation.where}: {_NO_TEMPLATE}{_JOINED if led else ''}")
             encoded = self._completions(contents)
         else:
             rendered: list[str] = []

@@ -188,7 +188,8 @@ class Layout:
         text = None if "system" in named else record.get("system")
         if not text or (isinstance(text, str) and not text.strip()):
             return []
-        made = checked_messages([{"role": "system", "content": text}], f'{where}: field "system"')
+        place = f'{where}: field "system", which is read as the first message'
+        made = checked_messages([{"role": "system", "content": text}], place)
         if first["role"] not in SYSTEM:
             return made
         if first.get("content") != made[0]["content"]:
