@@ -58,7 +58,7 @@ test-small: $(VENV)/.ready-dev
 test-stops: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not slow and stops"
 
-test-all: $(VENV)/.ready-dev $(LOWEST)/.ready lint
+test-all: $(VENV)/.compiled $(LOWEST)/.ready lint
 	$(BIN)/python -m pytest -m "$(SMALL)" $(SHARED) 3
 	$(BIN)/python -m pytest -m runs $(SHARED) 2
 	$(BIN)/python -m pytest -m "stops or alone"

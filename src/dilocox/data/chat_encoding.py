@@ -11,6 +11,7 @@ from typing import Any
 from dilocox.config.data import DataSection
 from dilocox.data.chat_template import ChatTemplate, Spans, TemplateError, marks_of
 from dilocox.data.conversations import Conversation
+from dilocox.data.messages import turns_of
 from dilocox.data.protected_tokens import Encoded, Masks, ProtectedTokenizer
 from dilocox.data.tokenizer import Encoder
 from dilocox.errors import DataError
@@ -171,10 +172,7 @@ class ChatEncoder:
         return ends
 
     def _render(self, content: dict[str, Any], table: dict[str, str]) -> tuple[str, Spans]:
-        messages = content.get("messages") or [
-            {"role": "user", "content": content["prompt"]},
-            {"role": "assistant", "content": content["completion"]},
-        ]
+        messages = turns_of(content)
         template = self.template(content.get("tools"))
         if template is None:
             raise TemplateError(_NO_TEMPLATE)

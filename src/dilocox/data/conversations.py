@@ -16,7 +16,7 @@ from typing import Any
 
 from dilocox.config.data import DataSection
 from dilocox.data.columns import Document, numbers_of
-from dilocox.data.messages import checked_messages, list_of, messages_of
+from dilocox.data.messages import checked_messages, list_of, messages_of, turns_of
 from dilocox.data.readers import clean, kind_of, parquet_records, records_of
 from dilocox.data.record_filter import RecordFilter
 from dilocox.errors import DataError
@@ -170,10 +170,7 @@ class Layout:
         self, content: dict[str, Any], record: Mapping[str, Any], where: str
     ) -> dict[str, Any]:
         """Returns a conversation with the message of the field `system` as its first one."""
-        messages = content.get("messages") or [
-            {"role": "user", "content": content["prompt"]},
-            {"role": "assistant", "content": content["completion"]},
-        ]
+        messages = turns_of(content)
         system = self._system(record, messages[0], where)
         if not system:
             return content
@@ -186,7 +183,7 @@ class Layout:
         """Returns the message of the field `system`, or none if the messages begin with it."""
         named = (*self.fields, self.prompt, *self.behind, *self.columns)
         text = None if "system" in named else record.get("system")
-        if not text or (isinstance(text, str) and not text.strip()):
+        if not text or _is_blank(text):
             return []
         place = f'{where}: field "system", which is read as the first message'
         made = checked_messages([{"role": "system", "content": text}], place)
@@ -224,7 +221,7 @@ class Layout:
         given: dict[str, Any] = {
             name: value
             for name, value in fields.items()
-            if value is not None and not (isinstance(value, str) and not value.strip())
+            if value is not None and not _is_blank(value)
         }
         if len(given) < 2:
             return next(iter(given.values()), first)
@@ -242,7 +239,7 @@ class Layout:
             value = record.get(name)
             if not value or not isinstance(value, str | list) or value in ("[]", "null"):
                 continue
-            if isinstance(value, str) and not value.strip():
+            if _is_blank(value):
                 continue
             raise DataError(
                 f'{where}: field "{name}" is not read, so its content would be left out; {mend}'
@@ -339,7 +336,7 @@ def _pair(
     Raises `DataError`, which begins with `where`, if the two cannot be compared.
     """
     given = [messages_of(record.get(name), where, name) for name in ANSWERS]
-    if any(not each or (isinstance(each, str) and not each.strip()) for each in given):
+    if any(not each or _is_blank(each) for each in given):
         return None
     if all(isinstance(each, str) for each in given):
         if not isinstance(prompt, str):
@@ -386,6 +383,10 @@ def _continued(
             each["weight"] = 0
     tools = list_of(record.get("tools"), where, "tools")
     return {"messages": messages} | ({"tools": tools} if tools else {})
+
+
+def _is_blank(value: object) -> bool:
+    return isinstance(value, str) and not value.strip()
 
 
 def _not_json(value: object, place: str = "") -> Iterator[str]:

@@ -86,8 +86,23 @@ def _rows(
         record: dict[str, object] = dict(zip(names, row, strict=True))
         for name in numbers:
             if name in record:
-                record[name] = _number(str(record[name]))
+                record[name] = number_in(str(record[name]))
         yield where, record
+
+
+def number_in(text: str) -> float | str:
+    """Returns the number that `text` writes, or `text` if it writes none.
+
+    Whole numbers are exact. Python reads `1_000` as a number; no table means that.
+    """
+    if "_" in text:
+        return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _is_tsv(path: Path) -> bool:
@@ -109,10 +124,3 @@ def _check_names(where: str, names: Sequence[str]) -> None:
     [(name, count)] = Counter(names).most_common(1)
     if count > 1:
         raise DataError(f'{where}: {count} columns are named "{name}"; rename all but one')
-
-
-def _number(text: str) -> object:
-    try:
-        return text if "_" in text else float(text)
-    except ValueError:
-        return text

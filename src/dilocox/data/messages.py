@@ -42,6 +42,14 @@ def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
     ]
 
 
+def turns_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the messages of a conversation: its own, or those of its prompt and completion."""
+    return content.get("messages") or [
+        {"role": "user", "content": content["prompt"]},
+        {"role": "assistant", "content": content["completion"]},
+    ]
+
+
 def messages_of(value: object, where: str, field: str) -> object:
     """Returns the list of messages that a table holds as JSON text, or else `value`.
 

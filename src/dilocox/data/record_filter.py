@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dilocox.config.data_filter import Scalar
+from dilocox.data.csv_records import number_in
 from dilocox.errors import DataError
 
 NAMES = 12
@@ -18,6 +19,7 @@ KNOWN = 256
 _SHOWN = 40
 """Most characters of a value in a message."""
 _MISSING = object()
+_TRUTH = {"true": True, "false": False}
 
 
 class RecordFilter:
@@ -136,25 +138,14 @@ def _equal(value: Any, choice: Scalar, typed: bool) -> bool:
     """Returns whether a field's value is `choice`. True is not 1, and 4.0 is 4."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
-    if not typed and isinstance(value, str) and not isinstance(choice, str):
-        value = _read(value, isinstance(choice, bool))
+    if not typed and isinstance(value, str):
+        if isinstance(choice, bool):
+            value = _TRUTH.get(value.strip().lower(), value)
+        elif not isinstance(choice, str):
+            value = number_in(value)
     if isinstance(value, bool) or isinstance(choice, bool):
         return value is choice
     return bool(value == choice)
-
-
-def _read(text: str, truth: bool) -> bool | float | str:
-    """Returns the truth value or the number that `text` writes, or `text` if it writes none."""
-    if truth:
-        return {"true": True, "false": False}.get(text.strip().lower(), text)
-    if "_" in text:  # Python reads 1_000, and no table means that
-        return text
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _text(value: Any) -> str:
