@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -108,12 +109,16 @@ class _Process:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Signal to the process alone."""
-        os.kill(self.pid, number)
+        """Signal to the process alone; nothing, as with `Popen`, once the process has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the whole group."""
-        os.killpg(self.pid, signal.SIGKILL)
+        """End the whole group; nothing once all of it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 class ForkedRun(Run):
