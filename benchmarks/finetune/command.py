@@ -19,8 +19,10 @@ one thing of a plan at a time, with two sites: local steps, codec, outer rates, 
 (`study.py`).
 
 Every row is written when it is done; started again with the same --json, the benchmark continues.
-A full run takes hours, and far longer on a processor without instructions for bf16. --quick trains
-three rows with adapters and two sites, 16 steps each, at the middle learning rate.
+A full run takes hours. --quick trains three rows with adapters and two sites, 16 steps each, at the
+middle learning rate. The computation is in bf16 where the processor multiplies bf16, and else in
+fp32 (--precision). A row is compared with a synchronous row of the same precision. Trials of the
+other precision serve where those of the same one are missing.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.finetune import report, rows, study
 from benchmarks.finetune.data import Conversations
-from benchmarks.finetune.rows import ADAPTER, BATCH, RATES, SEEDS, Job
+from benchmarks.finetune.rows import ADAPTER, BATCH, RATES, SEEDS, Job, Precision
 from benchmarks.finetune.run import Row, configuration, train
 from benchmarks.quality.data import check_wikitext
 from dilocox.data import TokenFiles
@@ -59,6 +61,10 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--modes", nargs="+", choices=list(RATES), default=list(RATES))
     made.add_argument("--sites", nargs="+", type=int, choices=(2, 4), default=[2, 4])
     made.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    made.add_argument(
+        "--precision", choices=("bf16", "fp32"),
+        help="of the computation (default: bf16 if the processor multiplies bf16, else fp32)",
+    )  # fmt: skip
     made.add_argument("--only", nargs="+", metavar="LABEL", help="entries with these labels alone")
     return made
 
@@ -87,7 +93,7 @@ def main() -> int:
     check(parser, options)
     if common.cannot(NAME, _lacking(options.model)):
         return common.CANNOT
-    if not cpu_multiplies_bf16():
+    if options.precision == "bf16" and not cpu_multiplies_bf16():
         common.say("this processor has no instructions for bf16, so a row may take hours")
     with tempfile.TemporaryDirectory(prefix="dilocox-finetune-") as temporary:
         try:
@@ -108,6 +114,9 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
+        self._precision: Precision = options.precision or (
+            "bf16" if cpu_multiplies_bf16() else "fp32"
+        )
         self._folder = folder
         if options.folder is not None:
             common.claim(folder)
@@ -122,7 +131,6 @@ class Bench:
             "adapter": " ".join(f"{key}={value}" for key, value in ADAPTER.items()),
             "batch": BATCH,
             "sequence_length": rows.SEQUENCE_LENGTH,
-            "precision": rows.PRECISION,
             "wikitext": options.wikitext is not None,
         }
 
@@ -157,33 +165,37 @@ class Bench:
             common.say(f"{NAME}: no rate is known; make the trials first, with --tune and --json")
             return 2
         if self._options.study:
-            print("\n".join(study.table(mode, known) for mode in self._options.modes))
+            tables = [study.table(mode, known, self._precision) for mode in self._options.modes]
+            print("\n".join(tables))
         else:
             print(report.table(known, self._parameters))
         return 1 if failures else 0
 
     def _jobs(self, known: list[Row]) -> Iterator[Job]:
-        options = self._options
+        options, precision = self._options, self._precision
         if options.quick:
             for entry in rows.entries("lora"):
                 if entry.label in QUICK and self._wanted(entry):
-                    yield Job(entry, "lora", 2, SEEDS[0], RATES["lora"][1], QUICK_STEPS)
+                    rate = RATES["lora"][1]
+                    yield Job(entry, "lora", 2, SEEDS[0], rate, QUICK_STEPS, precision)
             return
         if options.study:
             for mode in options.modes:
-                yield from (job for job in study.jobs(mode, known) if self._wanted(job.entry))
+                asked = study.jobs(mode, known, precision)
+                yield from (job for job in asked if self._wanted(job.entry))
             return
         for mode in options.modes:
             found = [entry for entry in rows.entries(mode) if self._wanted(entry)]
             if options.tune:
                 for entry in found:
-                    yield from rows.trials(entry, mode)
+                    yield from rows.trials(entry, mode, precision)
                 continue
-            without = [each.label for each in found if rows.best_rate(each, mode, known) is None]
+            rates = {each.label: rows.best_rate(each, mode, known, precision) for each in found}
+            without = [label for label, rate in rates.items() if rate is None]
             if without:
                 common.say(f"{NAME}, {mode}: without trials, so left out: {'; '.join(without)}")
             for sites in options.sites:
-                for job in rows.quoted(mode, sites, tuple(options.seeds), known):
+                for job in rows.quoted(mode, sites, tuple(options.seeds), known, precision):
                     if self._wanted(job.entry):
                         yield job
 

@@ -10,20 +10,20 @@ from benchmarks import common
 from benchmarks.finetune.rows import BASELINE, UNQUOTED
 
 Row = dict[str, Any]
-CELL = ("mode", "sites", "label", "steps", "learning_rate")
+CELL = ("mode", "sites", "label", "steps", "learning_rate", "precision")
 """Fields that are equal in rows that are averaged."""
-COMPARED = ("mode", "sites", "seed", "steps", "text")
+COMPARED = ("mode", "sites", "seed", "steps", "precision", "text")
 """Fields that are equal in a row and in the synchronous row that it is compared with."""
 
 
 def summarised(rows: Sequence[Row], parameters: Mapping[str, int]) -> list[Row]:
-    """Return one line per mode, number of sites, entry, steps and learning rate, over the seeds.
+    """Return one line per mode, sites, entry, steps, learning rate and precision, over the seeds.
 
     `gap` is the mean over seeds of the loss over that of synchronous training of the same mode,
-    sites, steps, seed and text, less one; `gap_spread` is the half range. Loss, gap and accuracy
-    are None if a seed lacks them: a mean of the others would look too good. `of_full` is the
-    reduction against synchronous training of all parameters. Rows of trials and of the study do not
-    count.
+    sites, steps, precision, seed and text, less one; `gap_spread` is the half range. Loss, gap and
+    accuracy are None if a seed lacks them: a mean of the others would look too good. `of_full` is
+    the reduction against synchronous training of all parameters. Rows of trials and of the study do
+    not count.
     """
     quoted = [row for row in rows if row["seed"] not in UNQUOTED]
     cells: dict[tuple[Any, ...], list[Row]] = {}
@@ -60,6 +60,7 @@ def table(rows: Sequence[Row], parameters: Mapping[str, int]) -> str:
         "sites": "",
         "label": "",
         "steps": "",
+        "precision": "",
         "seeds": "",
         "diverged": "",
         "learning_rate": "g",

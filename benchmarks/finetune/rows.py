@@ -9,11 +9,11 @@ from typing import Any, Literal
 from benchmarks.quality.rows import DECLARED, Settings, uplink
 
 Mode = Literal["lora", "full"]
+Precision = Literal["bf16", "fp32"]
+"""Data type of the computation. Trained parameters are in fp32 with both."""
 
 ADAPTER: dict[str, Any] = {"kind": "lora", "rank": 16, "alpha": 32.0}
 SEQUENCE_LENGTH = 256
-PRECISION = "bf16"
-"""Data type of the computation, and of the frozen base. Trained parameters are in fp32."""
 BATCH = 8
 """Sequences per inner step, of all sites together."""
 STEPS = 64
@@ -59,6 +59,7 @@ class Job:
     seed: int
     rate: float
     steps: int = STEPS
+    precision: Precision = "bf16"
 
     @property
     def key(self) -> dict[str, Any]:
@@ -70,6 +71,7 @@ class Job:
             "seed": self.seed,
             "learning_rate": self.rate,
             "steps": self.steps,
+            "precision": self.precision,
         }
 
     def made(self, row: Mapping[str, Any]) -> bool:
@@ -89,7 +91,8 @@ class Job:
 
     def __str__(self) -> str:
         kind = "trial" if self.is_trial else f"seed {self.seed}"
-        return f"{self.entry.label}, {self.mode}, {self.sites} sites, rate {self.rate:g}, {kind}"
+        found = f"{self.entry.label}, {self.mode}, {self.sites} sites, rate {self.rate:g}"
+        return f"{found}, {self.precision}, {kind}"
 
 
 def entries(mode: Mode) -> list[Entry]:
@@ -108,33 +111,43 @@ def entries(mode: Mode) -> list[Entry]:
     ]
 
 
-def trials(entry: Entry, mode: Mode) -> list[Job]:
+def trials(entry: Entry, mode: Mode, precision: Precision) -> list[Job]:
     """Return the runs that choose the learning rate of `entry`, with two sites."""
-    return [Job(entry, mode, 2, TRIAL_SEED, rate, TRIAL_STEPS) for rate in RATES[mode]]
+    return [Job(entry, mode, 2, TRIAL_SEED, rate, TRIAL_STEPS, precision) for rate in RATES[mode]]
 
 
-def best_rate(entry: Entry, mode: Mode, rows: list[dict[str, Any]]) -> float | None:
+def best_rate(
+    entry: Entry, mode: Mode, rows: list[dict[str, Any]], precision: Precision
+) -> float | None:
     """Return the rate with the lowest loss in the trials, or None unless all were made.
 
-    A trial that diverged has no loss and counts as infinite.
+    Trials of another precision serve if those of `precision` were not all made. A trial that
+    diverged has no loss and counts as infinite.
     """
-    losses: dict[float, float] = {}
+    losses: dict[str, dict[float, float]] = {}
     for row in rows:
         named = row["label"], row["mode"], row["seed"], row["steps"]
         if named == (entry.label, mode, TRIAL_SEED, TRIAL_STEPS):
             found = row["val_loss"]
-            losses[row["learning_rate"]] = float("inf") if found is None else found
-    if set(losses) != set(RATES[mode]):
+            mine = losses.setdefault(row["precision"], {})
+            mine[row["learning_rate"]] = float("inf") if found is None else found
+    whole = {key: mine for key, mine in losses.items() if set(mine) == set(RATES[mode])}
+    if not whole:
         return None
-    return min(losses, key=lambda rate: losses[rate])
+    chosen = whole.get(precision) or next(iter(whole.values()))
+    return min(chosen, key=lambda rate: chosen[rate])
 
 
 def quoted(
-    mode: Mode, sites: int, seeds: tuple[int, ...], rows: list[dict[str, Any]]
+    mode: Mode,
+    sites: int,
+    seeds: tuple[int, ...],
+    rows: list[dict[str, Any]],
+    precision: Precision,
 ) -> Iterator[Job]:
     """Yield the runs that are quoted, of the entries whose rate is known."""
     for seed in seeds:
         for entry in entries(mode):
-            rate = best_rate(entry, mode, rows)
+            rate = best_rate(entry, mode, rows, precision)
             if rate is not None:
-                yield Job(entry, mode, sites, seed, rate)
+                yield Job(entry, mode, sites, seed, rate, precision=precision)

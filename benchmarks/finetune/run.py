@@ -12,7 +12,7 @@ import dilocox
 from benchmarks.finetune.chats import Chat
 from benchmarks.finetune.choice import accuracy
 from benchmarks.finetune.data import Conversations
-from benchmarks.finetune.rows import ADAPTER, BATCH, PRECISION, WARMUP_STEPS, Job
+from benchmarks.finetune.rows import ADAPTER, BATCH, WARMUP_STEPS, Job
 from benchmarks.quality.run import PATIENT, measured, read_summary, run_once, set_keys
 from dilocox.config.run_config import RunConfig
 from dilocox.utils import processes
@@ -37,7 +37,7 @@ def configuration(
             "micro_batch_size": 1,
             "threads": 1,
             "device": "cpu",
-            "precision": PRECISION,
+            "precision": job.precision,
         },
         "inner": {"warmup_steps": WARMUP_STEPS, "learning_rate": job.rate},
         "outer": {"method": job.entry.method, "steps": job.steps},

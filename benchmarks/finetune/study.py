@@ -22,6 +22,7 @@ from benchmarks.finetune.rows import (
     Entry,
     Job,
     Mode,
+    Precision,
     best_rate,
     entries,
 )
@@ -75,10 +76,10 @@ LABELS = tuple(dict.fromkeys((BASELINE, A_FROZEN, *PLANS, *FULL_PLANS)))
 """Labels of all runs of the study."""
 
 
-def jobs(mode: Mode, rows: Sequence[Row]) -> list[Job]:
+def jobs(mode: Mode, rows: Sequence[Row], precision: Precision) -> list[Job]:
     """Return the runs of a mode; none before synchronous training has its trials in `rows`."""
     baseline = entries(mode)[0]
-    rate = best_rate(baseline, mode, list(rows))
+    rate = best_rate(baseline, mode, list(rows), precision)
     if rate is None:
         return []
     found, plans, seed, steps = [baseline], FULL_PLANS, TRIAL_SEED, TRIAL_STEPS
@@ -86,12 +87,12 @@ def jobs(mode: Mode, rows: Sequence[Row]) -> list[Job]:
         found.append(Entry(A_FROZEN, baseline.method, {**baseline.settings, **FROZEN}))
         plans, seed, steps = PLANS, STUDY_SEED, STEPS
     found += [Entry(label, "dilocox", plan, FAST_LINK) for label, plan in plans.items()]
-    return [Job(entry, mode, 2, seed, rate, steps) for entry in found]
+    return [Job(entry, mode, 2, seed, rate, steps, precision) for entry in found]
 
 
-def table(mode: Mode, rows: Sequence[Row]) -> str:
+def table(mode: Mode, rows: Sequence[Row], precision: Precision) -> str:
     """Return the study's rows of a mode as aligned text, with the gap to synchronous training."""
-    asked = jobs(mode, rows)
+    asked = jobs(mode, rows, precision)
     mine = [row for row in rows if any(job.made(row) for job in asked)]
     base = next((row["val_loss"] for row in mine if row["label"] == BASELINE), None)
     lines = [

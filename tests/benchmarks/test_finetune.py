@@ -74,14 +74,14 @@ def test_about_a_sixteenth_is_held_out():
 
 def test_entries_have_the_same_trials_and_their_best_rate_is_used():
     entry = rows.entries("lora")[1]
-    made = rows.trials(entry, "lora")
+    made = rows.trials(entry, "lora", "bf16")
     assert [job.rate for job in made] == list(RATES["lora"])
     assert all(job.is_trial and job.sites == 2 for job in made)
     losses = dict(zip(RATES["lora"], (2.0, 1.5, None), strict=True))
     known = [{**job.key, "val_loss": losses[job.rate]} for job in made]
-    assert rows.best_rate(entry, "lora", known) == RATES["lora"][1]
-    assert rows.best_rate(entry, "lora", known[:2]) is None
-    assert [job.entry.label for job in rows.quoted("lora", 4, (0,), known)] == [entry.label]
+    assert rows.best_rate(entry, "lora", known, "bf16") == RATES["lora"][1]
+    assert rows.best_rate(entry, "lora", known[:2], "bf16") is None
+    assert [job.entry.label for job in rows.quoted("lora", 4, (0,), known, "bf16")] == [entry.label]
 
 
 def test_labels_are_unique_and_links_are_of_the_trained_parameters():
@@ -116,29 +116,29 @@ def test_gaps_are_against_the_synchronous_row_of_the_same_seed():
 
 
 def test_the_study_waits_for_the_trials_and_is_not_quoted():
-    assert study.jobs("lora", []) == study.jobs("full", []) == []
-    trials = rows.trials(rows.entries("lora")[0], "lora")
+    assert study.jobs("lora", [], "bf16") == study.jobs("full", [], "bf16") == []
+    trials = rows.trials(rows.entries("lora")[0], "lora", "bf16")
     known = [{**job.key, "val_loss": job.rate} for job in trials]
-    jobs = study.jobs("lora", known)
+    jobs = study.jobs("lora", known, "bf16")
     assert [job.entry.label for job in jobs[:2]] == ["allreduce", "allreduce, A frozen"]
     assert {(job.sites, job.rate, job.is_trial) for job in jobs} == {(2, RATES["lora"][0], True)}
     assert len({job.entry.label for job in jobs}) == len(jobs)
     made = [{**job.key, "val_loss": 2.0, "plans": "", "reduction_total": 1.0} for job in jobs]
     made[2]["val_loss"] = 2.1
     assert report.summarised(known + made, {"full": 1, "lora": 1}) == []
-    assert rows.best_rate(rows.entries("lora")[0], "lora", known + made) == RATES["lora"][0]
-    text = study.table("lora", known + made)
+    assert rows.best_rate(rows.entries("lora")[0], "lora", known + made, "bf16") == RATES["lora"][0]
+    text = study.table("lora", known + made, "bf16")
     assert jobs[2].seed == STUDY_SEED
     assert "+5.00%" in text
     assert "A frozen" in text
 
 
 def test_the_study_of_all_parameters_has_a_trial_as_baseline():
-    trials = rows.trials(rows.entries("full")[0], "full")
+    trials = rows.trials(rows.entries("full")[0], "full", "bf16")
     known = [
         {**job.key, "val_loss": 3 - job.rate, "plans": "", "reduction_total": 1.0} for job in trials
     ]
-    baseline, *jobs = study.jobs("full", known)
+    baseline, *jobs = study.jobs("full", known, "bf16")
     assert baseline.made(known[-1])
     best = RATES["full"][-1]
     assert {(job.rate, job.seed, job.steps) for job in jobs} == {
@@ -148,8 +148,8 @@ def test_the_study_of_all_parameters_has_a_trial_as_baseline():
         {**job.key, "val_loss": 1.05 * (3 - best), "plans": "", "reduction_total": 128.0}
         for job in jobs
     ]
-    assert rows.best_rate(rows.entries("full")[0], "full", known + made) == best
-    text = study.table("full", known + made)
+    assert rows.best_rate(rows.entries("full")[0], "full", known + made, "bf16") == best
+    text = study.table("full", known + made, "bf16")
     assert text.count("+5.00%") == len(jobs)
     assert text.count("allreduce") == 1
 
@@ -196,9 +196,47 @@ def test_a_mean_without_a_seed_that_diverged_is_not_shown():
 
 def test_a_rate_is_chosen_by_trials_alone():
     entry = rows.entries("lora")[1]
-    made = [{**job.key, "val_loss": job.rate} for job in rows.trials(entry, "lora")]
+    made = [{**job.key, "val_loss": job.rate} for job in rows.trials(entry, "lora", "bf16")]
     longer = {**made[-1], "steps": rows.STEPS, "val_loss": 0.0}
-    assert rows.best_rate(entry, "lora", [*made, longer]) == RATES["lora"][0]
+    assert rows.best_rate(entry, "lora", [*made, longer], "bf16") == RATES["lora"][0]
+
+
+def test_trials_of_the_other_precision_serve_where_those_of_the_same_are_missing():
+    entry = rows.entries("lora")[1]
+    low, _middle, high = RATES["lora"]
+    made = rows.trials(entry, "lora", "bf16")
+    known = [{**job.key, "val_loss": job.rate} for job in made]
+    own = [{**job.key, "val_loss": -job.rate} for job in rows.trials(entry, "lora", "fp32")]
+    assert rows.best_rate(entry, "lora", known + own[:2], "fp32") == low
+    assert rows.best_rate(entry, "lora", known + own, "fp32") == high
+    assert rows.best_rate(entry, "lora", own + known, "bf16") == low
+    (job,) = rows.quoted("lora", 2, (0,), known, "fp32")
+    assert (job.rate, job.precision) == (low, "fp32")
+
+
+def test_a_row_is_compared_with_the_same_precision():
+    known = [
+        found(rows.BASELINE, 0, 2.0),
+        found(rows.BASELINE, 0, 1.0, precision="fp32"),
+        found("dilocox 40x", 0, 2.02),
+        found("dilocox 20x", 0, 1.05, precision="fp32"),
+        found("x", 0, 1.05, precision="fp32", text="another"),
+    ]
+    lines = lines_of(known)
+    assert lines["dilocox 40x", rows.STEPS, 1e-3]["gap"] == pytest.approx(0.01)
+    assert lines["dilocox 20x", rows.STEPS, 1e-3]["gap"] == pytest.approx(0.05)
+    assert lines["x", rows.STEPS, 1e-3]["gap"] is None
+    (entry,) = [each for each in rows.entries("lora") if each.label == "dilocox 20x"]
+    assert Job(entry, "lora", 2, 0, 1e-3, precision="fp32").made(known[3])
+    assert not Job(entry, "lora", 2, 0, 1e-3).made(known[3])
+
+
+@pytest.mark.parametrize(("native", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_the_precision_is_what_the_processor_multiplies(bench, monkeypatch, native, precision):
+    monkeypatch.setattr(command, "cpu_multiplies_bf16", lambda: native)
+    words, trained = ("--modes", "lora", "--only", "allreduce", "--tune"), []
+    assert bench(trained, *words) == bench(trained, *words, "--precision", "bf16") == 0
+    assert [job.precision for job in trained] == [precision] * 3 + ["bf16"] * 3
 
 
 @pytest.fixture
