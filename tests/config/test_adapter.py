@@ -60,6 +60,8 @@ def test_scaling() -> None:
         ({}, {"architecture": {"model_type": "qwen3"}}, "cannot be fresh"),
         ({}, {**PATH, "handover": True}, "name the handover's folder in adapter.handover"),
         ({"handover": True}, PATH, "adapter.handover: got true"),
+        ({"path": "a", "handover": "b"}, PATH, "both name the first adapters: keep handover"),
+        ({"path": "a", "freeze_a": True}, PATH, "set freeze_a = false, or leave path out"),
     ],
 )
 def test_what_is_refused(adapter: dict[str, Any], model: dict[str, Any], message: str) -> None:
@@ -93,6 +95,13 @@ def test_the_run_that_it_goes_on_from(tmp_path: Path) -> None:
     assert handed.handover == str(tmp_path)
     assert "handover" not in anew.shared(without_defaults=True)["adapter"]
     assert handed.digest() != anew.digest()
+    # Adapters that a run starts from are no earlier run.
+    begun = resolved({"path": "adapters"})
+    assert begun.handover is None
+    assert begun.digest() != anew.digest()
+    for config, stored in ((anew, None), (handed, str(tmp_path)), (begun, "adapters")):
+        assert config.adapter is not None
+        assert config.adapter.stored == stored
     # The tokenizer is the earlier run's.
     (tmp_path / "handover.json").write_text(json.dumps({"tokenizer": "org/other"}))
     assert resolved({"handover": str(tmp_path)}).data.tokenizer == "org/other"

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import read_log
 from dilocox.record.verify.run_history import read_history
 from dilocox.utils.adapter_files import ADAPTER_FILE
-from tests.support.base_model import write_base
+from tests.support.base_model import peft_folder, write_base
 from tests.support.forge import Forge
 from tests.support.harness import PATIENT, Run, Workshop, verdicts
 
@@ -51,16 +52,20 @@ def words(workshop: Workshop, base: Path, name: str, *sets: str) -> list[str]:
 def test_a_run_is_verified_audited_and_loaded_by_peft(
     workshop: Workshop, forge: Forge, base: Path, tmp_path: Path
 ) -> None:
-    """Also: a changed adapter and a swapped base model are found; the best adapters are kept."""
+    """The run starts from adapters of PEFT. A changed adapter, other first adapters and a swapped
+    base model are found; the best adapters are kept."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        first = peft_folder(base, tmp_path / "first", r=4, lora_alpha=32)
     score = tmp_path / "score.py"
     score.write_text(SCORE)
     sets = (
         "outer.rounds=2", "record.states_every=1", "evaluation.every_rounds=1",
         "evaluation.patience=9", "checkpoint.best=true", f"evaluation.tasks=['{score}:score']",
-        PATIENT,
+        f"adapter.path={first}", PATIENT,
     )  # fmt: skip
     run = forge.command(workshop, "lora", "train", *words(workshop, base, "lora", *sets))
     assert run.wait() == 0, run.output()
@@ -118,6 +123,11 @@ def test_a_run_is_verified_audited_and_loaded_by_peft(
     other = write_base(tmp_path / "other", seed=1)
     assert verdicts(run.folder, start=other)["base"] == "FAIL"
     assert "base" not in verdicts(run.folder, start=base)
+    # Other first adapters.
+    assert "start" not in verdicts(run.folder, start=base, adapters=first)
+    begun = load_file(first / ADAPTER_FILE)
+    save_file({**begun, name: begun[name] + 1e-6}, first / ADAPTER_FILE)
+    assert verdicts(run.folder, start=base, adapters=first)["start"] == "FAIL"
 
 
 @pytest.mark.slow

@@ -41,3 +41,20 @@ def write_base(folder: Path, seed: int = 0, **keys: Any) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
     fast.save_pretrained(folder)
     return folder
+
+
+def peft_folder(base: Path, folder: Path, dtype: Any = None, **keys: Any) -> Path:
+    """Write adapters of PEFT whose B is not zero, as a trained one."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    settings = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", **keys}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings))
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+    (model if dtype is None else model.to(dtype)).save_pretrained(folder)
+    return folder

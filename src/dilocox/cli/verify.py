@@ -76,8 +76,8 @@ def _add_parts(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--adapters", type=Path, metavar="FOLDER",
-        help="the handover that the run's adapters started from (default: adapter.handover); it "
-        "makes the claim start required",
+        help="the folder that the run's adapters started from (default: adapter.path or "
+        "adapter.handover); it makes the claim start required",
     )  # fmt: skip
 
 

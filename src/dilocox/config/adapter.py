@@ -39,6 +39,10 @@ class AdapterSection(Section):
     """How the frozen weights are kept. `full`: in `site.precision`. `nf4`: those of linear layers
     in four bits, which is QLoRA (arXiv 2305.14314); needs the package bitsandbytes."""
 
+    path: str | None = None
+    """PEFT folder whose adapters training starts from: of another program, or `model/` of an
+    earlier run. `rank`, `alpha`, `use_rslora` and `targets` must be those of the folder. Without
+    it the adapters are new, and change nothing at first."""
     handover: str | None = None
     """Folder that `dilocox handover` wrote of an earlier run with the same adapters on the same
     base model. This run continues that run: it takes over adapters, outer momentum, token ranges
@@ -54,6 +58,11 @@ class AdapterSection(Section):
             if twice:
                 raise ValueError(f"names {twice[0]} twice: remove one")
         return targets
+
+    @property
+    def stored(self) -> str | None:
+        """Folder that holds the first adapters; None if `run.seed` draws them."""
+        return self.path if self.handover is None else self.handover
 
     @property
     def scaling(self) -> float:
@@ -88,6 +97,16 @@ def adapter_problem(adapter: AdapterSection | None, model: ModelSection) -> str 
             "[adapter]: cannot be used with model.handover, which is for runs that train all "
             "parameters: name the handover's folder in adapter.handover and the base model in "
             "model.path, and set model.handover = false"
+        )
+    if adapter.path is not None and adapter.handover is not None:
+        return (
+            "adapter.path and adapter.handover both name the first adapters: keep handover to go "
+            "on with a run, or path to start a new run from its adapters"
+        )
+    if adapter.path is not None and adapter.freeze_a:
+        return (
+            "adapter.freeze_a: leaves A at the values of run.seed, and adapter.path has others: "
+            "set freeze_a = false, or leave path out"
         )
     if adapter.base == "nf4" and model.compile is True:
         return (

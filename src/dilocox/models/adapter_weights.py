@@ -1,8 +1,8 @@
 """First values of adapters: A is drawn from the run's seed, B is zero.
 
-So the model computes the same as its base when training begins. A run that continues an earlier one
-takes the trained tensors from a folder instead. The values do not depend on how
-the model is cut into stages and shards. With `adapter.freeze_a`, A keeps these values.
+So the model computes the same as its base when training begins. A run that starts from adapters, or
+continues an earlier run, takes the trained tensors from a folder instead. The values do not depend
+on how the model is cut into stages and shards. With `adapter.freeze_a`, A keeps these values.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class AdapterWeights:
         adapter: section `[adapter]` of the run file.
         seed: the run's seed.
         base: source of the frozen weights; None if only the adapters are wanted.
-        handed: PEFT folder of an earlier run, which holds the trained tensors; None: they get their
-            first values.
+        stored: PEFT folder that holds the trained tensors; None: they are drawn from the seed.
     """
 
     def __init__(
@@ -45,21 +44,21 @@ class AdapterWeights:
         adapter: AdapterSection,
         seed: int,
         base: WeightSource | None,
-        handed: Path | None = None,
+        stored: Path | None = None,
     ) -> None:
         self._all = adapter_shapes(hf_config, adapter)
         self.shapes = {n: s for n, s in self._all.items() if is_trained(n, adapter)}
         """Whole shapes of the trained tensors by full name, in model order."""
-        self._seed, self._base, self._handed = seed, base, handed
+        self._seed, self._base, self._stored = seed, base, stored
 
     def tensor(self, full_name: str) -> torch.Tensor:
         """See `WeightSource`.
 
-        Raises `ModelError` if the model has no such tensor, or if the earlier run's folder has it
-        not, or in another shape.
+        Raises `ModelError` if the model has no such tensor, or if the folder has it not, or in
+        another shape.
         """
-        if full_name in self.shapes and self._handed is not None:
-            return handed_values(self._handed, full_name, self.shapes[full_name])
+        if full_name in self.shapes and self._stored is not None:
+            return stored_values(self._stored, full_name, self.shapes[full_name])
         if full_name in self._all:
             first = first_values if full_name in self.shapes else fixed_values
             return first(full_name, self._all[full_name], self._seed)
@@ -86,8 +85,8 @@ def first_values(full_name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     return value
 
 
-def handed_values(folder: Path, full_name: str, shape: torch.Size) -> torch.Tensor:
-    """Return an adapter's tensor, fp32, from the PEFT folder that an earlier run handed over.
+def stored_values(folder: Path, full_name: str, shape: torch.Size) -> torch.Tensor:
+    """Return an adapter's tensor from a PEFT folder, converted to fp32.
 
     Raises `ModelError` if it cannot be read or has another shape.
     """
@@ -99,12 +98,12 @@ def handed_values(folder: Path, full_name: str, shape: torch.Size) -> torch.Tens
         raise ModelError(
             f"{path}: {full_name} cannot be read ({one_line(error)}); copy the folder again"
         ) from None
-    if found.shape != shape or found.dtype != torch.float32:
+    if found.shape != shape or not found.is_floating_point():
         raise ModelError(
             f"{path}: {full_name} is {str(found.dtype).split('.')[1]} {list(found.shape)}, and "
-            f"this run's is float32 {list(shape)}; name the handover of a run with these adapters"
+            f"this run's has floating-point values {list(shape)}; name a folder with these adapters"
         )
-    return found
+    return found.float()
 
 
 def fixed_values(full_name: str, shape: torch.Size, seed: int) -> torch.Tensor:

@@ -104,7 +104,8 @@ def _from_path(path: str, revision: str | None) -> PretrainedConfig:
                 raise ModelError(
                     f"model.path {path}: holds adapters, not a model; merge them into their base "
                     "model (dilocox export --merge, or merge_and_unload of peft) and name the "
-                    "merged model, or name the base model to train new adapters"
+                    "merged model; or, to go on training the adapters, name them in adapter.path "
+                    "and their base model in model.path"
                 ) from None
             raise _unusable(path, error.strerror or str(error)) from None
     try:

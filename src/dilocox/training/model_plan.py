@@ -99,6 +99,6 @@ class ModelPlan:
         source = open_weights(config.model, self.hf_config, config.run.seed)
         if self.adapter is None:
             return source
-        named = self.adapter.handover
-        handed = None if named is None else Path(named).expanduser()
-        return AdapterWeights(self.hf_config, self.adapter, config.run.seed, source, handed)
+        named = self.adapter.stored
+        stored = None if named is None else Path(named).expanduser()
+        return AdapterWeights(self.hf_config, self.adapter, config.run.seed, source, stored)

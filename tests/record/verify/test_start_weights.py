@@ -307,12 +307,22 @@ def test_adapters_that_were_handed_over(tmp_path: Path, published: Path) -> None
             judged(tmp_path, foreign, model, **more)
     with pytest.raises(RecordError, match="has no outer momentum"):
         judged(tmp_path, theta, model, **more)
+    # Adapters that a run starts from have no outer momentum.
+    begun: dict[str, Any] = {"adapter": {"rank": 2, "path": str(folder)}, "start": published}
+    assert judged(tmp_path, theta, model, **begun).startswith(f"{len(theta)} tensors, the same")
+    with pytest.raises(RecordError, match="the run file names no handover"):
+        judged(tmp_path, signed, model, **begun)
+    changed = {**theta, name: theta[name] + 1}
+    with pytest.raises(RecordError, match=f"{name} of theta_0"):
+        judged(tmp_path, changed, model, adapters=folder, **begun)
     for change, what in (({"rank": 3}, r"has shape \(2, "), ({"handover": None}, "no handover")):
         with pytest.raises(RecordError, match=what):
             judged(tmp_path, signed, model, adapter=section | change, start=published)
     folder.rename(tmp_path / "gone")
     with pytest.raises(NotRunError, match="name its folder with --adapters"):
         judged(tmp_path, signed, model, **more)
+    with pytest.raises(NotRunError, match=r"began from adapter\.path = .*with --adapters"):
+        judged(tmp_path, theta, model, **begun)
 
 
 def test_a_run_that_has_not_begun_has_no_theta_0(tmp_path: Path) -> None:

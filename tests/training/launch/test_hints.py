@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from dilocox.training.launch import hints as hints_module
 from dilocox.training.launch import preflight
 from dilocox.training.launch.hints import hints
 from dilocox.training.launch.preflight import Role
+from dilocox.utils.adapter_files import ADAPTER_CONFIG
 from tests.support.process_starts import config, prepared
 
 
@@ -39,6 +41,20 @@ def test_bf16_without_instructions_is_told(
     assert [line.startswith('site.precision = "bf16": this machine') for line in found] == (
         [True] * told
     )
+
+
+@pytest.mark.parametrize(("named", "told"), [("org/other", 1), ("elsewhere/base", 0), (None, 0)])
+def test_adapters_of_a_base_with_another_name_are_told(
+    place: Path, tmp_path: Path, named: str | None, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints_module, "ranks_use_gpu", lambda _: False)
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({"base_model_name_or_path": named}))
+    model = {"path": "models/base", "pretrained": True}
+    run = config(place, model=model, adapter={"path": str(tmp_path)}, site={"precision": "fp32"})
+    found = list(hints(run, alone=False))
+    assert len(found) == told
+    assert all("names org/other as its base model, and model.path is models/base" in line
+               for line in found)  # fmt: skip
 
 
 def test_the_congestion_control_matters_to_a_machine_with_one_site(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,22 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.data import TokenFiles, prepare
 from dilocox.data.flags import COUNTED, SECOND, STARTS
 from dilocox.errors import DataError, ModelError
+from dilocox.models.adapter_folder import AdapterFolder
+from dilocox.models.network import load_network
 from dilocox.training.launch import reference
 from tests.data.chats import write_records
 from tests.data.test_preferences import pairs
-from tests.support.base_model import write_base
+from tests.support.base_model import peft_folder, write_base
 
 pytestmark = pytest.mark.waits
 
 
-def a_run(base: Path, source: Path, attention: str = "sdpa") -> RunConfig:
+def a_run(
+    base: Path, source: Path, attention: str = "sdpa", adapter: dict[str, Any] | None = None
+) -> RunConfig:
     return resolve_run(
         {
+            **({} if adapter is None else {"adapter": adapter}),
             "model": {"path": str(base), "attention": attention},
             "data": {
                 "source": str(source), "format": "preference", "sequence_length": 128,
@@ -82,6 +88,28 @@ def test_it_is_the_start_models_and_no_other(
     with pytest.raises(DataError, match=r"are of the model with digest .*, and model.*other"):
         reference.check_reference(a_run(other, tmp_path / "pairs.jsonl"), files)
     assert made(a_run(other, tmp_path / "pairs.jsonl"), tmp_path / "more").digest != files.digest
+
+
+def test_adapters_that_the_run_starts_from_belong_to_it(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    source = write_records(tmp_path / "pairs.jsonl", pairs())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        folder = peft_folder(base, tmp_path / "peft")
+    config = a_run(base, source, adapter={"rank": 2, "alpha": 4.0, "path": str(folder)})
+    files, plain = made(config, tmp_path / "data"), a_run(base, source)
+    merged = AdapterFolder.of(folder).added_to(load_network(base, None, torch.float32))
+    merged.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert agrees(a_run(tmp_path / "merged", source), files)
+    reference.check_reference(config, files)
+    with pytest.raises(DataError, match=r"of other adapters than adapter\.path holds; set data"):
+        reference.check_reference(plain, files)
+    # Adapters without a path change nothing at first, so the base model is the reference.
+    fresh = a_run(base, source, adapter={"rank": 2})
+    of_base = made(plain, tmp_path / "plain")
+    assert made(fresh, tmp_path / "fresh").digest == of_base.digest != files.digest
+    with pytest.raises(DataError, match="of other adapters than"):
+        reference.check_reference(config, of_base)
 
 
 def test_a_model_that_caps_attention_is_a_reference_too(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def further(
         listing: Returns the tensors of a signed state.
         get: Returns an object of the stores by SHA-256, hex.
         start: Folder of the model that the run began from; None if the reader names none.
-        adapters: Folder of `adapter.handover`; None if the reader names none.
+        adapters: Folder of `adapter.path` or `adapter.handover`; None if the reader names none.
         run: The run's folder.
         progress: Called with an activity and the share of it done.
     """

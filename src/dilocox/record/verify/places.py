@@ -37,7 +37,8 @@ class Places:
     randomness: Mapping[int, bytes] = field(default_factory=dict)
     """Public randomness by round, which the reader has looked up at its source."""
     adapters: Path | None = None
-    """Folder that the reader knows to be `adapter.handover`; None: what this machine has."""
+    """Folder that the reader knows to be `adapter.path` or `adapter.handover`; None: what this
+    machine has."""
     chain: ChainHeads | None = None
     """What a chain says about the run; None: no chain was asked."""
     witnesses: Witnesses | None = None

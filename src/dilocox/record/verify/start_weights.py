@@ -1,6 +1,7 @@
 """Judges the claim `start`: theta_0 is the weights of `run.seed`, or the weights of `model.path`.
 
-With adapters, theta_0 is what `run.seed` gives, or the adapters that an earlier run handed over.
+With adapters, theta_0 is what `run.seed` gives, the adapters in `adapter.path`, or those that an
+earlier run handed over.
 
 Weights of a seed are generated again, one module at a time. On another processor the last bits
 differ, and under other versions all bits may differ. So a difference is a FAIL only if processor
@@ -51,7 +52,7 @@ class Start:
     folder: Path | None
     """Folder that the reader knows to be `model.path`; None: what this machine has of that name."""
     adapters: Path | None
-    """The same of `adapter.handover`."""
+    """The same of `adapter.path` or `adapter.handover`."""
     progress: Callable[[str, float], None]
 
     def judge(self) -> str:
@@ -117,14 +118,15 @@ class Start:
         tensors: Mapping[str, TensorDigest],
     ) -> _Source:
         """Return the source of the first adapters. `said`: section `[adapter]` of the run file."""
-        handed = said.get("handover")
-        if handed is None:
+        key = "path" if said.get("handover") is None else "handover"
+        named = said.get(key)
+        if named is None:
             found = _adapters(config, said, seed, tensors, None)
             return _Source(found, f"run.seed = {seed} gives", None, True)
-        folder = self.adapters or Path(str(handed)).expanduser()
+        folder = self.adapters or Path(str(named)).expanduser()
         if not folder.is_dir():
             raise NotRunError(
-                f"{folder}: not there; the run's adapters began from adapter.handover = {handed}: "
+                f"{folder}: not there; the run's adapters began from adapter.{key} = {named}: "
                 "name its folder with --adapters"
             )
         _check_plain(folder)
@@ -245,13 +247,13 @@ def _adapters(
     said: Mapping[str, Any],
     seed: int,
     tensors: Mapping[str, TensorDigest],
-    handed: Path | None,
+    stored: Path | None,
 ) -> AdapterWeights:
     """Return the source of the first adapters, after checking the names and shapes of `tensors`.
 
-    `said`: section `[adapter]` of the run file. `handed`: folder of the earlier run's adapters;
-    `tensors` then has the outer momentum, too. Raises `RecordError` for other tensors, and the
-    errors of `AdapterWeights`.
+    `said`: section `[adapter]` of the run file. With a handover `tensors` has the outer momentum,
+    too. `stored`: folder of the first adapters; None: the seed gives them. Raises `RecordError` for
+    other tensors, and the errors of `AdapterWeights`.
     """
     from pydantic import ValidationError
 
@@ -262,9 +264,9 @@ def _adapters(
         section = AdapterSection.model_validate(dict(said))
     except ValidationError as error:
         raise RecordError(f"the run file's [adapter] is not valid: {error}") from None
-    found = AdapterWeights(config, section, seed, None, handed)
+    found = AdapterWeights(config, section, seed, None, stored)
     shapes = dict(found.shapes)
-    if handed is not None:
+    if section.handover is not None:
         shapes |= {MOMENTUM_OF + name: shape for name, shape in found.shapes.items()}
     for name in sorted(shapes.keys() | tensors.keys()):
         has = tuple(shapes[name]) if name in shapes else None

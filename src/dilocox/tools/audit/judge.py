@@ -302,8 +302,8 @@ def _job(case: Case, began: SignedRound, plan: RoundPlan) -> RankJob:
     model = case.config.model.model_copy(update={"compile": compiled})
     adapter = case.config.adapter
     if adapter is not None:
-        # The state that is repeated from has all adapters: an earlier run's folder is not needed.
-        adapter = adapter.model_copy(update={"handover": None})
+        # The state that is repeated from has all adapters: no folder of first ones is needed.
+        adapter = adapter.model_copy(update={"handover": None, "path": None})
     served = began.after is not None and began.after.served == "yes"
     return RankJob(
         config=case.config.model_copy(update={"site": site, "model": model, "adapter": adapter}),

@@ -80,8 +80,8 @@ def _adapters(files: RunFiles) -> str:
         return ""
     course = files.record.course if files.record else None
     digests = {str(each["base"]) for each in course.enrolments if "base" in each} if course else ()
-    # Only the name of the handover's folder is shown: the rest of its path is private.
-    rows = [(key, Path(str(value)).name if key == "handover" else str(value))
+    # Only the name of a folder of first adapters is shown: the rest of its path is private.
+    rows = [(key, Path(str(value)).name if key in ("handover", "path") else str(value))
             for key, value in adapter.items()]  # fmt: skip
     rows.append(("base model", model_name(files.config)))
     rows += [("digest that all sites signed", digest) for digest in sorted(digests)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from dilocox.config.run_config import RunConfig
 from dilocox.inner.device import cpu_multiplies_bf16
+from dilocox.models.start_adapters import named_base
 from dilocox.training.launch.cuda_driver import ranks_use_gpu
 from dilocox.transport.link.tcp import congestion_hint
 
@@ -18,9 +20,25 @@ def hints(config: RunConfig, alone: bool) -> Iterator[str]:
     advice = congestion_hint(len(config.sites), config.network.congestion) if alone else None
     if advice is not None:
         yield advice
+    yield from _base_of_adapters(config)
     if config.site.precision == "bf16" and not ranks_use_gpu(config) and not cpu_multiplies_bf16():
         yield (
             'site.precision = "bf16": this machine\'s processor has no instructions for bf16 '
             "(AVX-512 BF16, AMX or Arm's BF16), so steps may take many times as long as in fp32; "
             'leave site.precision at "auto", which takes fp32 here'
+        )
+
+
+def _base_of_adapters(config: RunConfig) -> Iterator[str]:
+    """Yield a line if the adapters in `adapter.path` name another base model than `model.path`.
+
+    One model has many names, so that this is no error. Shapes are compared elsewhere.
+    """
+    if config.adapter is None or config.adapter.path is None:
+        return
+    theirs, ours = named_base(config.adapter.path), str(config.model.path)
+    if theirs is not None and Path(theirs).name != Path(ours).name:
+        yield (
+            f"adapter.path {config.adapter.path}: names {theirs} as its base model, and "
+            f"model.path is {ours}; make sure that they are the same model"
         )

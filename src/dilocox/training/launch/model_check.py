@@ -18,6 +18,7 @@ from dilocox.models import (
 from dilocox.models.adapter import check_peft
 from dilocox.models.nf4 import check_bitsandbytes
 from dilocox.models.router_loss import asks_for_router_loss, probe_router_loss
+from dilocox.models.start_adapters import check_start_adapters
 from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
 from dilocox.training.builder import ModelPlan
@@ -45,6 +46,8 @@ def check_model(config: RunConfig, *, own_loop: bool = False, own_loss: bool = F
         probe_router_loss(blueprint.hf_config)
         _check_router_loss(config, own_loss)
     check_blueprint(config, blueprint)
+    if config.adapter is not None and config.adapter.path is not None:
+        check_start_adapters(config.adapter.path, blueprint.hf_config, config.adapter)
     if config.model.path is None or not config.model.pretrained:
         probe_weights(blueprint.hf_config)
     unknown = known is None and not (config.data_folder / MANIFEST).exists()

@@ -461,7 +461,8 @@ def _first_state(config: RunConfig, site: str, donor: str) -> FirstState:
     """Return the check of theta_0 that `site` receives from `donor` at the start of the run."""
     model, adapter = config.model, config.adapter
     if adapter is not None:
-        return FirstState(site, donor, adapter.handover is not None, "adapter.handover")
+        key = "adapter.path" if adapter.handover is None else "adapter.handover"
+        return FirstState(site, donor, adapter.stored is not None, key)
     return FirstState(site, donor, model.path is not None and model.pretrained)
 
 

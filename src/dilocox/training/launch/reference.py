@@ -1,7 +1,8 @@
 """Reference log-probabilities of preference training, computed once when the data are prepared.
 
-The reference is the model that the run starts from. Its log-probabilities are a column of the token
-files, so no process of the run holds a second model.
+The reference is the model that the run starts from, with the adapters of `adapter.path` if there
+are any. Its log-probabilities are a column of the token files, so no process of the run holds a
+second model.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from dilocox.data.token_files import SPLITS
 from dilocox.errors import DataError, ModelError
 from dilocox.inner.device import resolve_device, resolve_precision
 from dilocox.inner.loss import log_likelihoods
+from dilocox.models.adapter_folder import AdapterFolder
 from dilocox.models.architecture import one_line
 from dilocox.models.base_weights import base_digest
 from dilocox.models.hf_weights import locate_weights
 from dilocox.models.network import load_network
+from dilocox.utils.adapter_files import ADAPTER_FILE
+from dilocox.utils.storage import sha256_of
 
 LOGITS = 2**27
 """Most logits that are computed at once."""
@@ -41,7 +45,7 @@ def add_reference(
     """Write the reference's column beside token files of pairs, and name both in `content`.
 
     Args:
-        config: the run, whose `[model]` is the reference.
+        config: the run, whose `[model]` and `adapter.path` are the reference.
         folder: folder of the token files, which are not published yet.
         content: content of their manifest, which is changed.
         progress: is called with the name of the step and the finished fraction, 0 to 1.
@@ -62,7 +66,20 @@ def add_reference(
             progress("computing the reference", (done + start) / total)
         done += len(values)
         _write(folder, content["splits"][split]["shards"], values)
-    content[REFERENCE] = {"model": base_digest(place), "precision": str(precision).split(".")[1]}
+    content[REFERENCE] = {
+        "model": base_digest(place), **_adapters(config), "precision": str(precision).split(".")[1],
+    }  # fmt: skip
+
+
+def _adapters(config: RunConfig) -> dict[str, str]:
+    """Return the digest of the reference's adapters; nothing if it has none."""
+    folder = _start(config)
+    return {} if folder is None else {"adapters": sha256_of(folder / ADAPTER_FILE)}
+
+
+def _start(config: RunConfig) -> Path | None:
+    path = None if config.adapter is None else config.adapter.path
+    return None if path is None else Path(path).expanduser()
 
 
 def _reference(config: RunConfig, place: Path, precision: torch.dtype) -> Any:
@@ -71,7 +88,9 @@ def _reference(config: RunConfig, place: Path, precision: torch.dtype) -> Any:
     Raises `ModelError` if it cannot be loaded.
     """
     try:
-        return load_network(place, None, precision).eval()
+        model = load_network(place, None, precision)
+        folder = _start(config)
+        return (model if folder is None else AdapterFolder.of(folder).added_to(model)).eval()
     except Exception as error:  # transformers raises many kinds of errors here
         raise ModelError(
             f"model.path {config.model.path}: cannot be loaded as the reference of preference "
@@ -81,13 +100,20 @@ def _reference(config: RunConfig, place: Path, precision: torch.dtype) -> Any:
 
 def check_reference(config: RunConfig, files: TokenFiles) -> None:
     """Raise `DataError` if the reference was computed with another model than the run's."""
-    begun = files.content.get(REFERENCE, {}).get("model")
+    reference = files.content.get(REFERENCE, {})
+    begun = reference.get("model")
     here = base_digest(locate_weights(str(config.model.path), config.model.revision))
     if begun != here:
         raise DataError(
             f"{files.folder}: its reference log-probabilities are of the model with digest "
             f"{str(begun)[:12]}…, and model.path {config.model.path} has {here[:12]}…; set "
             "data.folder to another folder or delete this one, or name that model"
+        )
+    if reference.get("adapters") != _adapters(config).get("adapters"):
+        raise DataError(
+            f"{files.folder}: its reference log-probabilities are of other adapters than "
+            "adapter.path holds; set data.folder to another folder or delete this one, or name "
+            "those adapters"
         )
 
 
