@@ -86,7 +86,7 @@ def test_other_settings_are_named(
         ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern, and"),
         ({"bias": "all"}, "has bias, and"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, r"has \S*embed_tokens\S*, and"),
-        ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" belongs to a changed base'),
+        ({"init_lora_weights": "pissa"}, 'has init_lora_weights "pissa", and'),
     ],
 )
 def test_more_than_plain_lora_is_refused(
@@ -119,6 +119,31 @@ def not_finite(folder: Path) -> None:
     save_file(tensors, folder / ADAPTER_FILE)
 
 
+def overflowing(folder: Path) -> None:
+    tensors = {n: each.double() * 1e300 for n, each in load_file(folder / ADAPTER_FILE).items()}
+    save_file(tensors, folder / ADAPTER_FILE)
+
+
+def some_layers(folder: Path) -> None:
+    tensors = load_file(folder / ADAPTER_FILE)
+    kept = {name: each for name, each in tensors.items() if ".layers.0." in name}
+    save_file(kept, folder / ADAPTER_FILE)
+
+
+def pickled(folder: Path) -> None:
+    (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin")
+
+
+def below(folder: Path) -> None:
+    (folder / "sft").mkdir()
+    for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+        (folder / name).rename(folder / "sft" / name)
+
+
+def nested(folder: Path) -> None:
+    (folder / ADAPTER_CONFIG).write_text("[" * 100_000)
+
+
 def wider(folder: Path) -> None:
     tensors = load_file(folder / ADAPTER_FILE)
     name = next(name for name in tensors if ".lora_A." in name)
@@ -130,6 +155,11 @@ def wider(folder: Path) -> None:
     [
         (shutil.rmtree, ModelError, "no such folder; name a folder with adapter_model"),
         (no_weights, ModelError, "needs adapter_config.json and adapter_model.safetensors"),
+        (pickled, ModelError, "pickled adapters are not read: save them again with peft"),
+        (below, ModelError, "its folder sft/ has adapters: name that one"),
+        (nested, ModelError, "adapter_config.json: cannot be read"),
+        (overflowing, ModelError, "has values that are not finite"),
+        (some_layers, ConfigError, "all layers of a kind, and on no others: name the base model"),
         (not_json, ModelError, "adapter_config.json: cannot be read"),
         (another_kind, ConfigError, "has peft_type LOHA, and a run starts from plain LoRA"),
         (cut_off, ModelError, "adapter_model.safetensors: cannot be read"),
@@ -143,6 +173,24 @@ def test_a_folder_that_cannot_be_used_is_named(
     folder = peft_folder(base, tmp_path / "peft")
     damage(folder)
     with pytest.raises(error, match=said):
+        checked(base, folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float64])
+def test_what_other_programs_write(base: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Other types, defaults left out, and the base model's configuration beside the adapters."""
+    folder = peft_folder(base, tmp_path / "peft", r=8, lora_alpha=8)
+    tensors = load_file(folder / ADAPTER_FILE)
+    save_file({name: each.to(dtype) for name, each in tensors.items()}, folder / ADAPTER_FILE)
+    said = json.loads((folder / ADAPTER_CONFIG).read_text())
+    for key in ("r", "lora_alpha", "use_rslora", "bias"):
+        del said[key]
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({**said, "init_lora_weights": "Gaussian"}))
+    shutil.copy(base / "config.json", folder)
+    weights = checked(base, folder, AdapterSection(rank=8, alpha=8.0))
+    for name, value in tensors.items():
+        assert torch.equal(weights.tensor(name), value.to(dtype).float())
+    with pytest.raises(ConfigError, match=r"adapter\.rank: 2, .* have 8; set adapter\.rank = 8"):
         checked(base, folder)
 
 

@@ -5,28 +5,34 @@ The folder may come from a stranger, so no code in it is run and no pickle is re
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from dilocox.config.adapter import AdapterSection
 from dilocox.errors import ConfigError, ModelError
-from dilocox.models.adapter import adapter_shapes
+from dilocox.models.adapter import adapter_shapes, inject, stored_name
+from dilocox.models.adapter_weights import AdapterWeights
 from dilocox.models.architecture import one_line
-from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, is_adapter_folder
+from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from dilocox.utils.file_errors import names_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_SAME = {"rank": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora"}
-"""Keys of `[adapter]` that must be those of the folder, and their names in PEFT's configuration."""
+_SAME: Mapping[str, tuple[str, Any]] = {
+    "rank": ("r", 8),
+    "alpha": ("lora_alpha", 8),
+    "use_rslora": ("use_rslora", False),
+}
+"""Keys of `[adapter]` that must be those of the folder: their names and defaults in PEFT."""
 _KNOWN = (
     "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
@@ -37,8 +43,8 @@ _KNOWN = (
 )  # fmt: skip
 """Keys of PEFT's configuration that plain LoRA may set. Any other key that is set stands for
 adapters that compute or hold more; newer releases of PEFT add such keys."""
-_PLAIN = re.compile(r"\.lora_[AB]\.weight$")
-"""Names of tensors of plain LoRA on linear layers."""
+_PLAIN = re.compile(r"\.([^.]+)\.lora_[AB]\.weight$")
+"""Names of tensors of plain LoRA on linear layers. The group is the last part of the layer's."""
 _HARMLESS = ("gaussian", "eva", "orthogonal")
 """First values of PEFT that leave the base model as it is, beside true and false."""
 
@@ -56,26 +62,54 @@ def check_start_adapters(path: str, hf_config: PretrainedConfig, adapter: Adapte
         ConfigError: if the folder has other adapters than the run.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        of_hub = "" if names_folder(path) else f" (hf download {path} --local-dir FOLDER)"
-        raise ModelError(
-            f"adapter.path {path}: no such folder; name a folder with {ADAPTER_FILE}{of_hub}"
-        )
-    if not is_adapter_folder(folder) or not (folder / ADAPTER_FILE).is_file():
-        raise ModelError(
-            f"adapter.path {path}: needs {ADAPTER_CONFIG} and {ADAPTER_FILE}; name a folder that "
-            "save_pretrained of peft has written, or model/ of a run with adapters"
-        )
-    said = _configuration(folder)
+    _check_files(path, folder)
+    check_settings(path, adapter)
+    _check_tensors(path, folder, adapter_shapes(hf_config, adapter))
+
+
+def check_settings(path: str, adapter: AdapterSection) -> None:
+    """Check that the PEFT folder `path` is of plain LoRA with the settings of `[adapter]`.
+
+    Raises `ModelError` if its configuration cannot be read, and `ConfigError` if it differs.
+    """
+    said = _configuration(Path(path).expanduser())
     _check_kind(path, said)
-    for ours, theirs in _SAME.items():
-        has, wanted = said.get(theirs, False), getattr(adapter, ours)
+    for ours, (theirs, default) in _SAME.items():
+        given, wanted = said.get(theirs), getattr(adapter, ours)
+        has = default if given is None else given
         if has != wanted:
             raise ConfigError(
                 f"adapter.{ours}: {_toml(wanted)}, but the adapters in {path} have {_toml(has)}; "
                 f"set adapter.{ours} = {_toml(has)}, or leave adapter.path out"
             )
-    _check_tensors(path, folder, said, adapter_shapes(hf_config, adapter))
+
+
+def start_digest(weights: AdapterWeights, adapter: AdapterSection) -> str:
+    """Return the SHA-256, hex, of what a model's first adapters compute.
+
+    The digest covers the scaling, and names, shapes and fp32 values of all adapters' tensors. The
+    type of the stored values and the division into files do not matter. Raises `ModelError` if a
+    tensor cannot be read.
+    """
+    digest = hashlib.sha256(json.dumps(adapter.scaling).encode())
+    for name, shape in weights.shapes.items():
+        digest.update(json.dumps([name, list(shape)]).encode())
+        digest.update(weights.tensor(name).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def add_adapters(
+    model: nn.Module, weights: AdapterWeights, adapter: AdapterSection, dtype: torch.dtype
+) -> None:
+    """Add adapters with the values of `weights` to a whole model on the CPU, in place.
+
+    `dtype`: of the computation. Raises the errors of `inject`, and `ModelError` if a tensor cannot
+    be read.
+    """
+    inject(model, adapter)
+    for name, parameter in model.named_parameters():
+        if stored_name(name) in weights.shapes:
+            parameter.data = weights.tensor(stored_name(name)).to(dtype)
 
 
 def named_base(path: str) -> str | None:
@@ -91,11 +125,32 @@ def _configuration(folder: Path) -> dict[str, Any]:
     file = folder / ADAPTER_CONFIG
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: cannot be read ({one_line(error)}); copy it again") from None
     if not isinstance(said, dict):
         raise ModelError(f"{file}: is not an object; copy it again")
     return said
+
+
+def _check_files(path: str, folder: Path) -> None:
+    """Raise `ModelError` unless the folder has the two files of adapters."""
+    if not folder.is_dir():
+        of_hub = "" if names_folder(path) else f" (hf download {path} --local-dir FOLDER)"
+        raise ModelError(
+            f"adapter.path {path}: no such folder; name a folder with {ADAPTER_FILE}{of_hub}"
+        )
+    # Some programs write the base model's config.json beside them.
+    if (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_FILE).is_file():
+        return
+    mend = (
+        "name a folder that save_pretrained of peft has written, or model/ of a run with adapters"
+    )
+    below = sorted(each.parent.name for each in folder.glob(f"*/{ADAPTER_FILE}"))
+    if below:
+        mend = f"its folder {below[0]}/ has adapters: name that one"
+    elif (folder / ADAPTER_CONFIG).is_file():
+        mend = "pickled adapters are not read: save them again with peft, as safetensors"
+    raise ModelError(f"adapter.path {path}: needs {ADAPTER_CONFIG} and {ADAPTER_FILE}; {mend}")
 
 
 def _check_kind(path: str, said: Mapping[str, Any]) -> None:
@@ -103,16 +158,13 @@ def _check_kind(path: str, said: Mapping[str, Any]) -> None:
     kind, first = said.get("peft_type"), said.get("init_lora_weights", True)
     other = None if kind == "LORA" else f"peft_type {kind}"
     other = next((key for key in sorted(said.keys() - set(_KNOWN)) if said[key]), other)
-    if said.get("bias", "none") != "none":
+    if (said.get("bias") or "none") != "none":
         other = "bias"
+    if not isinstance(first, bool | None) and str(first).lower() not in _HARMLESS:
+        # Such first values belong to a base model that is changed in the same moment.
+        other = f'init_lora_weights "{first}"'
     if other is not None:
         raise _not_plain(path, other)
-    if not isinstance(first, bool | None) and first not in _HARMLESS:
-        raise ConfigError(
-            f'adapter.path {path}: init_lora_weights = "{first}" belongs to a changed base model; '
-            "let peft convert the adapters (path_initial_model_for_weight_conversion of "
-            "save_pretrained), and name the converted folder"
-        )
 
 
 def _not_plain(path: str, what: str) -> ConfigError:
@@ -123,9 +175,7 @@ def _not_plain(path: str, what: str) -> ConfigError:
     )
 
 
-def _check_tensors(
-    path: str, folder: Path, said: Mapping[str, Any], shapes: Mapping[str, torch.Size]
-) -> None:
+def _check_tensors(path: str, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     """Check names, shapes and values of the folder's tensors against the run's, `shapes`."""
     file = folder / ADAPTER_FILE
     try:
@@ -136,10 +186,7 @@ def _check_tensors(
                 raise _not_plain(path, foreign)
             for name in sorted(names ^ shapes.keys()):
                 there = "has no" if name in shapes else "also has"
-                raise ConfigError(
-                    f"adapter.path {path}: {there} {name}; set adapter.targets to the layers of "
-                    f"these adapters, {_targets(said)}, on their base model"
-                )
+                raise ConfigError(f"adapter.path {path}: {there} {name}; {_mend(names, shapes)}")
             for name, shape in shapes.items():
                 found = opened.get_tensor(name)
                 if found.shape != shape or not found.is_floating_point():
@@ -147,7 +194,7 @@ def _check_tensors(
                         f"adapter.path {path}: {name} is {list(found.shape)}, and this run's is "
                         f"{list(shape)}; name the base model of these adapters in model.path"
                     )
-                if not math.isfinite(float(found.abs().max())):
+                if not bool(found.float().isfinite().all()):
                     raise ModelError(
                         f"adapter.path {path}: {name} has values that are not finite; name other "
                         "adapters"
@@ -156,12 +203,18 @@ def _check_tensors(
         raise ModelError(f"{file}: cannot be read ({one_line(error)}); copy it again") from None
 
 
-def _targets(said: Mapping[str, Any]) -> str:
-    """Return `adapter.targets` for the layers that PEFT's configuration names."""
-    named = said.get("target_modules")
-    if not isinstance(named, list):
-        return _toml(named)
-    return _toml(sorted({str(name).rpartition(".")[2] for name in named}))
+def _mend(names: Set[str], shapes: Mapping[str, torch.Size]) -> str:
+    """Return what helps if the folder's tensors, `names`, are not those of the run, `shapes`."""
+    theirs, ours = (
+        sorted({found[1] for name in each if (found := _PLAIN.search(name))})
+        for each in (names, shapes)
+    )
+    if theirs != ours:
+        return f"set adapter.targets to the layers of these adapters, {_toml(theirs)}"
+    return (
+        "a run has adapters on all layers of a kind, and on no others: name the base model of "
+        "these adapters in model.path, or merge them into it, and leave adapter.path out"
+    )
 
 
 def _toml(value: Any) -> str:

@@ -29,7 +29,7 @@ from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.verify.start_weights import Start
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF, listing_of
-from dilocox.utils.adapter_files import ADAPTER_FILE
+from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.support.architectures import reference_model, small_config
 
 SEED = 7
@@ -290,6 +290,7 @@ def test_adapters_that_were_handed_over(tmp_path: Path, published: Path) -> None
     folder = tmp_path / "start"
     folder.mkdir()
     save_file(theta, folder / ADAPTER_FILE)
+    (folder / ADAPTER_CONFIG).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 32}')
     save_file(momenta, folder / MOMENTUM)
     signed = theta | {MOMENTUM_OF + name: each for name, each in momenta.items()}
     section = {"rank": 2, "handover": str(folder)}
@@ -315,6 +316,22 @@ def test_adapters_that_were_handed_over(tmp_path: Path, published: Path) -> None
     changed = {**theta, name: theta[name] + 1}
     with pytest.raises(RecordError, match=f"{name} of theta_0"):
         judged(tmp_path, changed, model, adapters=folder, **begun)
+    with pytest.raises(RecordError, match="freezes others"):
+        judged(tmp_path, theta, model, adapter=begun["adapter"] | {"freeze_a": True},
+               start=published)  # fmt: skip
+    # The same values, computed otherwise; and values of another shape.
+    (folder / ADAPTER_CONFIG).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 8}')
+    with pytest.raises(NotRunError, match=r"adapter\.alpha: 32\.0, .* have 8; .*--adapters"):
+        judged(tmp_path, theta, model, **begun)
+    with pytest.raises(RecordError, match=r"adapter\.alpha"):
+        judged(tmp_path, theta, model, adapters=folder, **begun)
+    (folder / ADAPTER_CONFIG).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 32}')
+    save_file({**theta, name: theta[name][:1]}, folder / ADAPTER_FILE)
+    with pytest.raises(NotRunError, match=r"and this run's has .*--adapters"):
+        judged(tmp_path, theta, model, **begun)
+    with pytest.raises(RecordError, match="and this run's has"):
+        judged(tmp_path, theta, model, adapters=folder, **begun)
+    save_file(theta, folder / ADAPTER_FILE)
     for change, what in (({"rank": 3}, r"has shape \(2, "), ({"handover": None}, "no handover")):
         with pytest.raises(RecordError, match=what):
             judged(tmp_path, signed, model, adapter=section | change, start=published)

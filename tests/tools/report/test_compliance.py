@@ -224,6 +224,17 @@ def test_adapters_are_not_called_the_model_s_parameters(tmp_path: Path) -> None:
     assert str(tmp_path) not in compliance_text(read_run(folder), 0.0, None)
 
 
+def test_adapters_that_training_started_from_are_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "toy", usual())
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(f'{text}[adapter]\nrank = 4\npath = "{tmp_path}/one"\n')
+    found = values(folder)
+    assert found["adapters that training started from"] == "trained before, named in adapter.path"
+    assert found["where these adapters come from"] == ""
+    assert "what training went on from" not in found
+    assert str(tmp_path) not in compliance_text(read_run(folder), 0.0, None)
+
+
 STARTS = {
     'path = "some/model"': ("model that training started from", "some/model"),
     'path = "some/model"\npretrained = false': (

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dilocox.config.adapter import AdapterSection
+from dilocox.config.model import ModelSection
+from dilocox.config.run_config import RunConfig
 from dilocox.training.launch import hints as hints_module
 from dilocox.training.launch import preflight
 from dilocox.training.launch.hints import hints
@@ -43,18 +46,56 @@ def test_bf16_without_instructions_is_told(
     )
 
 
+def adapted(place: Path, base: str, adapters: Path, **data: str) -> RunConfig:
+    """The run in `place`, from adapters on the model `base`."""
+    run = config(place, site={"precision": "fp32"})
+    parts = {
+        "model": ModelSection(path=base),
+        "adapter": AdapterSection(path=str(adapters)),
+        "data": run.data.model_copy(update={"tokenizer": base, **data}),
+    }
+    return run.model_copy(update=parts)
+
+
 @pytest.mark.parametrize(("named", "told"), [("org/other", 1), ("elsewhere/base", 0), (None, 0)])
 def test_adapters_of_a_base_with_another_name_are_told(
-    place: Path, tmp_path: Path, named: str | None, told: int, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, named: str | None, told: int
 ) -> None:
-    monkeypatch.setattr(hints_module, "ranks_use_gpu", lambda _: False)
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({"base_model_name_or_path": named}))
-    model = {"path": "models/base", "pretrained": True}
-    run = config(place, model=model, adapter={"path": str(tmp_path)}, site={"precision": "fp32"})
-    found = list(hints(run, alone=False))
-    assert len(found) == told
-    assert all("names org/other as its base model, and model.path is models/base" in line
-               for line in found)  # fmt: skip
+    found = list(hints(adapted(place, "models/base", tmp_path), alone=False))
+    said = (
+        f"adapter.path {tmp_path}: names org/other as its base model, and model.path is "
+        "models/base; make sure that they are the same model"
+    )
+    assert found == [said] * told
+
+
+@pytest.mark.parametrize(
+    ("ours", "data", "told"),
+    [
+        ("other", {}, 1),
+        (None, {}, 1),
+        ("theirs", {}, 0),
+        ("other", {"chat_template": "chat.jinja"}, 0),
+        ("other", {"format": "text"}, 0),
+    ],
+)
+def test_adapters_of_another_chat_template_are_told(
+    place: Path, tmp_path: Path, ours: str | None, data: dict[str, str], told: int
+) -> None:
+    base, adapters = tmp_path / "base", tmp_path / "adapters"
+    for folder in (base, adapters):
+        folder.mkdir()
+    (adapters / ADAPTER_CONFIG).write_text(json.dumps({"base_model_name_or_path": "base"}))
+    (adapters / "chat_template.jinja").write_text("theirs")
+    (base / "tokenizer_config.json").write_text(json.dumps({"chat_template": ours}))
+    run = adapted(place, str(base), adapters, **{"format": "chat", **data})
+    said = (
+        f"adapter.path {adapters}: has another chat template than data.tokenizer {base}; to "
+        "write conversations as these adapters know them, set data.tokenizer = "
+        f'"{adapters}"'
+    )
+    assert list(hints(run, alone=False)) == [said] * told
 
 
 def test_the_congestion_control_matters_to_a_machine_with_one_site(

@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 
 from dilocox import api
+from dilocox.config.adapter import AdapterSection
+from dilocox.config.base import Section
+from dilocox.config.model import ModelSection
 from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles, prepare
 from dilocox.errors import ConfigError, DataError, ModelError, TrainingError
@@ -173,6 +176,34 @@ def test_overwriting_takes_the_run_away_and_nothing_else(tmp_path: Path) -> None
     run_folder.claim_folder(run, resume=False, overwrite=True)
     assert sorted(e.name for e in run.folder.iterdir()) == ["my-tokens", "notes.txt"]
     assert (outside / "file").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": ModelSection(path="{run}/model")},
+        {"adapter": AdapterSection(path="{run}/model-best")},
+        {"adapter": AdapterSection(handover="{run}/elsewhere/../model")},
+    ],
+)
+def test_overwriting_takes_away_nothing_that_the_run_reads(
+    tmp_path: Path, change: dict[str, Section]
+) -> None:
+    run = begun(tmp_path)
+    for name in ("model", "model-best", "mine", "elsewhere"):
+        (run.folder / name).mkdir(exist_ok=True)
+        (run.folder / name / "weights").touch()
+    ((part, section),) = change.items()
+    ((key, named),) = ((k, v) for k, v in section if isinstance(v, str) and "{run}" in v)
+
+    def reading(place: str) -> RunConfig:
+        return run.model_copy(update={part: section.model_copy(update={key: place})})
+
+    before, place = content(run.folder), named.replace("{run}", str(run.folder))
+    text = refusal(run_folder.check_folder, reading(place), resume=False, overwrite=True)
+    assert text.startswith(f"{part}.{key} {place}: --overwrite would remove it")
+    assert content(run.folder) == before
+    run_folder.check_folder(reading(f"{run.folder}/mine"), resume=False, overwrite=True)
 
 
 @pytest.mark.parametrize("options", [{"resume": True}, {"resume": False, "overwrite": True}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.data import TokenFiles, prepare
@@ -17,6 +19,7 @@ from dilocox.errors import DataError, ModelError
 from dilocox.models.adapter_folder import AdapterFolder
 from dilocox.models.network import load_network
 from dilocox.training.launch import reference
+from dilocox.utils.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.data.chats import write_records
 from tests.data.test_preferences import pairs
 from tests.support.base_model import peft_folder, write_base
@@ -98,6 +101,15 @@ def test_adapters_that_the_run_starts_from_belong_to_it(tmp_path: Path) -> None:
         folder = peft_folder(base, tmp_path / "peft")
     config = a_run(base, source, adapter={"rank": 2, "alpha": 4.0, "path": str(folder)})
     files, plain = made(config, tmp_path / "data"), a_run(base, source)
+    # Their values count, and the scaling; not how the files hold them.
+    tensors = load_file(folder / ADAPTER_FILE)
+    save_file({name: each.double() for name, each in tensors.items()}, folder / ADAPTER_FILE,
+              metadata={"format": "pt", "by": "another program"})  # fmt: skip
+    reference.check_reference(config, files)
+    louder = a_run(base, source, adapter={"rank": 2, "alpha": 8.0, "path": str(folder)})
+    with pytest.raises(DataError, match=r"of other adapters than adapter\.path holds"):
+        reference.check_reference(louder, files)
+    save_file(tensors, folder / ADAPTER_FILE)
     merged = AdapterFolder.of(folder).added_to(load_network(base, None, torch.float32))
     merged.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert agrees(a_run(tmp_path / "merged", source), files)
@@ -110,6 +122,24 @@ def test_adapters_that_the_run_starts_from_belong_to_it(tmp_path: Path) -> None:
     assert made(fresh, tmp_path / "fresh").digest == of_base.digest != files.digest
     with pytest.raises(DataError, match="of other adapters than"):
         reference.check_reference(config, of_base)
+    # A run that goes on has the token files of the earlier run, with the reference of its start.
+    handed = a_run(base, source, adapter={"rank": 2, "alpha": 4.0, "handover": str(folder)})
+    reference.check_reference(handed, files)
+
+
+def test_adapters_are_computed_as_the_run_computes_them(tmp_path: Path) -> None:
+    """The folder's configuration may name fewer layers, and no base model."""
+    base = write_base(tmp_path / "base")
+    source = write_records(tmp_path / "pairs.jsonl", pairs())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        folder = peft_folder(base, tmp_path / "peft")
+    config = a_run(base, source, adapter={"rank": 2, "alpha": 4.0, "path": str(folder)})
+    whole = made(config, tmp_path / "data")
+    said = json.loads((folder / ADAPTER_CONFIG).read_text())
+    changed = {**said, "target_modules": ["q_proj"], "base_model_name_or_path": None}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(changed))
+    assert made(config, tmp_path / "again").digest == whole.digest
 
 
 def test_a_model_that_caps_attention_is_a_reference_too(tmp_path: Path) -> None:

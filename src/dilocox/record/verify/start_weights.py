@@ -72,7 +72,7 @@ class Start:
         source = self._source(said, tensors)
         for number, (state, each) in enumerate(signed):
             self.progress("making theta_0 again", number / len(signed))
-            found = source.tensor(each.name)
+            found = _read(source, each.name)
             if tensor_digest(each.name, found) != each:
                 self._unlike(source, state, each, found)
         return f"{len(signed)} tensors, the same bits as {source.what}"
@@ -132,18 +132,15 @@ class Start:
         _check_plain(folder)
         found = _adapters(config, said, seed, tensors, folder)
         sure, dtype = self.adapters is not None, self.course.momentum_dtype
+        if key == "path":
+            _check_adapters(folder, said, sure)
         return _Source(found, f"{folder} holds", folder, sure, dtype, "--adapters")
 
     def _unlike(self, source: _Source, state: State, signed: TensorDigest, found: Tensor) -> None:
         """Raise the verdict for a tensor that differs: `RecordError` (FAIL) or `NotRunError`."""
         where = f"{signed.name} of theta_0, which {state.site} signed, is not what {source.what}"
         if source.folder is not None:
-            if source.sure:
-                raise RecordError(where)
-            raise NotRunError(
-                f"{where}: if the run began from other files of that name, name their folder with "
-                f"{source.option}"
-            )
+            raise _unlike_folder(where, source.sure, source.option)
         self._unlike_fresh(where, state, signed, found)
 
     def _unlike_fresh(self, where: str, state: State, signed: TensorDigest, found: Tensor) -> None:
@@ -264,6 +261,8 @@ def _adapters(
         section = AdapterSection.model_validate(dict(said))
     except ValidationError as error:
         raise RecordError(f"the run file's [adapter] is not valid: {error}") from None
+    if section.path is not None and section.freeze_a:
+        raise RecordError("the run file names adapters in adapter.path and freezes others (A)")
     found = AdapterWeights(config, section, seed, None, stored)
     shapes = dict(found.shapes)
     if section.handover is not None:
@@ -274,6 +273,40 @@ def _adapters(
         if has != signed:
             raise RecordError(f"{name} of theta_0 has shape {signed}; the model's is {has}")
     return found
+
+
+def _check_adapters(folder: Path, said: Mapping[str, Any], sure: bool) -> None:
+    """Check that the adapters in `folder` are computed as the run file's `[adapter]`, `said`, says.
+
+    Their values alone do not show it. Raises `RecordError` if `folder` certainly is the one that
+    the run file names, and otherwise `NotRunError`.
+    """
+    from dilocox.config.adapter import AdapterSection
+    from dilocox.models.start_adapters import check_settings
+
+    try:
+        check_settings(str(folder), AdapterSection.model_validate(dict(said)))
+    except (ModelError, ConfigError) as error:
+        raise _unlike_folder(str(error), sure, "--adapters") from None
+
+
+def _read(source: _Source, name: str) -> Tensor:
+    """Return a tensor of theta_0. Raises the verdict if the folder of stored weights lacks it."""
+    try:
+        return source.tensor(name)
+    except ModelError as error:
+        if source.folder is None:
+            raise
+        raise _unlike_folder(str(error), source.sure, source.option) from None
+
+
+def _unlike_folder(what: str, sure: bool, option: str) -> Exception:
+    """Return the verdict for a folder that does not hold theta_0."""
+    if sure:
+        return RecordError(what)
+    return NotRunError(
+        f"{what}: if the run began from other files of that name, name their folder with {option}"
+    )
 
 
 def _momentum(folder: Path, name: str, dtype: str) -> Tensor:

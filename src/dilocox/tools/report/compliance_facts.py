@@ -107,6 +107,12 @@ def _base(files: RunFiles, history: History) -> list[Fact]:
                   ("run-file", "base" if adapter else "start"))]  # fmt: skip
     facts += [Fact(f"adapter.{key}", str(value), RUN_FILE, ("run-file",))
               for key, value in adapter.items() if isinstance(value, int | float)]  # fmt: skip
+    if adapter.get("path"):
+        facts += [
+            Fact("adapters that training started from", "trained before, named in adapter.path",
+                 RUN_FILE, ("run-file", "start")),
+            absent("where these adapters come from", "the run file names their folder alone"),
+        ]  # fmt: skip
     for handed, parts in (
         (adapter.get("handover"), "adapters and outer momentum"),
         (config.get("handover"), "weights and outer momentum"),

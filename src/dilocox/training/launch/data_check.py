@@ -73,8 +73,9 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
         )
     if own.content.get(REFERENCE) != files.content.get(REFERENCE):
         raise DataError(
-            f"sites.{site}.data {own.folder}: its reference log-probabilities are of another model "
-            "or precision than the run's; prepare it with the run's [model]"
+            f"sites.{site}.data {own.folder}: its reference log-probabilities are of another "
+            "model, adapters or precision than the run's; prepare it with the run's [model] and "
+            "[adapter]"
         )
     # Digests of the files may differ, because a tokenizer changes when it is loaded and saved.
     ours, theirs = (each.tokenizer_folder / "tokenizer.json" for each in (own, files))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def hints(config: RunConfig, alone: bool) -> Iterator[str]:
     advice = congestion_hint(len(config.sites), config.network.congestion) if alone else None
     if advice is not None:
         yield advice
-    yield from _base_of_adapters(config)
+    yield from _first_adapters(config)
     if config.site.precision == "bf16" and not ranks_use_gpu(config) and not cpu_multiplies_bf16():
         yield (
             'site.precision = "bf16": this machine\'s processor has no instructions for bf16 '
@@ -29,16 +30,38 @@ def hints(config: RunConfig, alone: bool) -> Iterator[str]:
         )
 
 
-def _base_of_adapters(config: RunConfig) -> Iterator[str]:
-    """Yield a line if the adapters in `adapter.path` name another base model than `model.path`.
+def _first_adapters(config: RunConfig) -> Iterator[str]:
+    """Yield lines about the adapters in `adapter.path`: they may be of another model or template.
 
     One model has many names, so that this is no error. Shapes are compared elsewhere.
     """
     if config.adapter is None or config.adapter.path is None:
         return
-    theirs, ours = named_base(config.adapter.path), str(config.model.path)
+    path, ours = config.adapter.path, str(config.model.path)
+    theirs = named_base(path)
     if theirs is not None and Path(theirs).name != Path(ours).name:
         yield (
-            f"adapter.path {config.adapter.path}: names {theirs} as its base model, and "
-            f"model.path is {ours}; make sure that they are the same model"
+            f"adapter.path {path}: names {theirs} as its base model, and model.path is {ours}; "
+            "make sure that they are the same model"
         )
+    data = config.data
+    if data.format == "text" or data.chat_template is not None:
+        return
+    wanted, place = _template(Path(path).expanduser()), Path(data.tokenizer).expanduser()
+    if wanted is not None and place.is_dir() and _template(place) != wanted:
+        yield (
+            f"adapter.path {path}: has another chat template than data.tokenizer {data.tokenizer}; "
+            f'to write conversations as these adapters know them, set data.tokenizer = "{path}"'
+        )
+
+
+def _template(folder: Path) -> str | None:
+    """Return the chat template in a tokenizer's folder, None if there is none that can be read."""
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        template = found.get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return template if isinstance(template, str) else None

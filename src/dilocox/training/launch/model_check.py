@@ -46,13 +46,23 @@ def check_model(config: RunConfig, *, own_loop: bool = False, own_loss: bool = F
         probe_router_loss(blueprint.hf_config)
         _check_router_loss(config, own_loss)
     check_blueprint(config, blueprint)
-    if config.adapter is not None and config.adapter.path is not None:
-        check_start_adapters(config.adapter.path, blueprint.hf_config, config.adapter)
+    check_first_adapters(config)
     if config.model.path is None or not config.model.pretrained:
         probe_weights(blueprint.hf_config)
     unknown = known is None and not (config.data_folder / MANIFEST).exists()
     if unknown and config.data.tokenizer != "train":
         load_model_config(config.model, tokenizer_size(config.data.tokenizer))
+
+
+def check_first_adapters(config: RunConfig) -> None:
+    """Check the adapters that the run starts from; does nothing if it names none.
+
+    Raises `ConfigError` if they are not those of the run, and `ModelError` if they cannot be read.
+    """
+    if config.adapter is None or config.adapter.path is None:
+        return
+    hf_config = ModelPlan.of(config, config.data.trained_vocabulary).hf_config
+    check_start_adapters(config.adapter.path, hf_config, config.adapter)
 
 
 def _check_router_loss(config: RunConfig, own_loss: bool) -> None:

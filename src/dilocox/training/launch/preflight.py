@@ -31,7 +31,11 @@ from dilocox.training.launch.data_preparation import OWN_DATA, prepare_data
 from dilocox.training.launch.forking import stay_forkable
 from dilocox.training.launch.headline import headline
 from dilocox.training.launch.hints import hints
-from dilocox.training.launch.model_check import check_blueprint, check_model
+from dilocox.training.launch.model_check import (
+    check_blueprint,
+    check_first_adapters,
+    check_model,
+)
 from dilocox.training.launch.run_folder import (
     as_begun,
     check_folder,
@@ -122,6 +126,8 @@ def prepare(config: RunConfig, role: Role, display: Display | None = None) -> Pr
     config, fresh = prepared.config, not prepared.begun
     if role.command == "rank":
         fetch_weights(config)
+        # The machine of the site's first rank has checked its own copy.
+        check_first_adapters(config)
         return prepared
     _check_start(config, role, fresh)
     if not role.trains:

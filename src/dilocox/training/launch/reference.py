@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dilocox.config.model import ModelSection
 from dilocox.config.preference import REFERENCE
 from dilocox.config.run_config import RunConfig
 from dilocox.data import TokenFiles
@@ -25,13 +26,12 @@ from dilocox.data.token_files import SPLITS
 from dilocox.errors import DataError, ModelError
 from dilocox.inner.device import resolve_device, resolve_precision
 from dilocox.inner.loss import log_likelihoods
-from dilocox.models.adapter_folder import AdapterFolder
-from dilocox.models.architecture import one_line
+from dilocox.models.adapter_weights import AdapterWeights
+from dilocox.models.architecture import load_model_config, one_line
 from dilocox.models.base_weights import base_digest
 from dilocox.models.hf_weights import locate_weights
 from dilocox.models.network import load_network
-from dilocox.utils.adapter_files import ADAPTER_FILE
-from dilocox.utils.storage import sha256_of
+from dilocox.models.start_adapters import add_adapters, start_digest
 
 LOGITS = 2**27
 """Most logits that are computed at once."""
@@ -67,49 +67,63 @@ def add_reference(
         done += len(values)
         _write(folder, content["splits"][split]["shards"], values)
     content[REFERENCE] = {
-        "model": base_digest(place), **_adapters(config), "precision": str(precision).split(".")[1],
-    }  # fmt: skip
+        "model": base_digest(place),
+        **_digest(config, place),
+        "precision": str(precision).split(".")[1],
+    }
 
 
-def _adapters(config: RunConfig) -> dict[str, str]:
+def _first_adapters(config: RunConfig, place: Path) -> AdapterWeights | None:
+    """Return the adapters of `adapter.path`, for the model in folder `place`; None without them."""
+    if config.adapter is None or config.adapter.path is None:
+        return None
+    hf_config = load_model_config(ModelSection(path=str(place)), None)
+    stored = Path(config.adapter.path).expanduser()
+    return AdapterWeights(hf_config, config.adapter, config.run.seed, None, stored)
+
+
+def _digest(config: RunConfig, place: Path) -> dict[str, str]:
     """Return the digest of the reference's adapters; nothing if it has none."""
-    folder = _start(config)
-    return {} if folder is None else {"adapters": sha256_of(folder / ADAPTER_FILE)}
-
-
-def _start(config: RunConfig) -> Path | None:
-    path = None if config.adapter is None else config.adapter.path
-    return None if path is None else Path(path).expanduser()
+    found = _first_adapters(config, place)
+    if found is None or config.adapter is None:
+        return {}
+    return {"adapters": start_digest(found, config.adapter)}
 
 
 def _reference(config: RunConfig, place: Path, precision: torch.dtype) -> Any:
     """Returns the model in folder `place`, on the CPU and in evaluation mode.
 
-    Raises `ModelError` if it cannot be loaded.
+    It has the first adapters of the run if `adapter.path` names some. Raises `ModelError` if it
+    cannot be loaded.
     """
     try:
         model = load_network(place, None, precision)
-        folder = _start(config)
-        return (model if folder is None else AdapterFolder.of(folder).added_to(model)).eval()
     except Exception as error:  # transformers raises many kinds of errors here
         raise ModelError(
             f"model.path {config.model.path}: cannot be loaded as the reference of preference "
             f"training ({one_line(error)}); name a whole model that transformers can load"
         ) from None
+    found = _first_adapters(config, place)
+    if found is not None and config.adapter is not None:
+        add_adapters(model, found, config.adapter, precision)
+    return model.eval()
 
 
 def check_reference(config: RunConfig, files: TokenFiles) -> None:
     """Raise `DataError` if the reference was computed with another model than the run's."""
     reference = files.content.get(REFERENCE, {})
-    begun = reference.get("model")
-    here = base_digest(locate_weights(str(config.model.path), config.model.revision))
+    place = locate_weights(str(config.model.path), config.model.revision)
+    begun, here = reference.get("model"), base_digest(place)
     if begun != here:
         raise DataError(
             f"{files.folder}: its reference log-probabilities are of the model with digest "
             f"{str(begun)[:12]}…, and model.path {config.model.path} has {here[:12]}…; set "
             "data.folder to another folder or delete this one, or name that model"
         )
-    if reference.get("adapters") != _adapters(config).get("adapters"):
+    # A run that goes on keeps the reference of the earlier run, whose token files it must have.
+    if config.handover is not None:
+        return
+    if reference.get("adapters") != _digest(config, place).get("adapters"):
         raise DataError(
             f"{files.folder}: its reference log-probabilities are of other adapters than "
             "adapter.path holds; set data.folder to another folder or delete this one, or name "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import json
 import os
 import shutil
@@ -78,8 +79,29 @@ def _check_folder(config: RunConfig, resume: bool, overwrite: bool) -> None:
         )
     if resume:
         _check_same_run(config, written)
+    else:
+        _check_kept(config)
     if _held(folder / "coordinator" / "coordinator.lock"):
         raise TrainingError(f"{folder}: its run is going on right now; stop it first")
+
+
+def _check_kept(config: RunConfig) -> None:
+    """Raise `TrainingError` if this run reads what `--overwrite` would remove first."""
+    read = {"model.path": config.model.path, "data.tokenizer": config.data.tokenizer}
+    if config.adapter is not None:
+        read["adapter.path"] = config.adapter.path
+        read["adapter.handover"] = config.adapter.handover
+    folder = config.folder.resolve()
+    for key, named in read.items():
+        place = Path(named or "").expanduser().resolve()
+        if named is None or not place.exists() or not place.is_relative_to(folder):
+            continue
+        inside = place.relative_to(folder).parts
+        if inside and any(fnmatch.fnmatch(inside[0], pattern) for pattern in WRITTEN):
+            raise TrainingError(
+                f"{key} {named}: --overwrite would remove it, since it is in the run's folder; "
+                "choose another run.name, or move it away"
+            )
 
 
 def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Path:
