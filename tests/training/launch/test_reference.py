@@ -44,6 +44,15 @@ def a_run(
     )  # fmt: skip
 
 
+def adapted(place: Path) -> tuple[Path, Path, Path]:
+    """Write a base model, pairs, and trained adapters of PEFT on that model."""
+    base = write_base(place / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        folder = peft_folder(base, place / "peft")
+    return base, write_records(place / "pairs.jsonl", pairs()), folder
+
+
 def made(config: RunConfig, folder: Path) -> TokenFiles:
     def finish(partial: Path, content: dict[str, Any]) -> None:
         reference.add_reference(config, partial, content, lambda step, share: None)
@@ -94,11 +103,7 @@ def test_it_is_the_start_models_and_no_other(
 
 
 def test_adapters_that_the_run_starts_from_belong_to_it(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base")
-    source = write_records(tmp_path / "pairs.jsonl", pairs())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        folder = peft_folder(base, tmp_path / "peft")
+    base, source, folder = adapted(tmp_path)
     config = a_run(base, source, adapter={"rank": 2, "alpha": 4.0, "path": str(folder)})
     files, plain = made(config, tmp_path / "data"), a_run(base, source)
     # Their values count, and the scaling; not how the files hold them.
@@ -129,11 +134,7 @@ def test_adapters_that_the_run_starts_from_belong_to_it(tmp_path: Path) -> None:
 
 def test_adapters_are_computed_as_the_run_computes_them(tmp_path: Path) -> None:
     """The folder's configuration may name fewer layers, and no base model."""
-    base = write_base(tmp_path / "base")
-    source = write_records(tmp_path / "pairs.jsonl", pairs())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        folder = peft_folder(base, tmp_path / "peft")
+    base, source, folder = adapted(tmp_path)
     config = a_run(base, source, adapter={"rank": 2, "alpha": 4.0, "path": str(folder)})
     whole = made(config, tmp_path / "data")
     said = json.loads((folder / ADAPTER_CONFIG).read_text())
